@@ -1,0 +1,64 @@
+"""Every exception that kvevents raises.
+
+::
+
+    KVEventsError
+    ├── UsageError                   you asked for something that cannot be done
+    │   ├── ConfigError              a setting is wrong                   (ValueError)
+    │   ├── UnknownDialectError      no such engine or release            (ValueError)
+    │   ├── UnknownSourceError       no such source or rank               (LookupError)
+    │   ├── EncodeError              this batch has no bytes              (ValueError)
+    │   ├── ClosedError              used after close() or shutdown()     (RuntimeError)
+    │   └── MissingDependencyError   an extra is not installed            (ImportError)
+    └── PeerError                    something outside this process is at fault
+        ├── EndpointError            a socket cannot be bound or opened   (OSError)
+        └── RecordingError           a recording cannot be read           (ValueError)
+
+What a peer *sends* never raises: it is set aside with a reason and counted (`kvevents.wire.Rejected`).
+"""
+
+from __future__ import annotations
+
+
+class KVEventsError(Exception):
+    """Root of every exception raised by kvevents."""
+
+
+class UsageError(KVEventsError):
+    """The caller did something that cannot work."""
+
+
+class ConfigError(UsageError, ValueError):
+    """A setting is wrong; the message names it and what would be right."""
+
+
+class UnknownDialectError(UsageError, ValueError):
+    """No dialect is known for this engine or release."""
+
+
+class UnknownSourceError(UsageError, LookupError):
+    """No stream of this subscriber has that source name and rank."""
+
+
+class EncodeError(UsageError, ValueError):
+    """A batch holds something that has no encoding in the wanted dialect."""
+
+
+class ClosedError(UsageError, RuntimeError):
+    """A publisher or subscriber was used after it was closed."""
+
+
+class MissingDependencyError(UsageError, ImportError):
+    """An optional dependency is needed; the message says which extra installs it."""
+
+
+class PeerError(KVEventsError):
+    """Something outside this process failed."""
+
+
+class EndpointError(PeerError, OSError):
+    """A socket could not be bound, connected or opened at an endpoint."""
+
+
+class RecordingError(PeerError, ValueError):
+    """A recording cannot be read; the message names the file and the line."""

@@ -1,0 +1,51 @@
+"""Bytes and events: framing, dialects, decoding, encoding."""
+
+from kvevents.wire.decode import Decoded, Rejected, decode_batch
+from kvevents.wire.dialects import Dialect, dialect_for, dialects
+from kvevents.wire.encode import encode_batch
+from kvevents.wire.framing import (
+    END_SEQ,
+    Live,
+    Malformed,
+    ReplayBatch,
+    ReplayEnd,
+    ReplayReply,
+    ReplayRequest,
+    encode_seq,
+    live_frames,
+    parse_live,
+    parse_replay_reply,
+    parse_replay_request,
+    replay_batch_frames,
+    replay_end_frames,
+    replay_request_frames,
+)
+from kvevents.wire.limits import DEFAULT_WIRE_LIMITS, MAX_SEQ, WireLimits
+
+__all__ = [
+    "DEFAULT_WIRE_LIMITS",
+    "END_SEQ",
+    "MAX_SEQ",
+    "Decoded",
+    "Dialect",
+    "Live",
+    "Malformed",
+    "Rejected",
+    "ReplayBatch",
+    "ReplayEnd",
+    "ReplayReply",
+    "ReplayRequest",
+    "WireLimits",
+    "decode_batch",
+    "dialect_for",
+    "dialects",
+    "encode_batch",
+    "encode_seq",
+    "live_frames",
+    "parse_live",
+    "parse_replay_reply",
+    "parse_replay_request",
+    "replay_batch_frames",
+    "replay_end_frames",
+    "replay_request_frames",
+]

@@ -1,0 +1,185 @@
+"""How each engine release spells its batches: one table, one row per change on the wire.
+
+A release between two rows speaks the older one. Adding an engine release is adding a row to `_TABLE`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final, Literal
+
+from kvevents.errors import UnknownDialectError
+
+Shape = Literal["array", "map"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dialect:
+    """What one engine sends from release `since` on. Rows are compared by identity."""
+
+    engine: str
+    since: str
+    stored: tuple[str, ...]
+    """Fields of BlockStored in wire order, by their names in `kvevents.events`."""
+    removed: tuple[str, ...]
+    """Fields of BlockRemoved in wire order."""
+    batch: Shape = "array"
+    rank: bool = True
+    """Whether a batch carries the data-parallel rank."""
+    events: Shape = "array"
+    optional: frozenset[str] = frozenset()
+    """Fields that map events leave out when nil."""
+    signed: bool = False
+    """Whether 64-bit hashes are sent as signed integers."""
+    replay_topic: bool = False
+    """Whether replay replies repeat the topic."""
+
+    @property
+    def name(self) -> str:
+        """Label for metrics and messages, such as `vllm-0.24.0`."""
+        return f"{self.engine}-{self.since}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+
+# vLLM, vllm/distributed/kv_events.py
+_V0_9_0: Final = Dialect("vllm", "0.9.0", stored=_BASE, removed=("block_hashes",), rank=False, signed=True)
+_V0_9_1: Final = replace(_V0_9_0, since="0.9.1", rank=True)
+_V0_10_2: Final = replace(_V0_9_1, since="0.10.2", stored=(*_BASE, "medium"), removed=("block_hashes", "medium"), signed=False)
+_V0_14: Final = replace(_V0_10_2, since="0.14.0", stored=(*_V0_10_2.stored, "lora_name"))
+_V0_17: Final = replace(_V0_14, since="0.17.0", stored=(*_V0_14.stored, "extra_keys"))
+_V0_20: Final = replace(_V0_17, since="0.20.0", stored=(*_V0_17.stored, "group_idx"), removed=(*_V0_17.removed, "group_idx"))
+_V0_22: Final = replace(_V0_20, since="0.22.0", stored=(*_V0_20.stored, "kv_cache_spec_kind", "kv_cache_spec_sliding_window"))
+_V0_24: Final = replace(
+    _V0_22,
+    since="0.24.0",
+    events="map",
+    optional=frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}),
+)
+# One unreleased commit between 0.23 and 0.24 sent the batch itself as a map; nightly images carry it.
+_V_MAP_BATCH: Final = replace(_V0_24, since="main@0181ea3173e5", batch="map")
+_V0_26: Final = replace(
+    _V0_24,
+    since="0.26.0",
+    stored=(*_V0_24.stored, "locality"),
+    removed=(*_V0_24.removed, "locality"),
+    optional=_V0_24.optional | {"locality"},
+    replay_topic=True,
+)
+_V0_29: Final = replace(
+    _V0_26,
+    since="0.29.0",
+    stored=(*_V0_26.stored, "ownership"),
+    removed=(*_V0_26.removed, "ownership"),
+    optional=_V0_26.optional | {"ownership"},
+)
+_V0_30: Final = replace(
+    _V0_29, since="0.30.0", stored=(*_V0_29.stored, "session_id"), optional=_V0_29.optional | {"session_id"}
+)
+_V0_33: Final = replace(
+    _V0_30,
+    since="0.33.0",
+    stored=(*_V0_30.stored, "lookahead_token_ids"),
+    optional=_V0_30.optional | {"lookahead_token_ids"},
+)
+
+# SGLang, python/sglang/srt/disaggregation/kv_events.py
+_S0_4_6: Final = Dialect("sglang", "0.4.6.post5", stored=_BASE, removed=("block_hashes",), rank=False, signed=True)
+_S0_4_7: Final = replace(_S0_4_6, since="0.4.7", rank=True)
+_S0_5_9: Final = replace(_S0_4_7, since="0.5.9", stored=(*_BASE, "medium"), removed=("block_hashes", "medium"))
+_S0_5_20: Final = replace(
+    _S0_5_9,
+    since="0.5.20",
+    stored=(*_S0_5_9.stored, "cache_salt", "session_id"),
+    events="map",
+    optional=frozenset({"medium", "cache_salt", "session_id"}),
+)
+_S0_5_22: Final = replace(
+    _S0_5_20,
+    since="0.5.22",
+    stored=(*_S0_5_20.stored, "lora_name"),
+    optional=_S0_5_20.optional | {"lora_name"},
+    replay_topic=True,
+)
+
+_TABLE: Final[tuple[Dialect, ...]] = (
+    _V0_9_0,
+    _V0_9_1,
+    _V0_10_2,
+    _V0_14,
+    _V0_17,
+    _V0_20,
+    _V0_22,
+    _V_MAP_BATCH,
+    _V0_24,
+    _V0_26,
+    _V0_29,
+    _V0_30,
+    _V0_33,
+    _S0_4_6,
+    _S0_4_7,
+    _S0_5_9,
+    _S0_5_20,
+    _S0_5_22,
+)
+
+NEWEST_VLLM: Final = _V0_33
+"""The layout of the structs in `kvevents.events` themselves."""
+ARRAY_STORED: Final = _V0_22.stored
+"""The longest array form of BlockStored; every shorter one, SGLang's too, is a prefix of it."""
+ARRAY_REMOVED: Final = _V0_22.removed
+
+_RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|b|rc|dev|post)\.?(\d*))?", re.IGNORECASE)
+_PHASE = {"dev": -4, "a": -3, "b": -2, "rc": -1, "": 0, "post": 1}
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """Every row of the table, each engine's releases in order."""
+    return _TABLE
+
+
+def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
+    """Sort key of a release as PEP 440 orders it (what follows the first pre- or post-release mark is ignored)."""
+    match = _RELEASE.match(release)
+    if match is None:
+        return None
+    numbers = [int(part) for part in match[1].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers), _PHASE[(match[2] or "").lower()], int(match[3] or 0)
+
+
+@cache
+def dialect_for(engine: str, release: str = "latest") -> Dialect:
+    """The dialect that `release` of `engine` speaks.
+
+    `engine` is `vllm` or `sglang`, `release` a version such as `0.5.17`, `v0.11.1+cu128` or `latest`. A release newer than the
+    newest row speaks the newest row.
+
+    Raises `UnknownDialectError` for another engine, an unreadable release, or one older than the first row.
+    """
+    rows = [row for row in _TABLE if row.engine == engine.lower()]
+    if not rows:
+        known = ", ".join(sorted({row.engine for row in _TABLE}))
+        raise UnknownDialectError(f"unknown engine {engine!r}; known engines: {known}")
+    if release == "latest":
+        return rows[-1]
+    named = [row for row in rows if release.split(" ", maxsplit=1)[0] == row.since]
+    if named:
+        return named[0]
+    wanted = _release_key(release)
+    if wanted is None:
+        raise UnknownDialectError(f"cannot read release {release!r} of {engine}; expected a version such as {rows[-1].since}")
+    found: Dialect | None = None
+    for row in rows:
+        since = _release_key(row.since)
+        if since is not None and since <= wanted:
+            found = row
+    if found is None:
+        raise UnknownDialectError(f"{engine} {release} is older than {rows[0].since}, the first release with KV events")
+    return found
