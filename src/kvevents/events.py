@@ -8,7 +8,7 @@ release is a row in `kvevents.wire.dialects`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -28,13 +28,22 @@ MEDIUM_EXTERNAL: Final = "EXTERNAL"
 TokenId: TypeAlias = int | tuple[int, int]
 """A token id, or the pair `(token, next token)` that SGLang sends under EAGLE."""
 
+if TYPE_CHECKING:
+    ExtraKey: TypeAlias = Any
+    Aside: TypeAlias = dict[str, Any]
+else:
+    # What one native decode may build at a peer's wish: no map with keys of the peer's choice, no depth. Anything else in these
+    # fields is read by `kvevents.wire.careful`, within limits. Encoding does not look at annotations.
+    ExtraKey = str | int | list[str | int]
+    Aside = dict[str, bool | int | float | str | None]
+
 
 def _always_sent() -> None:
     """Default of a field that vLLM sends even when it is nil: msgspec omits plain defaults, not made ones."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one scheduler step announced: `[ts, events]` or `[ts, events, data_parallel_rank]`.
+    """What one scheduler step announced: on the wire the array `[ts, events, data_parallel_rank]`.
 
     `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, so users' own events publish too.
     """
@@ -66,7 +75,7 @@ class BlockStored(KVCacheEvent):
     """Deprecated by vLLM in favour of `lora_name`."""
     medium: str | None = msgspec.field(default_factory=_always_sent)
     lora_name: str | None = msgspec.field(default_factory=_always_sent)
-    extra_keys: list[tuple[Any, ...] | None] | None = None
+    extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
     """vLLM, per block: LoRA name, `(multimodal id, offset)` pairs, cache salt (block 0 only), prompt-embedding digests."""
     group_idx: int | None = None
     """KV cache group of a hybrid model; the same hash occurs in several groups."""
@@ -85,7 +94,7 @@ class BlockStored(KVCacheEvent):
     block_digests: list[bytes] | None = None
     """Full digests where a peer sent byte hashes; `block_hashes` then holds their last 8 bytes, big-endian."""
     parent_block_digest: bytes | None = None
-    unrecognised: dict[str, Any] | None = None
+    unrecognised: Aside | None = None
     """Fields that this release of kvevents does not know, by name, or by position (`"12"`) in array events."""
 
     def __hash__(self) -> int:
@@ -114,7 +123,7 @@ class BlockRemoved(KVCacheEvent):
     locality: str | None = None
     ownership: str | None = None
     block_digests: list[bytes] | None = None
-    unrecognised: dict[str, Any] | None = None
+    unrecognised: Aside | None = None
 
     def __hash__(self) -> int:
         return hash((tuple(self.block_hashes), self.medium, self.group_idx, self.locality, self.ownership))
@@ -123,7 +132,7 @@ class BlockRemoved(KVCacheEvent):
 class AllBlocksCleared(KVCacheEvent):
     """The whole prefix cache of the stream was reset."""
 
-    unrecognised: dict[str, Any] | None = None
+    unrecognised: Aside | None = None
 
     def __hash__(self) -> int:
         return hash(AllBlocksCleared)

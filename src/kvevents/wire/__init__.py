@@ -1,6 +1,6 @@
 """Bytes and events: framing, dialects, decoding, encoding."""
 
-from kvevents.wire.decode import Decoded, Rejected, decode_batch
+from kvevents.wire.decode import Decoded, decode_batch
 from kvevents.wire.dialects import Dialect, dialect_for, dialects
 from kvevents.wire.encode import encode_batch
 from kvevents.wire.framing import (
@@ -21,6 +21,7 @@ from kvevents.wire.framing import (
     replay_request_frames,
 )
 from kvevents.wire.limits import DEFAULT_WIRE_LIMITS, MAX_SEQ, WireLimits
+from kvevents.wire.rejected import Rejected
 
 __all__ = [
     "DEFAULT_WIRE_LIMITS",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Final, Literal
 
 from kvevents.errors import UnknownDialectError
@@ -134,8 +134,12 @@ ARRAY_STORED: Final = _V0_22.stored
 """The longest array form of BlockStored; every shorter one, SGLang's too, is a prefix of it."""
 ARRAY_REMOVED: Final = _V0_22.removed
 
-_RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|b|rc|dev|post)\.?(\d*))?", re.IGNORECASE)
-_PHASE = {"dev": -4, "a": -3, "b": -2, "rc": -1, "": 0, "post": 1}
+# One letter after a hyphen is no mark of a pre-release but the beginning of an image's suffix, as in `v0.5.20-b200`.
+_RELEASE: Final = re.compile(
+    r"v?(\d{1,9}(?:\.\d{1,9})*+)(?!\d)(?:(?:[._]?(a|b)|[._-]?(alpha|beta|rc|dev|post))[._]?(\d{0,9})(?![a-z\d]))?",
+    re.IGNORECASE,
+)
+_PHASE: Final = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "": 0, "post": 1}
 
 
 def dialects() -> tuple[Dialect, ...]:
@@ -151,10 +155,10 @@ def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
     numbers = [int(part) for part in match[1].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
-    return tuple(numbers), _PHASE[(match[2] or "").lower()], int(match[3] or 0)
+    return tuple(numbers), _PHASE[(match[2] or match[3] or "").lower()], int(match[4] or 0)
 
 
-@cache
+@lru_cache(maxsize=256)
 def dialect_for(engine: str, release: str = "latest") -> Dialect:
     """The dialect that `release` of `engine` speaks.
 

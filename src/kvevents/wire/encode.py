@@ -17,7 +17,10 @@ _SIGN: Final = 1 << 63
 _MODULUS: Final = 1 << 64
 _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
+_REFUSED: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
+
 _Converter = Callable[[Any], Any]
+_Encoder = Callable[[Any], bytes]
 
 
 def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
@@ -33,8 +36,27 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
         if dialect is None and not any(map(_is_relayed, batch.events)):
             return _ENCODER.encode(batch)
         return _ENCODER.encode(_spelled(batch, dialect or NEWEST_VLLM))
-    except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+    except _REFUSED as error:
         raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
+
+
+def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
+    """`encode_batch` for the one thread that encodes a stream: the same bytes and errors, from a buffer that is used again."""
+    if dialect is not None:
+        return lambda batch: encode_batch(batch, dialect)
+    buffer = bytearray()
+    encode_into = _ENCODER.encode_into
+
+    def encode(batch: Any) -> bytes:
+        try:
+            if not any(map(_is_relayed, batch.events)):
+                encode_into(batch, buffer)
+                return bytes(buffer)
+        except _REFUSED as error:
+            raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
+        return encode_batch(batch)
+
+    return encode
 
 
 def _is_relayed(event: object) -> bool:

@@ -1,0 +1,80 @@
+"""Who is compared: our publisher and the engines', constructed and driven in the same way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from benchmarks import engines
+
+BLOCK_SIZE: Final = 16
+VOCABULARY: Final = 128_000
+BUFFER_STEPS: Final = 10_000
+HWM: Final = 100_000
+MAX_QUEUE_SIZE: Final = 100_000
+
+
+class Publisher(Protocol):
+    """What the harness does with a publisher while it measures."""
+
+    def publish(self, events: Any) -> None: ...
+
+    def shutdown(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One publisher class with its event types."""
+
+    name: str
+    title: str
+    types: Callable[[], Any]
+    """A namespace with `ZmqEventPublisher`, `KVEventBatch` and `BlockStored`."""
+    waiting: Callable[[Any], int]
+    """Batches that were given to `publish` and have not been sent: how full the queue is."""
+    named: bool
+    """Whether BlockStored has `lora_name` after `medium`."""
+
+    def publisher(self, port: int, replay_port: int) -> Publisher:
+        """Bound to two TCP ports, with the engines' default limits, spelled out."""
+        made: Publisher = self.types().ZmqEventPublisher(
+            0, f"tcp://*:{port}", f"tcp://*:{replay_port}", BUFFER_STEPS, HWM, MAX_QUEUE_SIZE, "kv-events"
+        )
+        return made
+
+    def batches(self, count: int, blocks: int, seed: int = 1) -> list[Any]:
+        """`count` batches of one store of `blocks` blocks each: random 64-bit hashes, token ids below 128,000.
+
+        The same values for every contender; rank and timestamp set, as by an engine's scheduler.
+        """
+        types, draw = self.types(), random.Random(seed)  # noqa: S311 - test data
+        tail = ("GPU", None) if self.named else ("GPU",)
+        made = []
+        for _ in range(count):
+            hashes = [draw.getrandbits(63) for _ in range(blocks)]
+            tokens = [draw.randrange(VOCABULARY) for _ in range(blocks * BLOCK_SIZE)]
+            stored = types.BlockStored(hashes, draw.getrandbits(63), tokens, BLOCK_SIZE, None, *tail)
+            made.append(types.KVEventBatch(1.7e9, [stored]))
+        return made
+
+
+def _ours() -> Any:
+    from kvevents import events, publisher  # noqa: PLC0415 - the engines' processes must not load us
+
+    return type("kvevents", (), vars(events) | {"ZmqEventPublisher": publisher.ZmqEventPublisher})
+
+
+def _queued(publisher: Any) -> int:
+    return int(publisher.stats().queued)
+
+
+def _queue_size(publisher: Any) -> int:
+    return int(publisher._event_queue.qsize())  # noqa: SLF001 - the engines have no other way to tell
+
+
+OURS: Final = Contender("ours", "kvevents", _ours, _queued, named=True)
+VLLM: Final = Contender("vllm", engines.VLLM.title, lambda: engines.load(engines.VLLM), _queue_size, named=True)
+SGLANG: Final = Contender("sglang", engines.SGLANG.title, lambda: engines.load(engines.SGLANG), _queue_size, named=False)
+CONTENDERS: Final = {contender.name: contender for contender in (OURS, VLLM, SGLANG)}

@@ -1,0 +1,132 @@
+"""The engines' own publishers, executed from their released wheels.
+
+A wheel is looked for in the directory that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded there
+with `pip download --no-deps` (vLLM's is 326 MB, SGLang's 39 MB). Only one or two modules of it are extracted, and they are executed
+as they are; what they import of their engine is replaced by the stubs below, none of which `publish`, the publisher's thread or
+its replay ever call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import types
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+CHECKOUT: Final = Path(__file__).resolve().parent.parent
+CACHE: Final = CHECKOUT / ".cache"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A release to compare with, and where in its wheel the publisher is."""
+
+    package: str
+    release: str
+    module: str
+    """Dotted name of the module to execute."""
+    also: tuple[str, ...] = ()
+    """Modules that it imports and that run without the engine."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.package} {self.release}"
+
+
+VLLM: Final = Engine("vllm", "0.32.0", "vllm.distributed.kv_events", also=("vllm.config.kv_events",))
+SGLANG: Final = Engine("sglang", "0.5.23", "sglang.srt.disaggregation.kv_events")
+
+# Wheels of one fixed platform, whatever this machine is: only pure Python is taken out of them.
+_PLATFORM: Final = (
+    *("--only-binary=:all:", "--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
+    *("--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"),
+)
+
+
+def load(engine: Engine) -> types.ModuleType:
+    """The engine's module. Raises `SystemExit` with a sentence when its wheel cannot be had."""
+    if engine.module not in sys.modules:
+        _install_stubs(engine)
+        for name in (*engine.also, engine.module):
+            _execute(name, extracted(engine, name))
+    return sys.modules[engine.module]
+
+
+def extracted(engine: Engine, module: str) -> Path:
+    """The source file of `module`, taken out of the wheel when it has not been before."""
+    inner = module.replace(".", "/") + ".py"
+    target = CACHE / "engines" / f"{engine.package}-{engine.release}" / inner
+    if not target.exists():
+        with zipfile.ZipFile(_wheel(engine)) as wheel:
+            source = wheel.read(inner)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source)
+    return target
+
+
+def _wheel(engine: Engine) -> Path:
+    for folder in (Path(os.environ.get("KVEVENTS_WHEELS", "")), CACHE / "wheels"):
+        found = sorted(folder.glob(f"{engine.package}-{engine.release}-*.whl"))
+        if found:
+            return found[0]
+    return _download(engine, CACHE / "wheels")
+
+
+def _download(engine: Engine, folder: Path) -> Path:
+    wanted = f"{engine.package}=={engine.release}"
+    print(f"downloading the wheel of {engine.title} once", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", *_PLATFORM, "--dest", str(folder), wanted]
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # noqa: S603 - pip, with our own words
+        sys.exit(f"no wheel of {engine.title}: pip could not download it; put it into a folder and set KVEVENTS_WHEELS to that")
+    return next(folder.glob(f"{engine.package}-{engine.release}-*.whl"))
+
+
+def _execute(name: str, source: Path) -> None:
+    spec = importlib.util.spec_from_file_location(name, source)
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+# --- what the modules import of their engine -------------------------------------------------------------------------------
+
+
+def _stub(name: str, **names: Any) -> None:
+    """A module of `names`, and the packages above it."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        package = sys.modules.setdefault(".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
+        package.__path__ = []
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    sys.modules[name] = module
+
+
+def _unused(*_: Any) -> Any:
+    raise NotImplementedError("a stub of the benchmarks was called")
+
+
+def _install_stubs(engine: Engine) -> None:
+    if engine is VLLM:
+        _stub("vllm.config.utils", config=dataclasses.dataclass)
+        _stub("vllm.logger", init_logger=logging.getLogger)
+        names = ("get_ip", "get_tcp_uri", "is_valid_ipv6_address", "split_zmq_path")
+        _stub("vllm.utils.network_utils", **dict.fromkeys(names, _unused))
+        _stub("vllm.v1.core.kv_cache_utils", ExternalBlockHash=bytes | int)
+        _stub(engine.module)
+    else:
+        _stub("sglang.srt.runtime_context", get_parallel=_unused)
+        _stub("sglang.srt.utils.network", NetworkAddress=type("NetworkAddress", (), {}))
+        if importlib.util.find_spec("pydantic") is None:
+            _stub("pydantic", BaseModel=type("BaseModel", (), {}))  # of its configuration class, which is not used here
+        _stub(engine.module)
+    del sys.modules[engine.module]  # only the packages above it were wanted

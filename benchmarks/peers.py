@@ -1,0 +1,122 @@
+"""Roles in other processes: `python -m benchmarks.peers ROLE ...`. They are bare pyzmq, the same for every contender."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from benchmarks.processes import heed, say
+
+SILENCE_MS: Final = 3_000
+"""A reply that brings nothing for this long has ended without its marker."""
+_END: Final = b"\xff" * 8
+
+
+def _sub(port: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    socket.set(zmq.RCVHWM, 0)
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    socket.subscribe(b"")
+    return socket
+
+
+def count(port: int) -> None:
+    """Say when the first batch is here; be told the number of the last; say how many came, and when the last did."""
+    socket = _sub(port)
+    first = int.from_bytes(socket.recv_multipart()[1], "big")
+    say("ready")
+    last = heed()
+    if last is None:
+        return
+    received, seq = 1, first
+    while seq < last and socket.poll(SILENCE_MS):
+        seq = int.from_bytes(socket.recv_multipart()[1], "big")
+        received += 1
+    say({"lost": last - first + 1 - received, "end": time.monotonic()})
+    heed()
+
+
+def live(port: int) -> None:
+    """Measure how late batches are, whose timestamps are of the monotonic clock; tell when asked, and start afresh."""
+    socket = _sub(port)
+    decode = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, msgspec.Raw]).decode
+    socket.recv_multipart()
+    say("ready")
+    late: list[float] = []
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if socket in ready:
+            payload = socket.recv_multipart()[2]
+            late.append(time.monotonic() - decode(payload)[0])
+        elif heed() is None:
+            return
+        else:
+            say({"longest": max(late, default=0.0), "batches": len(late)})
+            late = []
+
+
+def replay(port: int, pace: str) -> None:
+    """Ask once for everything from 0, read at a pace, and say what came. The socket has pyzmq's default limits."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    started = time.monotonic()
+    socket.send_multipart([b"", bytes(8)])
+    if pace == "late":
+        time.sleep(2.0)
+    seen: set[int] = set()
+    ended = False
+    while not ended and socket.poll(SILENCE_MS):
+        frames = socket.recv_multipart()
+        ended = frames[-1] == b"" and frames[-2] == _END
+        if not ended:
+            seen.add(int.from_bytes(frames[-2], "big"))
+            if pace == "slow" and len(seen) % 20 == 0:
+                time.sleep(0.005)
+    say({"received": len(seen), "ended": ended, "seconds": time.monotonic() - started})
+
+
+def blast(port: int, blocks: int, batches: int) -> None:
+    """Send batches as vLLM encodes them, as fast as pyzmq can, to whoever subscribes first; then stay until told."""
+    from benchmarks.contenders import VLLM  # noqa: PLC0415 - readers of other roles need not load an engine
+
+    payloads = [msgspec.msgpack.encode(batch) for batch in VLLM.batches(500, blocks)]
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
+    socket.set(zmq.SNDHWM, 0)
+    socket.bind(f"tcp://127.0.0.1:{port}")
+    say("bound")
+    socket.recv()
+    time.sleep(0.2)  # the reader says hello before it reads
+    for seq in range(batches):
+        socket.send_multipart((b"kv-events", seq.to_bytes(8, "big"), payloads[seq % 500]))
+    heed()
+
+
+def engine(name: str, port: int, replay_port: int, blocks: int, batches: int) -> None:
+    """An engine's publisher that has published `batches` batches to nobody, and then only answers replay requests."""
+    from benchmarks.contenders import CONTENDERS  # noqa: PLC0415 - as above
+    from benchmarks.publishing import feed  # noqa: PLC0415 - as above
+
+    contender = CONTENDERS[name]
+    publisher = contender.publisher(port, replay_port)
+    feed(contender, publisher, contender.batches(500, blocks), batches)
+    while contender.waiting(publisher):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    say("published")
+    select.select([sys.stdin], [], [])
+    publisher.shutdown()
+
+
+ROLES: Final[dict[str, Any]] = {"count": count, "live": live, "replay": replay, "blast": blast, "engine": engine}
+
+if __name__ == "__main__":
+    role, *rest = sys.argv[1:]
+    ROLES[role](*(int(word) if word.isdigit() else word for word in rest))

@@ -1,0 +1,83 @@
+"""Processes that talk in lines of JSON: the harness runs each trial in one, and a trial its peers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from types import TracebackType
+from typing import Any, Final, Self
+
+from benchmarks.engines import CHECKOUT
+
+PATIENCE: Final = 120.0
+"""Seconds that one process may take."""
+
+
+class Peer:
+    """A role of `benchmarks.<module>` in a process of its own."""
+
+    def __init__(self, module: str, *arguments: object) -> None:
+        command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with our own words
+            command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def tell(self, message: Any) -> None:
+        """Write one line to the peer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+
+    def hear(self) -> Any:
+        """Wait for the next line of the peer. Raises `RuntimeError` when it ends without one."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()} and said nothing")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it: its input closes, and if that does not do it, it is killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def say(message: Any) -> None:
+    """The other end of `Peer.hear`."""
+    print(json.dumps(message), flush=True)
+
+
+def heed() -> Any:
+    """The other end of `Peer.tell`; None when the parent is gone."""
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
+
+
+def run(module: str, *arguments: object) -> dict[str, Any]:
+    """One line from a process that is run for it."""
+    with Peer(module, *arguments) as peer:
+        result: dict[str, Any] = peer.hear()
+    return result
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody uses now."""
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

@@ -1,0 +1,167 @@
+"""Trials of one publisher in a process of its own: `python -m benchmarks.publishing TRIAL CONTENDER ...`.
+
+Every contender goes through the same lines: constructed alike, fed alike, read by the same process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from benchmarks.contenders import CONTENDERS, Contender, Publisher
+from benchmarks.processes import Peer, free_ports, say
+
+POOL: Final = 500
+"""Distinct batches, published in turn."""
+WINDOW: Final = 2_000
+"""Batches that may wait in a publisher's queue of 100,000: never full, never empty while the harness feeds it."""
+BURST: Final = 1_000
+"""Batches published back to back when busy."""
+
+
+def percentile(values: list[int], per_cent: float) -> float:
+    """Of sorted values."""
+    return float(values[min(len(values) - 1, int(len(values) * per_cent / 100))])
+
+
+def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: int) -> None:
+    """Publish `count` batches as fast as the publisher sends them: wait 1 ms whenever more than `WINDOW` are in its queue."""
+    publish, waiting = publisher.publish, contender.waiting
+    for done in range(0, count, POOL):
+        while waiting(publisher) > WINDOW:
+            time.sleep(0.001)
+        for batch in batches[: count - done]:
+            publish(batch)
+
+
+def _connected(contender: Contender, publisher: Publisher, peer: Peer) -> int:
+    """Publish until the peer has received something; how many batches that took."""
+    from threading import Thread  # noqa: PLC0415 - only here
+
+    hearing = Thread(target=peer.hear)
+    hearing.start()
+    probe, sent = contender.batches(1, 1)[0], 0
+    while hearing.is_alive():
+        publisher.publish(probe)
+        sent += 1
+        time.sleep(0.02)
+    while contender.waiting(publisher):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    return sent
+
+
+def _timed(publish: Callable[[Any], None], batches: list[Any], into: list[int]) -> None:
+    clock = time.perf_counter_ns
+    for batch in batches:
+        before = clock()
+        publish(batch)
+        into.append(clock() - before)
+
+
+def busy(contender: Contender, blocks: int, bursts: int) -> dict[str, float]:
+    """Each `publish` of bursts of `BURST`, back to back, from an empty queue that takes a hundred times as many."""
+    port, replay_port = free_ports(2)
+    publisher, batches = contender.publisher(port, replay_port), contender.batches(BURST, blocks)
+    times: list[int] = []
+    with Peer("peers", "count", port) as peer:
+        _connected(contender, publisher, peer)
+        for _ in range(bursts):
+            _timed(publisher.publish, batches, times)
+            while contender.waiting(publisher):
+                time.sleep(0.005)
+            time.sleep(0.02)
+        nothing: list[int] = []
+        _timed(lambda _: None, batches, nothing)
+    publisher.shutdown()
+    times.sort()
+    return {"p50": percentile(times, 50), "p99": percentile(times, 99), "clock": percentile(sorted(nothing), 50)}
+
+
+def paced(contender: Contender, blocks: int, batches: int, per_second: int) -> dict[str, float]:
+    """Each `publish` at a steady pace, from a thread that sleeps in between as a scheduler waits for its step."""
+    port, replay_port = free_ports(2)
+    publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
+    times: list[int] = []
+    with Peer("peers", "count", port) as peer:
+        _connected(contender, publisher, peer)
+        cpu, due = time.process_time(), time.monotonic()
+        for number in range(batches):
+            due += 1 / per_second
+            time.sleep(max(0.0, due - time.monotonic()))
+            _timed(publisher.publish, [pool[number % POOL]], times)
+        cpu = time.process_time() - cpu
+    publisher.shutdown()
+    times.sort()
+    return {"p50": percentile(times, 50), "p99": percentile(times, 99), "cpu": cpu / batches * 1e6}
+
+
+def flow(contender: Contender, blocks: int, count: int) -> dict[str, float]:
+    """Batches per second to one process that only receives, and this process's CPU time, all threads, for each."""
+    port, replay_port = free_ports(2)
+    publisher, batches = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
+    with Peer("peers", "count", port) as peer:
+        probes = _connected(contender, publisher, peer)
+        peer.tell(probes + count - 1)
+        started, cpu = time.monotonic(), time.process_time()
+        feed(contender, publisher, batches, count)
+        outcome = peer.hear()
+        cpu = time.process_time() - cpu
+    publisher.shutdown()
+    return {"rate": count / (outcome["end"] - started), "cpu": cpu / count * 1e6, "lost": outcome["lost"]}
+
+
+def replay(contender: Contender, blocks: int, count: int, per_second: int) -> dict[str, Any]:
+    """One request for a full buffer from readers of three paces, while live batches go on to another process."""
+    port, replay_port = free_ports(2)
+    publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
+    feed(contender, publisher, pool, count)
+    while contender.waiting(publisher):
+        time.sleep(0.01)
+    result: dict[str, Any] = {}
+    with Peer("peers", "live", port) as peer:
+        _connected(contender, publisher, peer)
+        _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > 2.0)
+        peer.tell("report")
+        result["quiet"] = peer.hear()
+        for pace in ("fast", "slow", "late"):
+            with Peer("peers", "replay", replay_port, pace) as reader:
+                outcome = _publish_until(publisher, pool, per_second, reader)
+            peer.tell("report")
+            result[pace] = outcome | peer.hear() | {"lost": count - outcome["received"]}
+    publisher.shutdown()
+    return result
+
+
+def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough: Callable[[float], bool]) -> None:
+    """Publish at a pace, each batch stamped with the time of its `publish`."""
+    began = due = time.monotonic()
+    number = 0
+    while not enough(due - began):
+        due += 1 / per_second
+        time.sleep(max(0.0, due - time.monotonic()))
+        batch = pool[number % POOL]
+        batch.ts = time.monotonic()
+        publisher.publish(batch)
+        number += 1
+    time.sleep(0.05)
+
+
+def _publish_until(publisher: Publisher, pool: list[Any], per_second: int, reader: Peer) -> dict[str, Any]:
+    from threading import Thread  # noqa: PLC0415 - only here
+
+    outcome: dict[str, Any] = {}
+    hearing = Thread(target=lambda: outcome.update(reader.hear()))
+    hearing.start()
+    _publish_for(publisher, pool, per_second, lambda _: not hearing.is_alive())
+    hearing.join()
+    return outcome
+
+
+TRIALS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"busy": busy, "paced": paced, "flow": flow, "replay": replay}
+
+if __name__ == "__main__":
+    trial, name, *numbers = sys.argv[1:]
+    say(TRIALS[trial](CONTENDERS[name], *map(int, numbers)))

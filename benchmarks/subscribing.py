@@ -1,0 +1,89 @@
+"""Trials of one subscriber in a process of its own: `python -m benchmarks.subscribing TRIAL WHO ...`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+
+from benchmarks.processes import Peer, free_ports, say
+
+
+def bare(port: int, count: int) -> tuple[float, float]:
+    """What a reader without us writes: `recv_multipart`, a typed decoder of msgspec, a look at the number."""
+    import msgspec  # noqa: PLC0415 - each process loads only what its trial is about
+
+    from benchmarks import engines  # noqa: PLC0415 - as above
+
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    socket.set(zmq.RCVHWM, 0)
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    socket.subscribe(b"")
+    decode = msgspec.msgpack.Decoder(engines.load(engines.VLLM).KVEventBatch).decode
+    socket.poll()
+    wall, cpu, expected = time.monotonic(), time.process_time(), 0
+    while expected < count:
+        _, seq_bytes, payload = socket.recv_multipart()
+        seq = int.from_bytes(seq_bytes, "big")
+        batch = decode(payload)
+        if seq != expected or not batch.events:
+            raise RuntimeError(f"expected {expected}, got {seq}")
+        expected += 1
+    return time.monotonic() - wall, time.process_time() - cpu
+
+
+def ours(port: int, count: int) -> tuple[float, float]:
+    """The same with `Subscriber`."""
+    from kvevents.stream import Batch, Source  # noqa: PLC0415 - as above
+    from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
+
+    with Subscriber([Source(f"tcp://127.0.0.1:{port}", name="e0")]) as subscriber:
+        first = subscriber.receive(timeout=10.0)
+        wall, cpu, expected = time.monotonic(), time.process_time(), 1
+        assert isinstance(first, Batch)
+        while expected < count:
+            delivery = subscriber.receive(timeout=10.0)
+            if not isinstance(delivery, Batch) or delivery.seq != expected or not delivery.events:
+                raise RuntimeError(f"expected {expected}, got {delivery}")
+            expected += 1
+    return time.monotonic() - wall, time.process_time() - cpu
+
+
+def read(who: str, blocks: int, count: int) -> dict[str, float]:
+    """Batches per second of a sender that does nothing else, and this process's CPU time, all threads, for each."""
+    (port,) = free_ports(1)
+    with Peer("peers", "blast", port, blocks, count) as sender:
+        sender.hear()
+        wall, cpu = {"bare": bare, "ours": ours}[who](port, count)
+    return {"rate": count / wall, "cpu": cpu / count * 1e6}
+
+
+def recover(who: str, blocks: int, count: int) -> dict[str, float]:
+    """Everything that an engine's publisher has in its buffer, by its own replay, which loses most of it each time."""
+    from kvevents.stream import Batch, Source  # noqa: PLC0415 - as above
+    from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
+
+    port, replay_port = free_ports(2)
+    with Peer("peers", "engine", who, port, replay_port, blocks, count) as engine:
+        engine.hear()
+        endpoints = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
+        began, cpu, expected = time.monotonic(), time.process_time(), 0
+        with Subscriber([Source(*endpoints, name="e0")]) as subscriber:
+            while expected < count and time.monotonic() - began < 60.0:
+                delivery = subscriber.receive(timeout=5.0)
+                if not isinstance(delivery, Batch) or delivery.seq != expected:
+                    break
+                expected += 1
+            seconds, status = time.monotonic() - began, subscriber.status("e0")
+            cpu = time.process_time() - cpu
+    return {"missing": count - expected, "seconds": seconds, "requests": status.counters.requests, "cpu": cpu / count * 1e6}
+
+
+TRIALS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"read": read, "recover": recover}
+
+if __name__ == "__main__":
+    trial, name, *numbers = sys.argv[1:]
+    say(TRIALS[trial](name, *map(int, numbers)))

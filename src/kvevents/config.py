@@ -1,0 +1,178 @@
+"""What a publisher is told: one frozen definition for code, JSON and either engine's command line.
+
+Fields, names and defaults are those of vLLM 0.33 (`vllm/config/kv_events.py`) and SGLang 0.5.23
+(`sglang/srt/disaggregation/kv_events.py`); what follows `topic` is ours. This module imports no zmq.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Self
+
+import msgspec
+
+from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.wire.dialects import Dialect, dialect_for
+
+MAX_PORT: Final = 65535
+_CURVE_KEY_CHARACTERS: Final = 40
+_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+_SGLANG_FORMATS: Final = ("default", "dynamo")
+
+
+def split_tcp(endpoint: str) -> tuple[str, int] | None:
+    """Host and port of a `tcp://` endpoint; None for another transport or without a readable port.
+
+    The port `*`, which ZeroMQ understands as "any", comes out as 0.
+    """
+    transport, separator, address = endpoint.partition("://")
+    host, colon, port = address.rpartition(":")
+    if transport != "tcp" or not separator or not colon or not host:
+        return None
+    if port == "*":
+        return host, 0
+    return (host, int(port)) if port.isascii() and port.isdecimal() else None
+
+
+def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
+    """A dialect as people write it: a row, `vllm-0.24`, `sglang-latest`, or None for "as declared".
+
+    Raises `UnknownDialectError` for an engine or release that no row covers.
+    """
+    if value is None or isinstance(value, Dialect):
+        return value
+    engine, _, release = value.partition("-")
+    return dialect_for(engine, release or "latest")
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """CURVE keys of one end, each 40 characters of Z85 (`zmq.curve_keypair`).
+
+    Without `server_key` this end is the CURVE server: peers must know its public key. With it, this end is a client of the
+    server that owns that key. Which end binds does not matter.
+
+    Raises `ConfigError` for a key of another length.
+    """
+
+    public_key: str
+    secret_key: str
+    server_key: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            key: str | None = getattr(self, name)
+            if key is not None and (len(key) != _CURVE_KEY_CHARACTERS or not key.isascii()):
+                raise ConfigError(
+                    f"curve.{name} must be {_CURVE_KEY_CHARACTERS} characters of Z85, as zmq.curve_keypair() makes"
+                )
+
+    def apply(self, socket: Any) -> None:
+        """Set the keys on a ZeroMQ socket; to be called before it binds or connects."""
+        if self.server_key is None:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = self.server_key.encode()
+        socket.curve_publickey = self.public_key.encode()
+        socket.curve_secretkey = self.secret_key.encode()
+
+    def __repr__(self) -> str:
+        role = "server" if self.server_key is None else f"client of {self.server_key!r}"
+        return f"<Curve {role}, public key {self.public_key!r}>"
+
+    def __rich_repr__(self) -> Any:
+        """Never the secret key, however this is printed."""
+        yield "public_key", self.public_key
+        yield "server_key", self.server_key
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Whether, where and how KV cache events are published.
+
+    Raises `ConfigError`, which names the field, for a value out of range.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    """Name in `EventPublisherFactory`; left out, it becomes `zmq` when events are enabled and `null` when not."""
+    endpoint: str = "tcp://*:5557"
+    """Where live batches are published. Port 0 lets the OS choose; a rank is added to other ports."""
+    replay_endpoint: str | None = None
+    """Where replay requests are answered; None for no replay."""
+    buffer_steps: int = 10_000
+    """Batches kept for replay."""
+    hwm: int = 100_000
+    """Batches that may wait for one slow subscriber before it loses some; 0 for no limit."""
+    max_queue_size: int = 100_000
+    """Batches that may wait for the publisher thread before new ones are dropped, as a visible gap; 0 for no limit."""
+    topic: str = ""
+    bind: bool | None = None
+    """Bind or connect the event socket; None goes by the endpoint, as the engines do."""
+    dialect: str | None = None
+    """Engine and release to be understood by, such as `sglang-0.5.17` or `vllm-latest`; None sends events as declared."""
+    replay_topic: bool | None = None
+    """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None goes by the dialect."""
+    curve: Curve | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it counts batches and cannot be negative")
+        _check_endpoint("endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            _check_endpoint("replay_endpoint", self.replay_endpoint)
+        try:
+            resolve_dialect(self.dialect)
+        except UnknownDialectError as error:
+            raise ConfigError(f"dialect: {error}") from error
+        if self.publisher is None:
+            msgspec.structs.force_setattr(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read vLLM's `--kv-events-config` or SGLang's, which are the same JSON but for two keys.
+
+        SGLang has no `enable_kv_cache_events`: naming a publisher other than `null` enables it. Its `format` concerns the
+        hashes that the engine computes and is checked, not kept.
+
+        Raises `ConfigError` for anything that is not such an object; an unknown key is named beside the known ones.
+        """
+        try:
+            found = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"the KV events configuration is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError("the KV events configuration must be a JSON object")
+        return cls.from_mapping(found)
+
+    @classmethod
+    def from_mapping(cls, found: dict[str, Any]) -> Self:
+        """As `from_json`, from an object already parsed."""
+        given = dict(found)
+        unknown = sorted(given.keys() - {*cls.__struct_fields__, "format"})
+        if unknown:
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"unknown key {unknown[0]!r} in the KV events configuration; known keys: {known}, format")
+        shape = given.pop("format", "default")
+        if shape not in _SGLANG_FORMATS:
+            raise ConfigError(f"format is {shape!r}; SGLang knows {' and '.join(_SGLANG_FORMATS)}")
+        if given.get("publisher") not in {None, "null"}:
+            given.setdefault("enable_kv_cache_events", True)
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the KV events configuration is wrong: {error}") from error
+
+    @classmethod
+    def from_cli(cls, text: str) -> Self:
+        """`from_json`, under the name that SGLang gives it."""
+        return cls.from_json(text)
+
+
+def _check_endpoint(name: str, endpoint: str) -> None:
+    transport, separator, address = endpoint.partition("://")
+    if not separator or not address or transport not in _TRANSPORTS:
+        raise ConfigError(f"{name} is {endpoint!r}; it must look like tcp://*:5557, ipc:///path or inproc://name")
+    if transport != "tcp":
+        return
+    found = split_tcp(endpoint)
+    if found is None or found[1] > MAX_PORT:
+        raise ConfigError(f"{name} is {endpoint!r}; it needs a port from 0 to {MAX_PORT}")

@@ -1,0 +1,88 @@
+"""Endpoints of ranks: where each rank's sockets stand, and which of them would collide."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvevents.config import MAX_PORT, split_tcp
+from kvevents.errors import ConfigError
+
+_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - a name to recognise in what users write
+_LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+"""Where each wildcard host can be reached from this one."""
+
+
+def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
+    """The endpoint of a rank: its port plus the rank; `inproc://` and `ipc://` names get the suffix `_dp<rank>`.
+
+    None, rank 0 and a port left to the OS (0 or `*`) come back unchanged. The rule is vLLM 0.33's
+    (`vllm/distributed/kv_events.py`), but for `ipc://`, which the engines refuse.
+
+    Raises `ConfigError`, a ValueError, for another transport or a port above 65535.
+    """
+    if not endpoint or data_parallel_rank == 0:
+        return endpoint
+    if endpoint == "ipc://*":
+        return endpoint
+    if "inproc" in endpoint or endpoint.startswith("ipc://"):
+        return f"{endpoint}_dp{data_parallel_rank}"
+    if "tcp" not in endpoint:
+        raise ConfigError(f"Invalid endpoint: must contain 'inproc' or 'tcp', or start with 'ipc://'; it is {endpoint!r}")
+    found = split_tcp(endpoint)
+    if found is None or found[1] == 0:
+        return endpoint
+    host, port = found
+    if port + data_parallel_rank > MAX_PORT:
+        raise ConfigError(
+            f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; the last is {MAX_PORT}"
+        )
+    return f"tcp://{host}:{port + data_parallel_rank}"
+
+
+def should_bind(endpoint: str) -> bool:
+    """Whether the engines would bind here rather than connect: wildcards, `ipc://` and `inproc://` (SGLang 0.5.23, vLLM 0.33).
+
+    Port 0, to which nothing can connect, binds too.
+    """
+    found = split_tcp(endpoint)
+    if endpoint.startswith(("ipc://", "inproc://")) or (found is not None and found[1] == 0):
+        return True
+    return "*" in endpoint or "::" in endpoint or _ANY_IPV4 in endpoint
+
+
+def needs_ipv6(endpoint: str) -> bool:
+    """Whether the socket must speak IPv6 to use this endpoint."""
+    return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
+
+
+def connectable(bound: str) -> str:
+    """What a consumer on this host connects to, from what ZeroMQ reports as bound: wildcards become the loopback address."""
+    found = split_tcp(bound)
+    if found is None:
+        return bound
+    host, port = found
+    return f"tcp://{_LOOPBACK.get(host, host)}:{port}"
+
+
+def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
+    """A sentence when this rank's ports are also those of a rank at or below it, which runs on the same host; else None.
+
+    Both endpoints are meant as configured, before the rank is added, and as bound.
+    """
+    events, replay = split_tcp(endpoint), split_tcp(replay_endpoint or "")
+    if events is None or replay is None or 0 in {events[1], replay[1]} or not _same_host(events[0], replay[0]):
+        return None
+    distance = replay[1] - events[1]
+    if abs(distance) > data_parallel_rank:
+        return None
+    other = data_parallel_rank - abs(distance)
+    mine, theirs = ("event", "replay") if distance >= 0 else ("replay", "event")
+    port = max(events[1], replay[1]) + other
+    return (
+        f"rank {data_parallel_rank}'s {mine} port {port} is rank {other}'s {theirs} port; "
+        f"put replay_endpoint at least as many ports from endpoint ({events[1]}) as there are ranks"
+    )
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one == other or one in _LOOPBACK or other in _LOOPBACK

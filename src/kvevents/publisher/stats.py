@@ -1,0 +1,63 @@
+"""What a publisher tells about itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of a replay server, since it started."""
+
+    requests: int = 0
+    batches: int = 0
+    """Batches sent in replies."""
+    active: int = 0
+    """Replies being sent now."""
+    finished: int = 0
+    abandoned: int = 0
+    """Replies given up because the consumer read nothing for `REPLAY_STALL_TIMEOUT`, or because of a shutdown."""
+    gone: int = 0
+    """Replies that ended because the consumer disconnected."""
+    malformed: int = 0
+    """Requests without a meaning."""
+    refused: int = 0
+    """Requests beyond `MAX_WAITING_REQUESTS` of one consumer."""
+
+
+class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start; `accepted` is the sum of `published`, `queued` and `dropped["encode_failed"]`."""
+
+    accepted: int = 0
+    published: int = 0
+    queued: int = 0
+    """Accepted and not yet published."""
+    dropped: dict[str, int] = {}
+    """By reason: `queue_full` (never accepted, its number burnt), `encode_failed` (accepted, then without bytes)."""
+    next_seq: int = 0
+    """Number that the next batch gets."""
+    buffered_batches: int = 0
+    buffered_bytes: int = 0
+    """What a replay from 0 would send."""
+    subscribers: int = 0
+    """Subscriptions on the event socket; a consumer with two topics counts twice."""
+    replay: ReplayStats = ReplayStats()
+
+
+class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of everything that was accepted."""
+
+    sent: int = 0
+    """Batches handed to ZeroMQ during the publisher's life."""
+    unsent: int = 0
+    """Accepted batches that were still queued when time was up."""
+    dropped: int = 0
+    """Batches dropped for any reason during the publisher's life."""
+    replays_cut: int = 0
+    """Replay replies that were not finished."""
+    flushed: bool | None = None
+    """Whether ZeroMQ got rid of every frame in time; None when the context is shared and nobody waited for it."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing that was accepted is known to be lost."""
+        return not self.unsent and not self.replays_cut and self.flushed is not False

@@ -1,0 +1,25 @@
+"""One stream, sans I/O: frames in, ordered deliveries and trust out."""
+
+from kvevents.stream.deliveries import Batch, Delivery, Gap, Reset
+from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
+from kvevents.stream.machine import Stream
+from kvevents.stream.source import Source
+from kvevents.stream.state import TRANSITIONS, Ask, Phase, StreamCounters
+from kvevents.stream.trust import Doubt, Trust
+
+__all__ = [
+    "DEFAULT_STREAM_LIMITS",
+    "TRANSITIONS",
+    "Ask",
+    "Batch",
+    "Delivery",
+    "Doubt",
+    "Gap",
+    "Phase",
+    "Reset",
+    "Source",
+    "Stream",
+    "StreamCounters",
+    "StreamLimits",
+    "Trust",
+]

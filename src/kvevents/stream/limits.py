@@ -1,0 +1,37 @@
+"""What a stream waits for and keeps: each bound named, defaulted and justified here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Bounds of one stream. Reaching one is counted, and shows in its trust where it matters."""
+
+    max_pending_batches: int = 65_536
+    """Batches that wait for a missing one. An engine's replay buffer holds 10,000; what does not fit is replayed later."""
+    max_pending_bytes: int = 64 * 1024 * 1024
+    """Bytes of those batches."""
+    replay_timeout: float = 2.0
+    """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s idle, 0.2 s for 10,000."""
+    reply_silence: float = 0.5
+    """The same once an answer has begun: engines lose end markers, and an answer that pauses this long has ended."""
+    max_useless_replies: int = 200_000
+    """Messages of one answer that bring nothing new, after which it is cut off: an endless answer ends here."""
+    max_unanswered: int = 3
+    """Unanswered requests in a row after which a missing batch is given up."""
+    max_fruitless: int = 2
+    """Answers in a row without the missing batch after which it is given up."""
+    quiet_before_probe: float = 1.0
+    """Seconds of silence after which the tail is checked."""
+    max_probe_interval: float = 30.0
+    """Seconds between two checks of a stream that stays quiet, doubling up to this."""
+    max_conflicts: int = 3
+    """Contradictions between replay and live stream in a row after which the replay endpoint is no longer believed."""
+    max_recent: int = 256
+    """Replayed batches remembered to recognise the same ones arriving live a moment later."""
+
+
+DEFAULT_STREAM_LIMITS: Final = StreamLimits()

@@ -1,0 +1,632 @@
+"""One stream as a state machine: mangled frames in, ordered deliveries out. No I/O, no clock, no threads.
+
+Theory of operation
+===================
+
+A publisher numbers its batches from 0 in each life. Live frames of one connection arrive in order, with holes. Replay replies
+arrive in order too, with holes, from whatever the publisher still keeps, and nothing in either tells one life from another. So
+three things are kept apart:
+
+- **Order.** `_expected` is the only number that may be delivered next. Whatever comes early waits in `_pending`.
+- **Identity.** A number and its payload together identify a life: `_last`, the newest batch delivered, is the *anchor* that a
+  replay must repeat byte for byte. A different payload under a known number means another life.
+- **Evidence.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
+  confirm, or an answer that holds nothing beyond what is known: an answer of one message cannot have lost any.
+
+One request for replay at a time is open (`OpenAsk`). It either *catches up* (history at the start, a gap later) or
+*verifies* (from the anchor: after a reconnect, while live frames wait; or as a probe of a quiet stream, while they do not).
+
+The phases, and what leads from one to the next, are a table: `kvevents.stream.state.TRANSITIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvevents.events import AllBlocksCleared
+from kvevents.stream.deliveries import Batch, Delivery, Gap, Reset
+from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
+from kvevents.stream.pending import Pending
+from kvevents.stream.source import Source
+from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters
+from kvevents.stream.trust import HEALED_BY_CLEAR, Doubt, Trust
+from kvevents.wire import Decoded, Live, Malformed, ReplayBatch, ReplayEnd, decode_batch, parse_live, parse_replay_reply
+
+
+class Stream:
+    """Feed it (`connected`, `disconnected`, `receive_live`, `receive_replay`, `tick`), then take `deliveries()` and `ask()`.
+
+    `now` is any monotone clock in seconds. After each feeding call take the deliveries; send what `ask()` returns; call `tick`
+    at `deadline()`. While `asking` is false no replay connection is needed.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        limits: StreamLimits = DEFAULT_STREAM_LIMITS,
+        decode: Callable[[bytes], Decoded] = decode_batch,
+    ) -> None:
+        self.source = source
+        self.counters = StreamCounters()
+        self.phase = Phase.CONNECTING
+        self.incarnation = 0
+        self._limits = limits
+        self._decode = decode
+        self._name = source.label
+        self._rank = source.rank
+        self._out: list[Delivery] = []
+        self._pending = Pending(limits)
+        self._suspects: list[Live] = []
+        self._suspect_bytes = 0
+        self._old_suspects = 0
+        self._ask: OpenAsk | None = None
+        self._doubts: set[Doubt] = set() if source.replay_endpoint else {Doubt.NO_REPLAY}
+        self._heard_at = 0.0
+        self._probed_at = 0.0
+        self._probes = 0
+        self._conflicts = 0
+        self._replay_seen = False
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self._expected = 0
+        self._newest = -1
+        self._last_live = -1
+        self._last: Anchor | None = None
+        self._anchor: Anchor | None = None
+        self._agreed = False
+        self._unconfirmed = False
+        self._recent: dict[int, bytes] = {}
+        self._emitted = False
+
+    # --- what can be observed --------------------------------------------------------------------------------------------
+
+    @property
+    def trust(self) -> Trust:
+        """How far the deliveries so far can be trusted."""
+        if self.phase is Phase.CONNECTING:
+            return Trust.CONNECTING
+        if self.phase is Phase.DOWN:
+            return Trust.STALE.because("disconnected")
+        if self.phase is not Phase.FOLLOWING:
+            return Trust.REPLAYING.because(self.phase.value)
+        if self._doubts:
+            return Trust.DEGRADED.because("; ".join(doubt.value for doubt in Doubt if doubt in self._doubts))
+        return Trust.EXACT
+
+    @property
+    def doubts(self) -> frozenset[Doubt]:
+        """Why the stream is, or would be, DEGRADED."""
+        return frozenset(self._doubts)
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest batch delivered or given up in this life; -1 before the first."""
+        return self._expected - 1
+
+    @property
+    def waiting(self) -> int:
+        """Batches held back because an earlier one is missing."""
+        return len(self._pending) + len(self._suspects)
+
+    # --- take ------------------------------------------------------------------------------------------------------------
+
+    def deliveries(self) -> list[Delivery]:
+        """What became deliverable since the last call, in order."""
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def asking(self) -> bool:
+        """Whether a replay request is open, sent or not."""
+        return self._ask is not None
+
+    def ask(self, now: float) -> Ask | None:
+        """The replay request to send now, once; its clock starts here."""
+        ask = self._ask
+        if ask is None or ask.sent:
+            return None
+        ask.sent = True
+        ask.heard_at = now
+        ask.expected_before = self._expected
+        self.counters.requests += 1
+        return Ask(ask.start, ask.fresh)
+
+    def deadline(self) -> float | None:
+        """When `tick` is due, unless something arrives before."""
+        if self._ask is not None:
+            return self._patience_ends(self._ask) if self._ask.sent else None
+        if self.phase is Phase.FOLLOWING and self._can_replay:
+            return self._probe_due()
+        return None
+
+    # --- feed ------------------------------------------------------------------------------------------------------------
+
+    def connected(self, now: float) -> None:
+        """The subscription is up. Every frame of an earlier connection must have been fed before."""
+        self._heard_at = now
+        self._doubts.discard(Doubt.REPLAY_FOREIGN)
+        if self.phase is Phase.CONNECTING:
+            self._start_life(now)
+            self._admit_suspects(now)
+            return
+        if self.phase is not Phase.DOWN:
+            self.disconnected(now)
+        self.counters.reconnects += 1
+        self._agreed = False
+        self._old_suspects = len(self._suspects)
+        anchor = self._anchor = self._anchor or self._last
+        if not self._can_replay:
+            if self._emitted:
+                self._doubts.add(Doubt.IDENTITY)
+            self._enter(Phase.FOLLOWING)
+            self._admit_suspects(now)
+        elif anchor is None:
+            # Nothing was delivered by which a life could be told: what waits from before the reconnect may be another's.
+            self._restart_with_suspects("reconnected before the first batch", now)
+        else:
+            self._enter(Phase.VERIFYING)
+            self._ask = OpenAsk(anchor.seq, anchor)
+
+    def disconnected(self, now: float) -> None:
+        """The subscription is down. Frames fed from now until `connected` may be from before or after."""
+        del now
+        if self.phase in (Phase.CONNECTING, Phase.DOWN):
+            return
+        self._ask = None
+        self._enter(Phase.DOWN)
+
+    def receive_live(self, frames: Sequence[bytes], now: float) -> None:
+        """Take the frames of one message from the SUB socket, whatever they are."""
+        live = parse_live(frames)
+        if isinstance(live, Malformed):
+            self._count(self.counters.malformed, live.reason)
+            return
+        self.counters.live += 1
+        self._heard_at = now
+        self._probes = 0
+        if self.phase is Phase.FOLLOWING or self.phase is Phase.CATCHING_UP:
+            self._follow(live, now)
+        else:
+            self._suspect(live, now)
+
+    def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
+        """Take the frames of one message from the replay connection, whatever they are."""
+        reply = parse_replay_reply(frames)
+        ask = self._ask
+        if isinstance(reply, Malformed):
+            self._count(self.counters.malformed, f"replay: {reply.reason}")
+        elif ask is None or not ask.sent:
+            self.counters.duplicates += 1
+        elif isinstance(reply, ReplayEnd):
+            self._brought(ask, now)
+            self._end_of_reply(ask, now)
+        elif reply.topic and not reply.topic.startswith(self.source.topic.encode()):
+            self._distrust_replay(now)
+        else:
+            self._replay_seen = True
+            self._replayed(ask, reply, now)
+            if self._ask is ask and ask.useless > self._limits.max_useless_replies:
+                self._unanswered(ask, now)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: requests that went unanswered, checks that are due."""
+        ask = self._ask
+        if ask is not None:
+            if ask.sent and now >= self._patience_ends(ask):
+                self._unanswered(ask, now)
+        elif self.phase is Phase.FOLLOWING and self._can_replay and now >= self._probe_due():
+            self._probe(now)
+
+    # --- life and identity -----------------------------------------------------------------------------------------------
+
+    @property
+    def _can_replay(self) -> bool:
+        return not self._doubts & {Doubt.NO_REPLAY, Doubt.REPLAY_FOREIGN}
+
+    def _start_life(self, now: float) -> None:
+        if self._can_replay:
+            self._catch_up(now)
+        else:
+            self._enter(Phase.FOLLOWING)
+
+    def _restart(self, reason: str, now: float) -> None:
+        """Another life began (or may have): everything delivered before is void."""
+        self._ask = None
+        self.counters.discarded += self._pending.clear()
+        if self._emitted:
+            self.incarnation += 1
+            self.counters.resets += 1
+            self._out.append(Reset(self._name, self._rank, self.incarnation, reason))
+        self._doubts -= HEALED_BY_CLEAR
+        self._begin_life()
+        self._start_life(now)
+
+    def _conflict(self, reason: str, now: float) -> None:
+        """Replay and live stream contradict each other: an unseen restart, or a replay endpoint of somebody else."""
+        self.counters.conflicts += 1
+        self._conflicts += 1
+        if self._conflicts >= self._limits.max_conflicts:
+            self._doubts.add(Doubt.REPLAY_FOREIGN)
+            self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
+        else:
+            self._doubts.add(Doubt.REPLAY_UNCONFIRMED)
+        self._restart(reason, now)
+
+    def _distrust_replay(self, now: float) -> None:
+        """The reply itself names another topic: nothing of it can be used."""
+        self._doubts.add(Doubt.REPLAY_FOREIGN)
+        if self.phase is Phase.VERIFYING:
+            self._unproven(now)
+        else:
+            self._give_up(now)
+
+    def _confirmed(self) -> None:
+        """Replay and live stream agree on a batch."""
+        self._agreed = True
+        self._unconfirmed = False
+        self._conflicts = 0
+        self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
+
+    # --- live frames -----------------------------------------------------------------------------------------------------
+
+    def _follow(self, live: Live, now: float) -> None:
+        """A live frame of the connection at hand."""
+        seq = live.seq
+        if seq == self._expected and seq > self._last_live:
+            self._last_live = seq
+            self._deliver(seq, live.payload, replayed=False)
+            if self._pending:
+                self._drain()
+            if self.phase is not Phase.FOLLOWING:
+                self._settle_if_complete()
+            if self._unconfirmed:
+                self._confirm_soon(seq, live.payload)
+            return
+        if seq <= self._last_live:
+            self._went_back(live, now)
+        elif seq < self._expected:
+            self._last_live = seq
+            self._overlap(live, now)
+        else:
+            self._last_live = seq
+            self._early(live, now)
+
+    def _went_back(self, live: Live, now: float) -> None:
+        if self._last is not None and self._last[:2] == (live.seq, live.payload):
+            self.counters.duplicates += 1
+            return
+        before = self._last_live
+        self._restart(f"publisher restarted: number {live.seq} came after {before}", now)
+        self._follow(live, now)
+
+    def _overlap(self, live: Live, now: float) -> None:
+        """Replay was faster than the live stream: the same batch must come again."""
+        known = self._recent.pop(live.seq, None)
+        if known is not None and known != live.payload:
+            self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed", now)
+            self._follow(live, now)
+            return
+        self.counters.duplicates += 1
+        if known is not None:
+            self._confirmed()
+        elif not self._agreed:
+            self._unconfirmed = True
+
+    def _early(self, live: Live, now: float) -> None:
+        """A number beyond the next one: something is missing before it."""
+        self._newest = max(self._newest, live.seq)
+        waiting = self._pending.get(live.seq)
+        if waiting is not None:
+            if not self._agree(live.seq, waiting, live.payload, now):
+                self._follow(live, now)
+            return
+        if not self._pending.add(live.seq, live.payload, replayed=False):
+            self.counters.overflowed += 1
+        if not self._can_replay:
+            self._give_up(now)
+        elif self.phase is Phase.FOLLOWING:
+            self._catch_up(now)
+
+    def _agree(self, seq: int, known: bytes, found: bytes, now: float) -> bool:
+        """Whether live stream and replay show the same batch; where not, a new life has begun."""
+        if known == found:
+            self.counters.duplicates += 1
+            self._confirmed()
+            return True
+        self._conflict(f"publisher restarted: number {seq} has two contents", now)
+        return False
+
+    def _suspect(self, live: Live, now: float) -> None:
+        """A frame whose life is not certain yet; a number that went back makes it certain."""
+        newest = self._suspects[-1].seq if self._suspects else self._last_live
+        if live.seq <= newest:
+            if self._suspects and self._suspects[-1] == live:
+                self.counters.duplicates += 1
+                return
+            self.counters.discarded += len(self._take_suspects())
+            if self.phase is Phase.VERIFYING:
+                self._restart(f"publisher restarted: number {live.seq} came after {newest}", now)
+                self._follow(live, now)
+                return
+        size = self._suspect_bytes + len(live.payload)
+        if len(self._suspects) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
+            self.counters.overflowed += 1
+            return
+        self._suspects.append(live)
+        self._suspect_bytes = size
+
+    def _take_suspects(self) -> list[Live]:
+        suspects, self._suspects = self._suspects, []
+        self._suspect_bytes = self._old_suspects = 0
+        return suspects
+
+    def _admit_suspects(self, now: float) -> None:
+        for live in self._take_suspects():
+            self._follow(live, now)
+
+    def _restart_with_suspects(self, reason: str, now: float) -> None:
+        """Another life: frames from before the reconnect are the old one's, those after it the new one's."""
+        old = self._old_suspects
+        suspects = self._take_suspects()
+        self.counters.discarded += old
+        self._restart(reason, now)
+        for live in suspects[old:]:
+            self._follow(live, now)
+
+    # --- replay ----------------------------------------------------------------------------------------------------------
+
+    def _catch_up(self, now: float) -> None:
+        del now
+        self._enter(Phase.CATCHING_UP)
+        self._ask = OpenAsk(self._expected, None)
+
+    def _brought(self, ask: OpenAsk, now: float) -> None:
+        """The answer brought something: its patience starts anew."""
+        ask.heard_at = now
+        ask.unanswered = ask.useless = 0
+        self._doubts.discard(Doubt.REPLAY_SILENT)
+
+    def _replayed(self, ask: OpenAsk, reply: ReplayBatch, now: float) -> None:
+        first, ask.first = ask.first, False
+        ask.useless += 1
+        if ask.anchor is not None:
+            # Until the anchor has come, nothing says whose batches these are.
+            if reply.seq == ask.anchor.seq:
+                self._compare_anchor(ask, ask.anchor, reply, now)
+            elif reply.seq > ask.anchor.seq:
+                ask.beyond = True
+            return
+        if first and ask.fruitless and reply.seq > self._expected:
+            # Asked again, and again it is not there.
+            self._brought(ask, now)
+            ask.fruitless = 0
+            self._declare_gap(min(reply.seq, self._pending.first() or reply.seq) - 1)
+        self._accept_replayed(ask, reply, now)
+
+    def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch, now: float) -> None:
+        if reply.payload != anchor.payload:
+            reason = f"publisher restarted: number {anchor.seq} now has another content"
+            if self.phase is Phase.VERIFYING:
+                self._restart_with_suspects(reason, now)
+            else:
+                self._conflict(reason, now)
+            return
+        self._brought(ask, now)
+        ask.anchor = self._anchor = None
+        ask.expected_before = self._expected
+        ask.fruitless = 0
+        ask.beyond = False
+        self._doubts.discard(Doubt.IDENTITY)
+        if anchor.live:
+            self._confirmed()
+        if self.phase is Phase.VERIFYING:
+            self._enter(Phase.CATCHING_UP)
+            self._admit_suspects(now)
+
+    def _accept_replayed(self, ask: OpenAsk, reply: ReplayBatch, now: float) -> None:
+        seq, payload = reply.seq, reply.payload
+        ask.beyond = True
+        if seq < self._expected:
+            self.counters.duplicates += 1
+            return
+        self._newest = max(self._newest, seq)
+        waiting = self._pending.get(seq)
+        if waiting is not None and not self._agree(seq, waiting, payload, now):
+            return
+        if seq == self._expected:
+            self._brought(ask, now)
+            if waiting is None:
+                self._deliver(seq, payload, replayed=True)
+            self._drain()
+            self._settle_if_complete()
+            return
+        if waiting is None and self._pending.add(seq, payload, replayed=True):
+            self._brought(ask, now)
+        if self.phase is Phase.FOLLOWING:
+            self._enter(Phase.CATCHING_UP)
+
+    def _end_of_reply(self, ask: OpenAsk, now: float) -> None:
+        if ask.anchor is not None:
+            self._anchor_missing(ask, ask.anchor, now)
+            return
+        if self._expected <= self._newest:
+            ask.fruitless = 0 if self._expected > ask.expected_before else ask.fruitless + 1
+            if ask.fruitless < self._limits.max_fruitless:
+                self._ask_again(ask)
+                return
+            ask.fruitless = 0
+            self._declare_gap_before_pending()
+        if self._expected <= self._newest or (ask.beyond and self._newest > self._last_live):
+            # Missing still; or nothing says that this was all: ask until an answer brings nothing.
+            self._ask_again(ask)
+        else:
+            self._settle()
+
+    def _ask_again(self, ask: OpenAsk, *, fresh: bool = False) -> None:
+        start = self._expected if ask.anchor is None else ask.anchor.seq
+        again = OpenAsk(start, ask.anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless)
+        again.beyond = ask.beyond and ask.anchor is not None
+        self._ask = again
+
+    def _anchor_missing(self, ask: OpenAsk, anchor: Anchor, now: float) -> None:
+        """The answer ended without the batch that would prove who is speaking."""
+        ask.fruitless += 1
+        reason = f"identity cannot be proven: the replay endpoint no longer holds number {anchor.seq}"
+        if ask.fruitless < self._limits.max_fruitless:
+            self._ask_again(ask)
+        elif not self._replay_seen and ask.start > 0:
+            # Does it hold anything at all? Then it has forgotten, or never known, the anchor.
+            self._ask = OpenAsk(0, anchor, fresh=False, fruitless=ask.fruitless)
+        elif not self._replay_seen:
+            # A replay endpoint that never held anything (buffer_steps=0) proves nothing either way.
+            self._unproven(now)
+        elif self.phase is Phase.VERIFYING:
+            self._restart_with_suspects(reason, now)
+        elif not ask.beyond:
+            # It holds nothing as new as what came live: another life, or another stream.
+            self._conflict(reason, now)
+        elif self._last is not None and self._last.seq == anchor.seq:
+            self._restart(reason, now)
+        else:
+            # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one.
+            self._ask = None
+
+    def _unproven(self, now: float) -> None:
+        self._ask = None
+        self._doubts.add(Doubt.IDENTITY)
+        if self.phase is Phase.VERIFYING:
+            self._enter(Phase.FOLLOWING)
+            self._admit_suspects(now)
+
+    def _patience_ends(self, ask: OpenAsk) -> float:
+        return ask.heard_at + (self._limits.replay_timeout if ask.first else self._limits.reply_silence)
+
+    def _unanswered(self, ask: OpenAsk, now: float) -> None:
+        """Time is up: nothing came, or nothing new."""
+        self.counters.unanswered += 1
+        ask.unanswered = 0 if self._expected > ask.expected_before else ask.unanswered + 1
+        if ask.unanswered < self._limits.max_unanswered:
+            self._ask_again(ask, fresh=True)
+            return
+        self._doubts.add(Doubt.REPLAY_SILENT)
+        self._probed_at = now
+        self._probes += 1
+        if self.phase is Phase.VERIFYING:
+            self._unproven(now)
+        else:
+            self._give_up(now)
+
+    def _give_up(self, now: float) -> None:
+        """Nobody will bring what is missing: say so and go on."""
+        del now
+        self._ask = None
+        while self._expected <= self._newest:
+            self._declare_gap_before_pending()
+        if self.phase is not Phase.FOLLOWING:
+            self._enter(Phase.FOLLOWING)
+
+    # --- checks of a quiet stream ----------------------------------------------------------------------------------------
+
+    def _probe_due(self) -> float:
+        quiet = self._limits.quiet_before_probe
+        if self._probes == 0:
+            return self._heard_at + quiet
+        return self._probed_at + min(quiet * (1 << min(self._probes, 16)), self._limits.max_probe_interval)
+
+    def _probe(self, now: float) -> None:
+        """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
+        self._probed_at = now
+        self._probes += 1
+        anchor = self._anchor or self._last
+        self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
+
+    def _confirm_soon(self, seq: int, payload: bytes) -> None:
+        """Ask back the first live batch after replayed ones: that shows whether the replay endpoint is the same stream's."""
+        if self._ask is None and self._can_replay:
+            self._ask = OpenAsk(seq, Anchor(seq, payload, live=True))
+
+    # --- deliveries ------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
+        decoded = self._decode(payload)
+        batch = decoded.batch
+        self._out.append(
+            Batch(
+                self._name,
+                self._rank,
+                self.incarnation,
+                seq,
+                batch.ts,
+                batch.events,
+                replayed,
+                payload,
+                decoded.rejected,
+            )
+        )
+        self._expected = seq + 1
+        self._newest = max(self._newest, seq)
+        self._last = Anchor(seq, payload, not replayed)
+        self._emitted = True
+        self.counters.delivered += 1
+        if replayed:
+            self._remember(seq, payload)
+        if self._doubts:
+            self._heal(decoded)
+        if decoded.rejected:
+            self._reject(decoded)
+
+    def _remember(self, seq: int, payload: bytes) -> None:
+        self.counters.replayed += 1
+        self._unconfirmed = not self._agreed
+        self._recent[seq] = payload
+        if len(self._recent) > self._limits.max_recent:
+            del self._recent[next(iter(self._recent))]
+
+    def _heal(self, decoded: Decoded) -> None:
+        cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in decoded.batch.events)
+        if cleared:
+            self._doubts -= HEALED_BY_CLEAR
+
+    def _reject(self, decoded: Decoded) -> None:
+        self._doubts.add(Doubt.REJECTED)
+        for rejected in decoded.rejected:
+            self._count(self.counters.rejected, rejected.reason)
+
+    def _drain(self) -> None:
+        while (found := self._pending.take(self._expected)) is not None:
+            self._deliver(self._expected, found[0], replayed=found[1])
+
+    def _declare_gap_before_pending(self) -> None:
+        first = self._pending.first()
+        self._declare_gap(self._newest if first is None else first - 1)
+
+    def _declare_gap(self, last: int) -> None:
+        self._out.append(Gap(self._name, self._rank, self._expected, last, self.incarnation))
+        self.counters.gaps += 1
+        self.counters.lost += last - self._expected + 1
+        self._doubts.add(Doubt.LOST)
+        self._emitted = True
+        self._expected = last + 1
+        self._drain()
+
+    def _settle_if_complete(self) -> None:
+        """Catching up ends early when live frames reach to where replay has come."""
+        ask = self._ask
+        verifying = ask is not None and ask.anchor is not None
+        if self._expected > self._newest and self._newest == self._last_live and not verifying:
+            self._settle()
+
+    def _settle(self) -> None:
+        self._ask = None
+        if self.phase is not Phase.FOLLOWING:
+            self._enter(Phase.FOLLOWING)
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"no transition from {self.phase} to {phase}")
+        self.phase = phase
+
+    @staticmethod
+    def _count(counter: dict[str, int], reason: str) -> None:
+        counter[reason] = counter.get(reason, 0) + 1

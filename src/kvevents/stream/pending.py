@@ -1,0 +1,58 @@
+"""Batches that wait for a missing one, in the order of their numbers."""
+
+from __future__ import annotations
+
+import heapq
+
+from kvevents.stream.limits import StreamLimits
+
+
+class Pending:
+    """A bounded reorder buffer."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._batches: dict[int, tuple[bytes, bool]] = {}
+        self._order: list[int] = []
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def get(self, seq: int) -> bytes | None:
+        """The payload waiting under this number."""
+        found = self._batches.get(seq)
+        return None if found is None else found[0]
+
+    def add(self, seq: int, payload: bytes, *, replayed: bool) -> bool:
+        """Keep a batch whose number is not here yet; False when there is no room."""
+        size = self._bytes + len(payload)
+        if len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
+            return False
+        self._batches[seq] = (payload, replayed)
+        heapq.heappush(self._order, seq)
+        self._bytes = size
+        return True
+
+    def take(self, seq: int) -> tuple[bytes, bool] | None:
+        """Remove and return `(payload, replayed)` of this number."""
+        found = self._batches.pop(seq, None)
+        if found is not None:
+            self._bytes -= len(found[0])
+            if self._order[0] == seq:
+                heapq.heappop(self._order)
+        return found
+
+    def first(self) -> int | None:
+        """The lowest number here."""
+        while self._order and self._order[0] not in self._batches:
+            heapq.heappop(self._order)
+        return self._order[0] if self._order else None
+
+    def clear(self) -> int:
+        """Drop everything; returns how many batches that were."""
+        count = len(self._batches)
+        self._batches.clear()
+        self._order.clear()
+        self._bytes = 0
+        return count

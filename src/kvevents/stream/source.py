@@ -1,0 +1,39 @@
+"""What a subscriber is told about one stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvevents.config import Curve
+from kvevents.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One stream to subscribe to: one data-parallel rank of one engine."""
+
+    endpoint: str
+    """Where the engine publishes, such as `tcp://10.0.0.7:5557`."""
+    replay_endpoint: str | None = None
+    """Where it answers replay requests; without it losses can be seen but not mended."""
+    topic: str = ""
+    """Prefix of the topics to receive. An engine whose topic does not start with it is silent."""
+    name: str | None = None
+    """Name of the engine in deliveries; its endpoint when not given. Ranks of one engine share a name."""
+    rank: int = 0
+    bind: bool = False
+    """Bind `endpoint` and let the engine connect, instead of connecting to it."""
+    curve: Curve | None = field(default=None, repr=False)
+    """CURVE keys; `server_key` is the engine's public key."""
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint is not None and "://" not in endpoint:
+                raise ConfigError(f"endpoint {endpoint!r} has no transport; write tcp://host:port, ipc://path or inproc://name")
+        if self.rank < 0:
+            raise ConfigError(f"rank {self.rank} of {self.label} is negative; ranks count from 0")
+
+    @property
+    def label(self) -> str:
+        """The name under which deliveries and `trust()` know this source."""
+        return self.name or self.endpoint

@@ -1,0 +1,109 @@
+"""The parts that a stream's state is made of: phases and their transitions, the open request, counters."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+
+class Phase(enum.Enum):
+    """What a stream is doing."""
+
+    CONNECTING = "not connected yet"
+    CATCHING_UP = "batches are missing; replay was asked for"
+    VERIFYING = "reconnected; is the publisher still the same?"
+    FOLLOWING = "live batches are delivered as they come"
+    DOWN = "the connection is gone"
+
+
+TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
+    Phase.CONNECTING: {
+        Phase.CATCHING_UP: "connected; history is asked for from 0",
+        Phase.FOLLOWING: "connected, without a replay endpoint",
+    },
+    Phase.CATCHING_UP: {
+        Phase.CATCHING_UP: "the publisher restarted; from 0 again",
+        Phase.FOLLOWING: "nothing is missing, or what is missing was given up",
+        Phase.DOWN: "disconnected",
+    },
+    Phase.VERIFYING: {
+        Phase.CATCHING_UP: "same life: fetch what was missed; other life: from 0",
+        Phase.FOLLOWING: "no answer: goes on, degraded",
+        Phase.DOWN: "disconnected",
+    },
+    Phase.FOLLOWING: {
+        Phase.CATCHING_UP: "a number is missing, or the publisher restarted",
+        Phase.FOLLOWING: "the publisher restarted, without a replay endpoint",
+        Phase.DOWN: "disconnected",
+    },
+    Phase.DOWN: {
+        Phase.VERIFYING: "reconnected",
+        Phase.CATCHING_UP: "reconnected before anything was delivered",
+        Phase.FOLLOWING: "reconnected, without a replay endpoint",
+    },
+}
+
+
+class Ask(NamedTuple):
+    """A replay request to send. `fresh` asks for a new connection, on which no older answer can arrive."""
+
+    start: int
+    fresh: bool
+
+
+class Anchor(NamedTuple):
+    """A delivered batch by which a life is recognised."""
+
+    seq: int
+    payload: bytes
+    live: bool
+    """Whether it came live: then a replay that repeats it is of the same stream."""
+
+
+@dataclass(slots=True)
+class OpenAsk:
+    """The open request and what its answers brought so far."""
+
+    start: int
+    anchor: Anchor | None
+    """What the answer must begin with; None when catching up."""
+    fresh: bool = True
+    sent: bool = False
+    heard_at: float = 0.0
+    """When it was sent or last brought something new."""
+    expected_before: int = 0
+    first: bool = True
+    """Whether the next batch is the first of its answer: the one that no engine drops."""
+    beyond: bool = False
+    """Whether this answer held more than the anchor: such an answer may have lost some of its messages."""
+    useless: int = 0
+    """Messages in a row that brought nothing new."""
+    unanswered: int = 0
+    """Requests before this one, in a row, that brought nothing in time."""
+    fruitless: int = 0
+    """Answers before this one, in a row, without the batch that was asked for."""
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What happened to a stream so far."""
+
+    live: int = 0
+    delivered: int = 0
+    replayed: int = 0
+    duplicates: int = 0
+    malformed: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+    gaps: int = 0
+    lost: int = 0
+    """Batches inside those gaps."""
+    resets: int = 0
+    reconnects: int = 0
+    requests: int = 0
+    unanswered: int = 0
+    conflicts: int = 0
+    overflowed: int = 0
+    """Live batches that found no room to wait; they are replayed later."""
+    discarded: int = 0
+    """Waiting batches of a life that ended."""

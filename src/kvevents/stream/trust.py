@@ -1,0 +1,73 @@
+"""How far what is known of a stream can be trusted, and why not further."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, ClassVar, Final, final
+
+
+class Doubt(enum.Enum):
+    """Why a stream is DEGRADED; the value is the sentence an operator reads."""
+
+    NO_REPLAY = "no replay endpoint: what is lost stays lost, and losses at the tail cannot be seen"
+    REPLAY_SILENT = "the replay endpoint does not answer"
+    REPLAY_FOREIGN = "the replay endpoint answers for another stream"
+    REPLAY_UNCONFIRMED = "the replay endpoint contradicted the live stream and has not agreed with it since"
+    IDENTITY = "after a reconnect it could not be proven that the publisher is still the same process"
+    LOST = "batches are lost for good, or history is truncated"
+    REJECTED = "a batch held events that could not be read"
+
+
+HEALED_BY_CLEAR: Final = frozenset({Doubt.IDENTITY, Doubt.LOST, Doubt.REJECTED})
+"""After AllBlocksCleared nothing older matters: these doubts were about older events."""
+
+
+@final
+class Trust:
+    """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
+
+    Two values are equal when their states are; `reason` is for people. EXACT says that every batch since the publisher's start,
+    or since a clear, up to the newest one known, was delivered.
+    """
+
+    __slots__ = ("name", "reason")
+    name: str
+    """CONNECTING, REPLAYING, EXACT, DEGRADED or STALE."""
+    reason: str
+
+    CONNECTING: ClassVar[Trust]
+    """No connection yet."""
+    REPLAYING: ClassVar[Trust]
+    """Catching up, or proving after a reconnect that the publisher is the same."""
+    EXACT: ClassVar[Trust]
+    DEGRADED: ClassVar[Trust]
+    """Following, but not exact; `reason` says why."""
+    STALE: ClassVar[Trust]
+    """The connection is gone: what was delivered ages."""
+
+    def __init__(self, name: str, reason: str = "") -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "reason", reason)
+
+    def because(self, reason: str) -> Trust:
+        """The same state with a reason."""
+        return Trust(self.name, reason)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Trust is immutable; cannot set {name} to {value!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == other.name if isinstance(other, Trust) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+    def __repr__(self) -> str:
+        return f"<Trust {self}>"
+
+
+for _name in ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"):
+    setattr(Trust, _name, Trust(_name))

@@ -1,0 +1,206 @@
+"""What both subscribers share: streams, their links, their timers. It never waits; the front ends do."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kvevents.errors import ConfigError, UnknownSourceError
+from kvevents.stream import Delivery, Doubt, Source, Stream, StreamCounters, StreamLimits, Trust
+from kvevents.subscriber.transport import Link, Transport
+
+MESSAGES_PER_TURN: Final = 256
+"""Messages read from one stream before the next gets its turn."""
+MAX_READY: Final = 65_536
+"""Deliveries that wait for the application; beyond it sockets are not read, and publishers drop at their high-water marks."""
+DEFAULT_CONCURRENT_REPLAYS: Final = 64
+"""Replays at one time in one process: an engine's full buffer may be 100 MB, and a fleet reconnects all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """One stream as an operator sees it."""
+
+    source: str
+    rank: int
+    endpoint: str
+    trust: Trust
+    doubts: frozenset[Doubt]
+    incarnation: int
+    last_seq: int
+    """Number of the newest batch delivered or given up; -1 before the first."""
+    waiting: int
+    """Batches held back because an earlier one is missing."""
+    counters: StreamCounters
+
+
+class _Entry:
+    """A stream with its link and timer."""
+
+    __slots__ = ("link", "stream", "timer", "waits_for_turn")
+
+    def __init__(self, stream: Stream, link: Link) -> None:
+        self.stream = stream
+        self.link = link
+        self.timer: float | None = None
+        self.waits_for_turn = False
+
+
+class Hub:
+    """All streams of one subscriber."""
+
+    def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int) -> None:
+        if max_concurrent_replays < 1:
+            raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
+        self.transport = transport
+        self.ready: deque[Delivery] = deque()
+        self._limits = limits
+        self._max_replays = max_concurrent_replays
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._by_link: dict[Link, _Entry] = {}
+        self._hungry: set[_Entry] = set()
+        self._timers: list[tuple[float, int, _Entry]] = []
+        self._tie = 0
+        self._replaying: set[_Entry] = set()
+        self._queue: deque[_Entry] = deque()
+
+    # --- sources
+
+    def add(self, source: Source) -> None:
+        """Start following `source`."""
+        key = (source.label, source.rank)
+        if key in self._entries:
+            raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
+        entry = _Entry(Stream(source, self._limits), self.transport.open(source))
+        self._entries[key] = entry
+        self._by_link[entry.link] = entry
+        self._hungry.add(entry)
+
+    def remove(self, name: str, rank: int) -> None:
+        """Stop following a source."""
+        entry = self._entry(name, rank)
+        del self._entries[name, rank]
+        del self._by_link[entry.link]
+        self._hungry.discard(entry)
+        self._replaying.discard(entry)
+        entry.waits_for_turn = False
+        entry.link.close()
+
+    def _entry(self, name: str | None, rank: int) -> _Entry:
+        if name is None and len(self._entries) == 1:
+            return next(iter(self._entries.values()))
+        entry = self._entries.get((name or "", rank))
+        if entry is None:
+            known = ", ".join(f"{label} rank {number}" for label, number in self._entries) or "none"
+            raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {known}")
+        return entry
+
+    def status(self, name: str | None, rank: int) -> StreamStatus:
+        """State of one stream."""
+        return _status(self._entry(name, rank).stream)
+
+    def statuses(self) -> list[StreamStatus]:
+        """State of all streams, in the order in which they were added."""
+        return [_status(entry.stream) for entry in self._entries.values()]
+
+    def trust(self, name: str | None, rank: int) -> Trust:
+        """Trust of one stream."""
+        return self._entry(name, rank).stream.trust
+
+    # --- time
+
+    def timeout(self, now: float) -> float | None:
+        """Seconds until something is due; None when nothing is."""
+        if self._hungry and len(self.ready) < MAX_READY:
+            return 0.0
+        return max(0.0, self._timers[0][0] - now) if self._timers else None
+
+    def turn(self, links: Iterable[Link], now: float) -> None:
+        """Read from links that have something, and do what is due."""
+        self._hungry.update(entry for link in links if (entry := self._by_link.get(link)) is not None)
+        if len(self.ready) < MAX_READY:
+            hungry, self._hungry = self._hungry, set()
+            for entry in hungry:
+                if entry.link.pump(entry.stream, now, MESSAGES_PER_TURN):
+                    self._hungry.add(entry)
+                self._serve(entry, now)
+        while self._timers and self._timers[0][0] <= now:
+            entry = heapq.heappop(self._timers)[2]
+            entry.timer = None
+            if self._by_link.get(entry.link) is entry:
+                entry.stream.tick(now)
+                self._serve(entry, now)
+
+    def _serve(self, entry: _Entry, now: float) -> None:
+        """Take from a stream what feeding it has brought."""
+        self.ready.extend(entry.stream.deliveries())
+        if entry.stream.asking:
+            self._ask(entry, now)
+        elif entry in self._replaying:
+            self._end_replay(entry, now)
+        self._schedule(entry)
+
+    def _ask(self, entry: _Entry, now: float) -> None:
+        if entry not in self._replaying:
+            if len(self._replaying) >= self._max_replays:
+                if not entry.waits_for_turn:
+                    entry.waits_for_turn = True
+                    self._queue.append(entry)
+                return
+            self._replaying.add(entry)
+        ask = entry.stream.ask(now)
+        if ask is not None:
+            entry.link.send(ask)
+            # Sending may swallow the signal of something that arrived meanwhile.
+            self._hungry.add(entry)
+
+    def _end_replay(self, entry: _Entry, now: float) -> None:
+        self._replaying.discard(entry)
+        entry.link.end_replay()
+        while self._queue and len(self._replaying) < self._max_replays:
+            following = self._queue.popleft()
+            if following.waits_for_turn and following.stream.asking:
+                following.waits_for_turn = False
+                self._ask(following, now)
+                self._schedule(following)
+
+    def _schedule(self, entry: _Entry) -> None:
+        due = entry.stream.deadline()
+        if due is not None and (entry.timer is None or due < entry.timer):
+            entry.timer = due
+            self._tie += 1
+            heapq.heappush(self._timers, (due, self._tie, entry))
+
+    def close(self) -> None:
+        """Close every link."""
+        for entry in self._entries.values():
+            entry.link.close()
+        self.transport.close()
+
+    def describe(self) -> str:
+        """Streams by trust, for a repr: `3 streams, 2 EXACT, 1 STALE, 0 ready`."""
+        states: dict[str, int] = {}
+        for entry in self._entries.values():
+            name = entry.stream.trust.name
+            states[name] = states.get(name, 0) + 1
+        counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
+        noun = "stream" if len(self._entries) == 1 else "streams"
+        return f"{len(self._entries)} {noun}{counts}, {len(self.ready)} ready"
+
+
+def _status(stream: Stream) -> StreamStatus:
+    source = stream.source
+    return StreamStatus(
+        source=source.label,
+        rank=source.rank,
+        endpoint=source.endpoint,
+        trust=stream.trust,
+        doubts=stream.doubts,
+        incarnation=stream.incarnation,
+        last_seq=stream.last_seq,
+        waiting=stream.waiting,
+        counters=stream.counters,
+    )

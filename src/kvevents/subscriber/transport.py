@@ -1,0 +1,51 @@
+"""The seam between streams and sockets: two small classes that a test can replace (`kvevents.testing.FakeTransport`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from kvevents.stream import Ask, Source, Stream
+
+
+class Link(Protocol):
+    """The connections of one stream."""
+
+    def pump(self, stream: Stream, now: float, limit: int) -> bool:
+        """Feed what has arrived, at most about `limit` messages of each kind, to `stream`; True when there may be more.
+
+        Connection changes are fed in their place: `disconnected` before anything newer, `connected` after everything older.
+        """
+        ...
+
+    def send(self, ask: Ask) -> None:
+        """Send a replay request, on a new connection if it asks for a fresh one."""
+        ...
+
+    def end_replay(self) -> None:
+        """Close the replay connection: no answer is wanted any more."""
+        ...
+
+    def close(self) -> None:
+        """Close everything; idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Opens links and waits for them."""
+
+    def open(self, source: Source) -> Link:
+        """Start connecting. Raises `EndpointError` where that can never work."""
+        ...
+
+    def wait(self, timeout: float | None) -> Collection[Link]:
+        """Links with something to pump, after at most `timeout` seconds (None: no bound)."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `wait` has something; -1 when there is none and `wait` must be asked."""
+        ...
+
+    def close(self) -> None:
+        """Release what the links shared; idempotent."""
+        ...

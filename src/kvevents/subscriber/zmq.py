@@ -1,0 +1,274 @@
+"""Links over ZeroMQ: a SUB socket with its monitor, and a DEALER while replay is wanted.
+
+All descriptors sit in one selector, so that a process with hundreds of idle sources pays only for those that speak.
+libzmq signals a socket's descriptor once per change; therefore each socket is read until it says EAGAIN, or pumped again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+import zmq.backend
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.config import Curve
+from kvevents.errors import EndpointError
+from kvevents.stream import Ask, Source, Stream
+from kvevents.wire import replay_request_frames
+
+@dataclass(frozen=True, slots=True)
+class SocketOptions:
+    """Limits and times of the sockets of one stream."""
+
+    receive_hwm: int = 100_000
+    """Live messages that wait in the socket while the application is busy; beyond it the publisher drops; replay mends that."""
+    max_message_bytes: int = 256 * 1024 * 1024
+    """A larger message makes libzmq close the connection: four times what the decoder accepts, so only abuse reaches it."""
+    reconnect_ms: int = 100
+    reconnect_max_ms: int = 5_000
+    """Pause between attempts to connect: doubles, jittered, up to this."""
+    heartbeat_ms: int = 5_000
+    heartbeat_timeout_ms: int = 15_000
+    """A peer that answers no ping for this long is disconnected: half-open connections end here."""
+    keepalive_idle_s: int = 30
+
+
+DEFAULT_SOCKET_OPTIONS: Final = SocketOptions()
+DESCRIPTORS_PER_SOURCE: Final = 8
+"""SUB, monitor (two), DEALER, and a TCP connection each, with some room."""
+
+_UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
+_DOWN: Final = zmq.Event.DISCONNECTED
+_recv = zmq.backend.Socket.recv
+_get = zmq.backend.Socket.get
+_DONTWAIT: Final = int(zmq.DONTWAIT)
+_RCVMORE: Final = int(zmq.RCVMORE)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """One message without waiting; raises `zmq.Again` when there is none.
+
+    The wrappers of pyzmq cost three times what libzmq does here; this calls its backend directly.
+    """
+    frames = [_recv(socket, _DONTWAIT)]
+    while _get(socket, _RCVMORE):
+        frames.append(_recv(socket, _DONTWAIT))
+    return frames
+
+
+class ZmqTransport:
+    """Links over real sockets. Not thread-safe, as sockets are not."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]] | None = None, options: SocketOptions = DEFAULT_SOCKET_OPTIONS
+    ) -> None:
+        self.options = options
+        self._owned = context is None
+        self._context = context or _private_context()
+        self._selector = selectors.DefaultSelector()
+        self._links: set[ZmqLink] = set()
+
+    def open(self, source: Source) -> ZmqLink:
+        """Start connecting to `source`."""
+        _allow_descriptors(DESCRIPTORS_PER_SOURCE * (len(self._links) + 1))
+        # inproc endpoints exist only within one context, by convention the process-wide one.
+        context = zmq.Context.instance() if source.endpoint.startswith("inproc://") else self._context
+        link = ZmqLink(source, context, self)
+        self._links.add(link)
+        return link
+
+    def wait(self, timeout: float | None) -> set[ZmqLink]:
+        """Links whose descriptors are signalled."""
+        return {key.data for key, _ in self._selector.select(timeout)}
+
+    def fileno(self) -> int:
+        """The selector's own descriptor, where the platform has one (epoll, kqueue)."""
+        fileno = getattr(self._selector, "fileno", None)
+        return -1 if fileno is None else int(fileno())
+
+    def close(self) -> None:
+        """Close every link and the context, if it is ours."""
+        for link in list(self._links):
+            link.close()
+        self._selector.close()
+        if self._owned:
+            self._context.term()
+
+    def watch(self, socket: zmq.Socket[bytes], link: ZmqLink) -> None:
+        """Wake `wait` when `socket` has news."""
+        self._selector.register(socket.fileno(), selectors.EVENT_READ, link)
+
+    def drop(self, socket: zmq.Socket[bytes]) -> None:
+        """Stop watching a socket and close it."""
+        if not socket.closed:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(socket.fileno())
+            socket.close(linger=0)
+
+    def forget(self, link: ZmqLink) -> None:
+        """A link was closed."""
+        self._links.discard(link)
+
+
+class ZmqLink:
+    """SUB socket, monitor and DEALER of one stream."""
+
+    def __init__(self, source: Source, context: zmq.Context[zmq.Socket[bytes]], transport: ZmqTransport) -> None:
+        self._source = source
+        self._context = context
+        self._transport = transport
+        self._options = transport.options
+        self._replay: zmq.Socket[bytes] | None = None
+        self._ever_up = False
+        self._announce = 0
+        self._sub = self._open_socket(zmq.SUB, source.endpoint)
+        try:
+            self._monitor = self._sub.get_monitor_socket()
+            self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
+            self._sub.subscribe(source.topic.encode())
+            transport.watch(self._sub, self)
+            transport.watch(self._monitor, self)
+            _attach(self._sub, source.endpoint, bind=source.bind)
+        except BaseException:
+            self.close()
+            raise
+
+    def pump(self, stream: Stream, now: float, limit: int) -> bool:
+        """Feed live messages, connection changes and replayed messages to `stream`."""
+        messages, drained = _drain(self._sub, limit)
+        # The monitor is read after the messages: a change that came before one of them is known by now.
+        changes = self._changes()
+        if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
+            self._ever_up = True
+            stream.connected(now)
+            changes = changes[changes.index(_UP) + 1 :] if _UP in changes else changes
+        for change in changes:
+            if change == _DOWN:
+                stream.disconnected(now)
+                self._announce = 0
+            else:
+                self._announce = self._options.receive_hwm + 1
+        for frames in messages:
+            stream.receive_live(frames, now)
+        if self._announce:
+            self._announce_when_drained(stream, now, len(messages), drained=drained)
+        more = self._pump_replay(stream, now, limit)
+        return more or not drained
+
+    def _announce_when_drained(self, stream: Stream, now: float, count: int, *, drained: bool) -> None:
+        """`connected` comes after every message of the old connection; those are at most what the socket can hold."""
+        self._announce = 0 if drained else max(0, self._announce - count)
+        if not self._announce:
+            stream.connected(now)
+
+    def _changes(self) -> list[int]:
+        messages, _ = _drain(self._monitor, 1_000)
+        events = [int(parse_monitor_message(frames)["event"]) for frames in messages]
+        return [event for event in events if event in (_UP, _DOWN)]
+
+    def _pump_replay(self, stream: Stream, now: float, limit: int) -> bool:
+        if self._replay is None:
+            return False
+        messages, drained = _drain(self._replay, limit)
+        for frames in messages:
+            stream.receive_replay(frames, now)
+        return not drained
+
+    def send(self, ask: Ask) -> None:
+        """Send a replay request."""
+        if ask.fresh:
+            self.end_replay()
+        if self._replay is None and self._source.replay_endpoint is not None:
+            self._replay = self._open_socket(zmq.DEALER, self._source.replay_endpoint)
+            # Unlimited: whatever we do not take at once, an engine's ROUTER drops at 1,000 queued messages.
+            self._replay.set(zmq.RCVHWM, 0)
+            self._transport.watch(self._replay, self)
+            _attach(self._replay, self._source.replay_endpoint, bind=False)
+        if self._replay is not None:
+            self._replay.send_multipart(replay_request_frames(ask.start), zmq.DONTWAIT)
+
+    def end_replay(self) -> None:
+        """Close the DEALER."""
+        if self._replay is not None:
+            self._transport.drop(self._replay)
+            self._replay = None
+
+    def close(self) -> None:
+        """Close all sockets of this link."""
+        self.end_replay()
+        monitor = getattr(self, "_monitor", None)
+        if not self._sub.closed:
+            if monitor is not None:
+                self._sub.disable_monitor()
+                self._transport.drop(monitor)
+            self._transport.drop(self._sub)
+        self._transport.forget(self)
+
+    def _open_socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        try:
+            socket: zmq.Socket[bytes] = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise EndpointError(f"no socket for {endpoint}: {error}; raise the limit of open files (ulimit -n)") from error
+        options = self._options
+        socket.linger = 0
+        socket.set(zmq.MAXMSGSIZE, options.max_message_bytes)
+        socket.set(zmq.RECONNECT_IVL, options.reconnect_ms)
+        socket.set(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
+        socket.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
+        if "[" in endpoint:
+            socket.set(zmq.IPV6, 1)
+        curve: Curve | None = self._source.curve
+        if curve is not None:
+            curve.apply(socket)
+        return socket
+
+
+def _drain(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], bool]:
+    """Up to `limit` messages, and whether there were no more."""
+    messages: list[list[bytes]] = []
+    append = messages.append
+    try:
+        for _ in range(limit):
+            append(receive(socket))
+    except zmq.Again:
+        return messages, True
+    return messages, False
+
+
+def _attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> None:
+    try:
+        if bind:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        verb = "bind" if bind else "connect to"
+        raise EndpointError(
+            f"cannot {verb} {endpoint}: {error}; expected tcp://host:port, ipc://path or inproc://name"
+        ) from error
+
+
+def _private_context() -> zmq.Context[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
+
+
+def _allow_descriptors(needed: int) -> None:
+    """Lift the soft limit of open files towards the hard one, as servers do; libzmq gives no error it could be mapped from."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed + 256
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    lifted = wanted * 2 if hard == resource.RLIM_INFINITY else min(hard, wanted * 2)
+    if lifted < wanted:
+        raise EndpointError(f"{needed} descriptors are needed but the hard limit is {hard}; raise it (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lifted, hard))

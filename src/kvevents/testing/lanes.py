@@ -1,0 +1,205 @@
+"""One direction of a proxied connection: what is dropped, what is held, and what has yet to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from kvevents.testing.zmtp import Piece, ZmtpSplitter
+
+READ_BYTES: Final = 64 * 1024
+"""Read at once from one connection."""
+MAX_QUEUED_BYTES: Final = 64 * 1024 * 1024
+"""Held or waiting for a slow reader, for each direction of each connection; at the limit the sender is no longer read, and
+feels it as it would feel a full network."""
+
+Rule: TypeAlias = int | float | Callable[[tuple[bytes, ...]], bool] | None
+"""Which messages are dropped: the next so many (int), a share from 0.0 to 1.0 (float), those for whose frames a function is
+true, or none."""
+
+
+@dataclass(slots=True)
+class LaneCounts:
+    """Messages of one direction, over all connections."""
+
+    messages: int = 0
+    """Complete messages that arrived; commands (subscriptions of ZMTP 3.1, heartbeats) are not counted."""
+    dropped: int = 0
+    held: int = 0
+    """Waiting at this moment for `release`, or for their delay to pass."""
+    bytes: int = 0
+    """Passed on, handshakes and commands included."""
+
+
+class Parcel(NamedTuple):
+    """Bytes to pass on, once the gate is open."""
+
+    raw: bytes
+    gate: asyncio.Future[None] | None
+
+
+class Lane:
+    """The rules of one direction, for all connections; `books` guards the counters, the rest belongs to the event loop."""
+
+    def __init__(self, counts: LaneCounts, books: threading.Condition) -> None:
+        self.counts = counts
+        self.books = books
+        self.rule: Rule = None
+        self.random = random.Random()  # noqa: S311  a fault, not a secret
+        self.hold = False
+        self.delay = 0.0
+        self._gates: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def delays(self) -> bool:
+        """Whether messages have to wait."""
+        return self.hold or self.delay > 0
+
+    def heal(self) -> None:
+        """Drop nothing, hold nothing, and let go what is held."""
+        self.rule, self.hold, self.delay = None, False, 0.0
+        self.release(None)
+
+    def release(self, n: int | None) -> None:
+        """Let the `n` messages go that were held the longest; None for all."""
+        while self._gates and n != 0:
+            if _open(self._gates.popleft()) and n is not None:
+                n -= 1
+
+    def admit(self, piece: Piece) -> Parcel | None:
+        """What becomes of a piece of the stream; None when it is dropped."""
+        if piece.kind != "message":
+            return Parcel(piece.raw, None)
+        dropped = self._drops(piece.frames)
+        with self.books:
+            self.counts.messages += 1
+            self.counts.dropped += dropped
+            self.books.notify_all()
+        return None if dropped else Parcel(piece.raw, self._gate() if self.delays else None)
+
+    def passed(self, size: int) -> None:
+        """Count bytes that went on."""
+        with self.books:
+            self.counts.bytes += size
+            self.books.notify_all()
+
+    def _drops(self, frames: tuple[bytes, ...]) -> bool:
+        rule = self.rule
+        if callable(rule):
+            return rule(frames)
+        if isinstance(rule, float):
+            return self.random.random() < rule
+        if not rule:
+            return False
+        self.rule = rule - 1
+        return True
+
+    def _gate(self) -> asyncio.Future[None]:
+        """What a held message waits for, opened by `release` or by time."""
+        loop = asyncio.get_running_loop()
+        gate: asyncio.Future[None] = loop.create_future()
+        gate.add_done_callback(lambda _: self._count_held(-1))
+        self._count_held(1)
+        if not self.hold:
+            loop.call_later(self.delay, _open, gate)
+        while self._gates and self._gates[0].done():
+            self._gates.popleft()
+        self._gates.append(gate)
+        return gate
+
+    def _count_held(self, change: int) -> None:
+        with self.books:
+            self.counts.held += change
+            self.books.notify_all()
+
+
+def _open(gate: asyncio.Future[None]) -> bool:
+    if gate.done():
+        return False
+    gate.set_result(None)
+    return True
+
+
+class Way:
+    """One direction of one connection: reads, applies the lane's rules, and writes while `flow` is set."""
+
+    def __init__(self, lane: Lane, flow: asyncio.Event, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._lane = lane
+        self._flow = flow
+        self._reader = reader
+        self._writer = writer
+        self._parcels: deque[Parcel | None] = deque()
+        self._queued = 0
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Carry everything until the sender has closed and all of it was passed on."""
+        halves = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._send())]
+        try:
+            await asyncio.gather(*halves)
+        finally:
+            for half in halves:
+                half.cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+            for parcel in self._parcels:
+                if parcel is not None and parcel.gate is not None:
+                    parcel.gate.cancel()
+
+    async def _receive(self) -> None:
+        splitter = ZmtpSplitter()
+        while data := await self._reader.read(READ_BYTES):
+            await self._flow.wait()
+            await self._take(splitter.feed(data))
+        await self._put(Parcel(splitter.rest(), None))
+        await self._put(None)
+
+    async def _take(self, pieces: list[Piece]) -> None:
+        """Queue what may pass; what needs no gate goes together, which is most of it and saves a switch of tasks for each."""
+        free = bytearray()
+        for piece in pieces:
+            if piece.kind == "command" and self._lane.delays:
+                # A heartbeat does not wait behind the messages that are held, or the peers would give the connection up.
+                self._writer.write(piece.raw)
+                continue
+            parcel = self._lane.admit(piece)
+            if parcel is None:
+                continue
+            if parcel.gate is None:
+                free += parcel.raw
+                continue
+            await self._put(Parcel(bytes(free), None))
+            free.clear()
+            await self._put(parcel)
+        await self._put(Parcel(bytes(free), None))
+
+    async def _put(self, parcel: Parcel | None) -> None:
+        if parcel is not None and not parcel.raw:
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._queued < MAX_QUEUED_BYTES)
+            self._parcels.append(parcel)
+            self._queued += len(parcel.raw) if parcel else 0
+            self._changed.notify_all()
+
+    async def _next(self) -> Parcel | None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._parcels)
+            return self._parcels[0]
+
+    async def _send(self) -> None:
+        while (parcel := await self._next()) is not None:
+            if parcel.gate is not None:
+                await parcel.gate
+            await self._flow.wait()
+            self._writer.write(parcel.raw)
+            await self._writer.drain()
+            self._lane.passed(len(parcel.raw))
+            async with self._changed:
+                self._parcels.popleft()
+                self._queued -= len(parcel.raw)
+                self._changed.notify_all()

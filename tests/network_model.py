@@ -1,0 +1,219 @@
+"""A publisher, its lives, and the network between it and one stream, small enough to check by eye.
+
+It does what released engines and real networks do, and nothing else: PUB drops whole messages; a replay reply loses messages
+after its first ones and maybe its end marker; the buffer is bounded; numbers are burnt; a restart cuts every connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
+from kvevents.stream import Ask, Batch, Gap, Reset, Stream, Trust
+from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
+
+TOPIC = b"kv"
+
+
+def payload_of(life: int, seq: int, *, clear: bool) -> bytes:
+    event = AllBlocksCleared() if clear else BlockStored([life * 1_000_000 + seq], None, [seq], 1)
+    return encode_batch(KVEventBatch(float(life * 1_000_000 + seq), [event]))
+
+
+@dataclass
+class Life:
+    number: int
+    buffer: deque[tuple[int, bytes]]
+    next_seq: int = 0
+    payloads: dict[int, bytes] = field(default_factory=dict)
+    clears: set[int] = field(default_factory=set)
+
+
+class Publisher:
+    def __init__(self, buffer_steps: int) -> None:
+        self.buffer_steps = buffer_steps
+        self.lives: list[Life] = []
+        self.restart()
+
+    @property
+    def life(self) -> Life:
+        return self.lives[-1]
+
+    def restart(self) -> None:
+        self.lives.append(Life(len(self.lives), deque(maxlen=self.buffer_steps)))
+
+    def publish(self, *, burnt: bool = False, clear: bool = False) -> tuple[int, bytes] | None:
+        life = self.life
+        seq = life.next_seq
+        life.next_seq += 1
+        if burnt:
+            return None
+        payload = payload_of(life.number, seq, clear=clear)
+        life.payloads[seq] = payload
+        if clear:
+            life.clears.add(seq)
+        life.buffer.append((seq, payload))
+        return seq, payload
+
+    def reply(self, start: int) -> list[list[bytes]]:
+        return [replay_batch_frames(TOPIC, seq, payload) for seq, payload in self.life.buffer if seq >= start]
+
+
+class Observer:
+    """Holds what a subscriber hands out against what was published."""
+
+    def __init__(self, publisher: Publisher, *, can_tell_lives: bool) -> None:
+        self.publisher = publisher
+        self.can_tell_lives = can_tell_lives
+        self.incarnation = 0
+        self.life = 0
+        self.next_seq = 0
+        self.known = False
+        self.gap_since_clear = False
+        self.batches = 0
+
+    def take(self, deliveries: list[Batch | Gap | Reset]) -> None:
+        for delivery in deliveries:
+            if isinstance(delivery, Reset):
+                self._reset(delivery)
+            elif isinstance(delivery, Gap):
+                assert delivery.first == self.next_seq, f"{delivery} does not continue at {self.next_seq}"
+                assert delivery.last >= delivery.first
+                assert delivery.incarnation == self.incarnation
+                self.next_seq = delivery.last + 1
+                self.gap_since_clear = True
+            else:
+                self._batch(delivery)
+
+    def _reset(self, reset: Reset) -> None:
+        assert reset.incarnation == self.incarnation + 1
+        self.incarnation = reset.incarnation
+        self.next_seq = 0
+        self.known = False
+        self.gap_since_clear = False
+
+    def _batch(self, batch: Batch) -> None:
+        assert batch.seq == self.next_seq, f"{batch.seq} delivered where {self.next_seq} was due"
+        assert batch.incarnation == self.incarnation
+        life, seq = divmod(int(batch.ts), 1_000_000)
+        assert seq == batch.seq
+        if self.known and self.can_tell_lives:
+            assert life == self.life, f"a batch of life {life} in the incarnation of life {self.life}"
+        assert life >= self.life, "an older life came back"
+        self.life, self.known = life, True
+        assert batch.payload == self.publisher.lives[life].payloads[seq]
+        self.next_seq = seq + 1
+        self.batches += 1
+        if seq in self.publisher.lives[life].clears:
+            self.gap_since_clear = False
+
+
+class Network:
+    """Carries frames between one publisher and one stream; every fault is asked for by the test."""
+
+    def __init__(self, publisher: Publisher, stream: Stream) -> None:
+        self.publisher = publisher
+        self.stream = stream
+        # Without replay a new life that has already passed the old number cannot be told from the old one.
+        self.observer = Observer(publisher, can_tell_lives=stream.source.replay_endpoint is not None)
+        self.now = 0.0
+        self.up = False
+        self.ever_up = False
+        self.announce = False
+        self.live: deque[list[bytes]] = deque()
+        self.replies: deque[list[bytes]] = deque()
+        self.reply_limit: int | None = None
+        self.lose_marker = False
+        self.mute = False
+        self.asked: list[int] = []
+
+    # --- the publisher's side
+
+    def publish(self, *, drop: bool = False, burnt: bool = False, clear: bool = False) -> None:
+        published = self.publisher.publish(burnt=burnt, clear=clear)
+        if published is not None and self.up and not drop:
+            self.live.append(live_frames(TOPIC, *published))
+
+    def cut(self) -> None:
+        """Frames that were sent before are still read; the subscriber has noticed before it reads anything newer."""
+        if self.up:
+            self.up = False
+            self.announce = False
+            self.replies.clear()
+            self.stream.disconnected(self.now)
+            self._settle()
+
+    def restart(self) -> None:
+        self.cut()
+        self.publisher.restart()
+
+    def connect(self) -> None:
+        if not self.up:
+            self.up = True
+            if self.ever_up:
+                self.announce = True
+            else:
+                self.ever_up = True
+                self.stream.connected(self.now)
+                self._settle()
+
+    # --- the subscriber's side
+
+    def read_live(self, count: int = 1_000_000) -> None:
+        for _ in range(min(count, len(self.live))):
+            self.stream.receive_live(self.live.popleft(), self.now)
+            self._settle()
+        if not self.live and self.announce:
+            self.announce = False
+            self.stream.connected(self.now)
+            self._settle()
+
+    def read_replies(self, count: int = 1_000_000) -> None:
+        for _ in range(min(count, len(self.replies))):
+            if not self.replies:
+                break
+            self.stream.receive_replay(self.replies.popleft(), self.now)
+            self._settle()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.stream.tick(self.now)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.observer.take(self.stream.deliveries())
+        while (ask := self.stream.ask(self.now)) is not None:
+            self._answer(ask)
+        if not self.stream.asking:
+            self.replies.clear()
+        self.check_exact()
+
+    def _answer(self, ask: Ask) -> None:
+        self.asked.append(ask.start)
+        if ask.fresh:
+            self.replies.clear()
+        if not self.up or self.mute:
+            return
+        reply = self.publisher.reply(ask.start)
+        if self.reply_limit is not None:
+            reply = reply[: self.reply_limit]
+        self.replies.extend(reply)
+        if not self.lose_marker:
+            self.replies.append(replay_end_frames(with_topic=True))
+
+    def check_exact(self) -> None:
+        """EXACT is never claimed falsely: no gap counts, and nothing below the newest delivered number is missing."""
+        if self.stream.trust == Trust.EXACT:
+            assert not self.observer.gap_since_clear, "EXACT after a gap"
+            assert self.stream.waiting == 0, "EXACT while batches wait"
+            assert self.stream.last_seq + 1 == self.observer.next_seq
+
+    def quiesce(self) -> None:
+        """A healthy network again, until nothing moves any more."""
+        self.reply_limit, self.lose_marker, self.mute = None, False, False
+        self.connect()
+        for _ in range(60):
+            self.read_live()
+            self.read_replies()
+            self.advance(1.0)

@@ -1,0 +1,39 @@
+"""`kvevents.testing.clock`."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvevents.errors import ConfigError
+from kvevents.testing import VirtualClock
+
+
+def test_stands_still_until_moved() -> None:
+    """The time is what the test said it is, and a call does not move it."""
+    clock = VirtualClock(10)
+    assert [clock(), clock()] == [10.0, 10.0]
+    assert clock.advance(2.5) == clock() == 12.5
+    assert clock.set(20) == clock() == 20.0
+    assert repr(clock) == "<VirtualClock at 20 s>"
+
+
+@pytest.mark.parametrize("seconds", [-0.1, math.inf, math.nan])
+def test_never_goes_back_nor_nowhere(seconds: float) -> None:
+    """A monotonic clock neither goes back nor becomes infinite: such a test is wrong, and is told."""
+    clock = VirtualClock(5)
+    with pytest.raises(ConfigError):
+        clock.advance(seconds)
+    with pytest.raises(ConfigError):
+        clock.set(4 if math.isfinite(seconds) else seconds)
+    assert clock() == 5.0
+
+
+def test_threads_advance_it_together() -> None:
+    """No advance is lost when several threads move the clock."""
+    clock = VirtualClock()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(clock.advance, [1.0] * 1000))
+    assert clock() == 1000.0

@@ -1,0 +1,152 @@
+"""The encoder: any event in any dialect, and what has no encoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import EncodeError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventBatch
+from kvevents.wire import decode_batch, dialect_for, dialects, encode_batch
+from wire_cases import batch_of, batches_of, pack, stored
+
+NEWEST = dialect_for("vllm")
+FULL = BlockStored(
+    [2**64 - 1],
+    2**63,
+    [1, 2],
+    2,
+    lora_id=3,
+    medium="GPU",
+    lora_name="adapter",
+    extra_keys=[("adapter", ("image", 1), "salt", b"\1" * 32)],
+    group_idx=1,
+    kv_cache_spec_kind="full_attention",
+    kv_cache_spec_sliding_window=64,
+    locality="LOCAL",
+    ownership="tier",
+    session_id="s",
+    lookahead_token_ids=[[3]],
+    cache_salt="salt",
+)
+
+
+def plain(payload: bytes) -> Any:
+    return msgspec.msgpack.decode(payload)
+
+
+@given(batches_of(NEWEST))
+def test_as_declared_our_types_are_the_newest_vllm(batch: KVEventBatch) -> None:
+    assert encode_batch(batch) == encode_batch(batch, NEWEST) == pack(batch)
+
+
+@pytest.mark.parametrize("row", dialects(), ids=str)
+def test_fields_that_a_release_does_not_have_are_left_out(row: Any) -> None:
+    batch = plain(encode_batch(KVEventBatch(1.0, [FULL], 3), row))
+    event = (batch["events"] if row.batch == "map" else batch[1])[0]
+    if row.events == "array":
+        assert event[0] == "BlockStored"
+        assert len(event) == 1 + len(row.stored)
+    else:
+        assert event.keys() == {"type", *row.stored}
+
+
+@pytest.mark.parametrize(("engine", "release"), [("vllm", "0.9.1"), ("sglang", "0.5.17"), ("sglang", "0.5.23")])
+def test_signed_dialects_send_signed_hashes(engine: str, release: str) -> None:
+    event = plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([2**64 - 1, 2**63, 5], "GPU")]), dialect_for(engine, release)))[
+        1
+    ][0]
+    assert (event[1] if isinstance(event, list) else event["block_hashes"]) == [-1, -(2**63), 5]
+
+
+def test_signed_hashes_are_accepted_for_an_unsigned_dialect() -> None:
+    assert plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([-1], "GPU")]), NEWEST))[1][0]["block_hashes"] == [2**64 - 1]
+
+
+def test_digests_go_out_where_digests_came_in() -> None:
+    payload = batch_of(
+        stored(block_hashes=[b"d" * 32], parent_block_hash=b"p" * 32),
+        {"type": "BlockRemoved", "block_hashes": [b"r" * 32], "medium": None},
+    )
+    assert encode_batch(decode_batch(payload).batch, dialect_for("vllm", "0.32.0")) == payload
+    assert plain(encode_batch(decode_batch(payload).batch)) == plain(payload)
+
+
+def test_array_events_have_no_place_for_what_was_not_recognised() -> None:
+    batch = decode_batch(batch_of(stored(tier="L5"))).batch
+    assert encode_batch(batch, dialect_for("vllm", "0.23.0")) == encode_batch(
+        decode_batch(batch_of(stored())).batch, dialect_for("vllm", "0.23.0")
+    )
+
+
+class _Custom(KVCacheEvent, tag="Warmed"):
+    weight: float
+
+
+class _Plain(msgspec.Struct):
+    note: str
+
+
+class _EngineStored(KVCacheEvent, tag="BlockStored"):
+    """As `kvevents.compat.sglang` declares it: fewer fields, in its own order."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class _SGLangBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    attn_dp_rank: int | None = None
+
+
+@pytest.mark.parametrize("row", [None, *dialects()], ids=str)
+def test_users_own_events_are_encoded_as_they_declare_themselves(row: Any) -> None:
+    batch = plain(encode_batch(EventBatch(1.0, [_Custom(0.5), _Plain("x"), {"free": 1}], 0), row))
+    events = batch["events"] if row is not None and row.batch == "map" else batch[1]
+    assert events == [{"type": "Warmed", "weight": 0.5}, {"note": "x"}, {"free": 1}]
+
+
+def test_events_and_batches_of_the_engines_own_kind_are_spelled_in_the_dialect() -> None:
+    batch: Any = _SGLangBatch(1.0, [_EngineStored([2**64 - 1], None, [1], 1, None, "GPU")], 4)
+    sent = plain(encode_batch(batch, dialect_for("sglang", "0.5.17")))
+    assert sent == [1.0, [["BlockStored", [-1], None, [1], 1, None, "GPU"]], 4]
+
+
+@pytest.mark.parametrize("row", [None, NEWEST, dialect_for("vllm", "0.9.0")], ids=str)
+@pytest.mark.parametrize(
+    "events",
+    [[object()], [BlockStored([object()], None, [], 1)], [{1, object()}], None],  # type: ignore[list-item]
+)
+def test_what_has_no_encoding_is_an_error_of_ours(events: Any, row: Any) -> None:
+    with pytest.raises(EncodeError, match=r"^cannot encode EventBatch: "):
+        encode_batch(EventBatch(1.0, events), row)
+
+
+def test_what_is_nested_without_end_is_an_error_of_ours() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(EncodeError):
+        encode_batch(EventBatch(1.0, [loop]))
+
+
+def test_a_clear_is_one_tag_in_every_dialect() -> None:
+    for row in dialects():
+        batch = plain(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], None), row))
+        events = batch["events"] if row.batch == "map" else batch[1]
+        assert events == ([["AllBlocksCleared"]] if row.events == "array" else [{"type": "AllBlocksCleared"}])
+
+
+@given(st.integers())
+def test_hashes_of_any_size_are_taken_modulo_2_to_the_64(value: int) -> None:
+    for row in dialects():
+        (event,) = decode_batch(encode_batch(KVEventBatch(1.0, [BlockRemoved([value], None)]), row)).batch.events
+        assert event.block_hashes == [value % 2**64]  # type: ignore[union-attr]

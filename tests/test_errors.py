@@ -1,0 +1,36 @@
+"""One root; "you did wrong" apart from "the peer did wrong"; each also what Python calls it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from kvevents import errors
+
+ALL = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__}
+
+
+def test_every_exception_has_the_one_root() -> None:
+    assert all(issubclass(kind, errors.KVEventsError) for kind in ALL.values())
+
+
+def test_each_is_either_the_callers_or_the_peers() -> None:
+    leaves = ALL.keys() - {"KVEventsError", "UsageError", "PeerError"}
+    for name in leaves:
+        assert issubclass(ALL[name], errors.UsageError) != issubclass(ALL[name], errors.PeerError), name
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn = re.findall(r"── (\w+)\s.*?(?:\((\w+)\))?$", errors.__doc__ or "", re.MULTILINE)
+    assert {name for name, _ in drawn} == ALL.keys() - {"KVEventsError"}
+    for name, builtin in drawn:
+        if builtin:
+            assert issubclass(ALL[name], getattr(__import__("builtins"), builtin)), name
+
+
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+def test_each_has_a_sentence(kind: type[Exception]) -> None:
+    assert kind.__doc__
+    assert str(kind("what happened; what to do")) == "what happened; what to do"

@@ -1,0 +1,116 @@
+"""The public fake: a router's tests without sockets and without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvevents.errors import EndpointError
+from kvevents.events import AllBlocksCleared, BlockRemoved
+from kvevents.stream import Batch, Delivery, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.subscriber import AsyncSubscriber, Subscriber
+from kvevents.testing import FakeEngine, FakeTransport
+
+ENDPOINT, REPLAY = "tcp://engine:5557", "tcp://engine:5558"
+
+
+@pytest.fixture
+def transport() -> FakeTransport:
+    return FakeTransport()
+
+
+@pytest.fixture
+def engine(transport: FakeTransport) -> FakeEngine:
+    return transport.engine(ENDPOINT, REPLAY)
+
+
+def subscribe(transport: FakeTransport, *, replay: bool = True) -> Subscriber:
+    return Subscriber(Source(ENDPOINT, REPLAY if replay else None, name="e"), transport=transport, clock=transport.clock)
+
+
+def take(subscriber: Subscriber, seconds: float = 5.0) -> list[Delivery]:
+    """Everything that arrives until nothing has for some virtual seconds."""
+    taken = []
+    while (delivery := subscriber.receive(seconds)) is not None:
+        taken.append(delivery)
+    return taken
+
+
+def test_published_batches_arrive(transport: FakeTransport, engine: FakeEngine) -> None:
+    """What the engine published before and after is delivered, and time stands still while there is something to do."""
+    engine.publish(BlockRemoved([1]))
+    with subscribe(transport) as subscriber:
+        engine.publish(BlockRemoved([2]), AllBlocksCleared())
+        first, second = (subscriber.receive(1.0) for _ in range(2))
+        assert isinstance(first, Batch)
+        assert isinstance(second, Batch)
+        assert (first.seq, first.replayed) == (0, True)
+        assert second.events == [BlockRemoved([2]), AllBlocksCleared()]
+        assert transport.clock() == 0.0
+
+
+def test_waiting_passes_virtual_time(transport: FakeTransport, engine: FakeEngine) -> None:
+    """A timeout costs no real time; the tail check runs in virtual seconds and finds what was lost."""
+    with subscribe(transport) as subscriber:
+        engine.publish(BlockRemoved([1]), lost=True)
+        [batch] = take(subscriber)
+        assert isinstance(batch, Batch)
+        assert batch.replayed
+        assert transport.clock() >= StreamLimits().quiet_before_probe
+        assert subscriber.trust("e") == Trust.EXACT
+
+
+def test_restarts_gaps_and_dead_replay(transport: FakeTransport, engine: FakeEngine) -> None:
+    """An unseen restart gives a reset; a burnt number a gap; a dead replay endpoint is DEGRADED after bounded time."""
+    with subscribe(transport) as subscriber:
+        engine.publish(BlockRemoved([1]))
+        engine.restart(unseen=[BlockRemoved([7]), BlockRemoved([8])])
+        kinds = [type(item) for item in take(subscriber)]
+        assert kinds == [Batch, Reset, Batch, Batch]
+        engine.burn_number()
+        engine.publish(BlockRemoved([9]))
+        assert [type(item) for item in take(subscriber)] == [Gap, Batch]
+        engine.answers_replay = False
+        take(subscriber, 120.0)
+        assert subscriber.trust("e") == Trust.DEGRADED
+        assert "does not answer" in subscriber.trust("e").reason
+
+
+def test_raw_frames_and_no_replay(transport: FakeTransport) -> None:
+    """Anything can be sent; without a replay endpoint the subscriber never asks."""
+    engine = transport.engine(ENDPOINT)
+    with subscribe(transport, replay=False) as subscriber:
+        engine.send_raw([b"garbage"])
+        engine.publish_payload(b"\xc1")
+        [batch] = take(subscriber)
+        assert isinstance(batch, Batch)
+        assert batch.rejected
+        assert engine.requests == []
+        assert engine.next_seq == 1
+        assert subscriber.status("e").counters.malformed == {"not 3 frames": 1}
+
+
+def test_asyncio_subscribers_too(transport: FakeTransport, engine: FakeEngine) -> None:
+    """The same transport serves `AsyncSubscriber`."""
+
+    async def scenario() -> Delivery | None:
+        source = Source(ENDPOINT, REPLAY, name="e")
+        async with AsyncSubscriber(source, transport=transport, clock=transport.clock) as subscriber:
+            assert await subscriber.receive(3.0) is None
+            engine.publish(BlockRemoved([1]))
+            return await subscriber.receive(1.0)
+
+    assert isinstance(asyncio.run(scenario()), Batch)
+
+
+def test_a_test_that_would_wait_for_ever_fails_instead(transport: FakeTransport, engine: FakeEngine) -> None:
+    """Without a timer or a timeout nothing could ever happen; that is an error, not a hang."""
+    with subscribe(transport, replay=False) as subscriber, pytest.raises(EndpointError, match="give receive\\(\\) a timeout"):
+        subscriber.receive()
+
+
+def test_an_engine_must_be_started_first(transport: FakeTransport) -> None:
+    """A typing mistake in an endpoint is told at once."""
+    with pytest.raises(EndpointError, match="no fake engine at"):
+        Subscriber("tcp://other:1", transport=transport)

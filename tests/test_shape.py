@@ -1,0 +1,80 @@
+"""Telling the release from the shape alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvevents.events import BlockStored, KVEventBatch
+from kvevents.wire import dialect_for, dialects, encode_batch
+from kvevents.wire.shape import dialect_of
+from wire_cases import GOLDENS, Golden, batch_of, pack, stored
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golden: Golden) -> None:
+    found, sent = dialect_of(golden.payload), dialect_for(golden.engine, golden.release)
+    assert found is not None
+    assert (found.batch, found.events) == (sent.batch, sent.events)
+    if found.engine == sent.engine:
+        assert dialects().index(found) <= dialects().index(sent)
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        (stored(), "vllm-0.24.0"),
+        (stored(group_idx=0), "vllm-0.24.0"),
+        (stored(locality="LOCAL"), "vllm-0.26.0"),
+        (stored(ownership="t"), "vllm-0.29.0"),
+        (stored(session_id="s"), "vllm-0.30.0"),
+        (stored(lookahead_token_ids=[[1]]), "vllm-0.33.0"),
+        (stored(cache_salt="s"), "sglang-0.5.22"),
+        (["BlockStored", [1], None, [1], 1, None], "vllm-0.9.1"),
+        (["BlockStored", [1], None, [1], 1, None, "GPU"], "vllm-0.10.2"),
+        (["BlockStored", [-1], None, [1], 1, None, "GPU"], "sglang-0.5.9"),
+        (["BlockStored", [1], 2**63, [1], 1, None, "GPU"], "vllm-0.10.2"),
+        (["BlockRemoved", [1], "GPU", 0], "vllm-0.20.0"),
+        (["BlockRemoved", [b"d" * 32], "GPU"], "vllm-0.10.2"),
+    ],
+)
+def test_one_event_tells_its_release(event: Any, name: str) -> None:
+    assert str(dialect_of(batch_of(event))) == name
+
+
+def test_vllm_0_33_is_known_by_its_header_whatever_it_omits() -> None:
+    """Its BlockStored declares 16 fields with the tag, and msgspec sizes the header by that."""
+    batch = KVEventBatch(1.0, [BlockStored([1], None, [1], 1)], 0)
+    newest = dialect_for("vllm", "0.33.0")
+    assert dialect_of(encode_batch(batch, newest)) is newest
+    assert dialect_of(encode_batch(batch, dialect_for("vllm", "0.32.0"))) is dialect_for("vllm", "0.24.0")
+
+
+def test_all_events_of_a_batch_must_agree() -> None:
+    assert dialect_of(batch_of(stored(locality="LOCAL"), stored(session_id="s"))) is dialect_for("vllm", "0.30.0")
+    assert dialect_of(batch_of(stored(), ["AllBlocksCleared"])) is None
+    assert dialect_of(batch_of(stored(lookahead_token_ids=[[1]]), stored(cache_salt="s"))) is None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        pack(None),
+        pack([1.0]),
+        pack({"events": []}),
+        pack([1.0, [], 0, "four"]),
+        batch_of(stored(tier="L5")),
+        batch_of({"type": "New"}),
+        batch_of({"type": 5}),
+        batch_of(None),
+        batch_of([]),
+        batch_of(b""),
+        batch_of(stored(block_hashes="x")),
+        batch_of(stored()) + b"\0",
+    ],
+)
+def test_what_no_row_explains_has_no_dialect(payload: bytes) -> None:
+    assert dialect_of(payload) is None

@@ -1,0 +1,467 @@
+"""The rules of delivery one by one, each with the smallest network that needs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvevents.errors import ConfigError
+from kvevents.stream import TRANSITIONS, Batch, Doubt, Gap, Phase, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
+from network_model import TOPIC, payload_of
+
+SOURCE = Source("tcp://engine:5557", "tcp://engine:5558", topic="kv", name="engine", rank=3)
+LIMITS = StreamLimits()
+
+
+def payload(seq: int, life: int = 0) -> bytes:
+    return payload_of(life, seq, clear=False)
+
+
+def live(seq: int, life: int = 0) -> list[bytes]:
+    return live_frames(TOPIC, seq, payload(seq, life))
+
+
+def replayed(seq: int, life: int = 0) -> list[bytes]:
+    return replay_batch_frames(TOPIC, seq, payload(seq, life))
+
+
+END = replay_end_frames(with_topic=True)
+
+
+class Wire:
+    """A stream, its clock and what came out of it."""
+
+    def __init__(self, source: Source = SOURCE, limits: StreamLimits = LIMITS) -> None:
+        self.stream = Stream(source, limits)
+        self.now = 0.0
+        self.out: list[Batch | Gap | Reset] = []
+
+    def feed(self, *messages: list[bytes]) -> None:
+        for frames in messages:
+            self.stream.receive_live(frames, self.now)
+
+    def answer(self, *messages: list[bytes]) -> None:
+        for frames in messages:
+            self.stream.receive_replay(frames, self.now)
+
+    def asked(self) -> int | None:
+        ask = self.stream.ask(self.now)
+        return None if ask is None else ask.start
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        self.stream.tick(self.now)
+
+    def taken(self) -> list[str]:
+        """`b5` a batch, `r5` a replayed one, `g2-4` a gap, `R1` a reset."""
+        return [_short(delivery) for delivery in self.stream.deliveries()]
+
+
+def _short(delivery: Batch | Gap | Reset) -> str:
+    if isinstance(delivery, Batch):
+        return f"{'r' if delivery.replayed else 'b'}{delivery.seq}"
+    if isinstance(delivery, Gap):
+        return f"g{delivery.first}-{delivery.last}"
+    return f"R{delivery.incarnation}"
+
+
+@pytest.fixture
+def wire() -> Wire:
+    """A stream that is connected and has learnt that nothing was published before."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(END)
+    return wire
+
+
+def test_history_is_asked_for_from_zero_on_connect(wire: Wire) -> None:
+    """An empty answer to a request from 0 makes an empty stream EXACT."""
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_live_batches_in_order_are_delivered_at_once(wire: Wire) -> None:
+    """Numbers that follow each other need nothing else; all fields of a delivery are filled."""
+    wire.feed(live(0), live(1))
+    first, _second = wire.stream.deliveries()
+    assert isinstance(first, Batch)
+    assert (first.source, first.rank, first.incarnation, first.seq, first.replayed) == ("engine", 3, 0, 0, False)
+    assert first.payload == payload(0)
+    assert first.events[0].token_ids == [0]
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_gap_is_replayed_from_the_first_missing_number_while_later_batches_wait(wire: Wire) -> None:
+    """Contract 1, rule 1: nothing overtakes what is missing."""
+    wire.feed(live(0), live(3), live(4))
+    assert wire.taken() == ["b0"]
+    assert wire.stream.trust == Trust.REPLAYING
+    assert wire.stream.waiting == 2
+    assert wire.asked() == 1
+    wire.answer(replayed(1), replayed(2))
+    assert wire.taken() == ["r1", "r2", "b3", "b4"]
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_the_end_marker_proves_nothing(wire: Wire) -> None:
+    """Rule 2: a reply with a hole and an end marker is asked again from the hole, keeping what came after it."""
+    wire.feed(live(5))
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replayed(1), replayed(4), END)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), replayed(3))
+    assert wire.taken() == ["r0", "r1", "r2", "r3", "r4", "b5"]
+
+
+def test_a_number_that_no_answer_holds_becomes_a_gap(wire: Wire) -> None:
+    """Rule 2: bounded in answers; the good batches around the hole are all delivered and trust says why it is not exact."""
+    wire.feed(live(0), live(2))
+    assert wire.asked() == 1
+    wire.answer(replayed(2), END)
+    assert wire.asked() == 1
+    wire.answer(replayed(2), END)
+    assert wire.taken() == ["b0", "g1-1", "b2"]
+    assert wire.stream.doubts == {Doubt.LOST}
+
+
+def test_a_mute_replay_endpoint_is_given_up_in_bounded_time(wire: Wire) -> None:
+    """Rule 2: three requests of two seconds, then the gap is declared and live batches go on."""
+    wire.feed(live(0), live(2))
+    assert wire.asked() == 1
+    for _ in range(LIMITS.max_unanswered - 1):
+        wire.later(LIMITS.replay_timeout)
+        assert wire.asked() == 1
+    wire.later(LIMITS.replay_timeout)
+    assert wire.taken() == ["b0", "g1-1", "b2"]
+    assert wire.stream.doubts == {Doubt.LOST, Doubt.REPLAY_SILENT}
+    wire.feed(live(3))
+    assert wire.taken() == ["b3"]
+
+
+def test_an_endless_answer_without_anything_new_is_cut_off() -> None:
+    """Rule 8: a replay endpoint that repeats itself for ever costs a bounded number of messages and no hang."""
+    wire = Wire(limits=StreamLimits(max_useless_replies=50))
+    wire.stream.connected(0.0)
+    asks = 0
+    for _ in range(1_000):
+        asks += wire.asked() is not None
+        wire.answer(replayed(7))
+    assert asks == LIMITS.max_unanswered
+    assert wire.stream.trust == Trust.DEGRADED
+
+
+@pytest.mark.parametrize(
+    ("batch", "end"),
+    [
+        (lambda seq: [b"", TOPIC, seq.to_bytes(8, "big"), payload(seq)], [b"", b"", b"\xff" * 8, b""]),
+        (lambda seq: [b"", seq.to_bytes(8, "big"), payload(seq)], [b"", b"\xff" * 8, b""]),
+        (lambda seq: [b"", seq.to_bytes(8, "big"), payload(seq)], [b"", b""]),
+    ],
+    ids=["with topic", "without topic", "bare end"],
+)
+def test_all_three_reply_shapes_are_understood(batch, end) -> None:  # type: ignore[no-untyped-def]
+    """Rule 3."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(batch(0), batch(1), end)
+    assert wire.asked() == 2
+    wire.answer(end)
+    assert wire.taken() == ["r0", "r1"]
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_late_subscriber_learns_what_the_buffer_holds_and_says_what_it_does_not() -> None:
+    """Rule 4: truncated history is a gap at the start and DEGRADED, not EXACT."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    for _ in range(2):
+        assert wire.asked() == 0
+        wire.answer(replayed(7), replayed(8), END)
+    assert wire.asked() == 9
+    wire.answer(END)
+    assert wire.taken() == ["g0-6", "r7", "r8"]
+    assert wire.stream.trust == Trust.DEGRADED
+    assert "truncated" in wire.stream.trust.reason
+
+
+def test_a_live_number_that_goes_back_is_a_restart(wire: Wire) -> None:
+    """Rule 5: Reset first, then the new life from 0."""
+    wire.feed(live(0), live(1), live(2), live(1, life=1))
+    assert wire.taken() == ["b0", "b1", "b2", "R1"]
+    assert wire.asked() == 0
+    wire.answer(replayed(0, life=1))
+    assert wire.taken() == ["r0", "b1"]
+    assert wire.stream.incarnation == 1
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_new_life_that_has_passed_the_old_number_is_recognised_after_a_reconnect(wire: Wire) -> None:
+    """Rule 5: the last number known is replayed and its payload compared; live frames wait for the verdict."""
+    wire.feed(live(0), live(1))
+    wire.stream.disconnected(1.0)
+    assert wire.stream.trust == Trust.STALE
+    wire.stream.connected(2.0)
+    assert wire.asked() == 1
+    wire.feed(live(5, life=1))
+    assert wire.taken() == ["b0", "b1"]
+    wire.answer(replayed(1, life=1))
+    assert wire.taken() == ["R1"]
+    assert wire.asked() == 0
+    wire.answer(*(replayed(seq, life=1) for seq in range(5)))
+    assert wire.taken() == ["r0", "r1", "r2", "r3", "r4", "b5"]
+
+
+def test_the_same_life_after_a_reconnect_goes_on_without_a_reset(wire: Wire) -> None:
+    """Rule 5: an equal payload proves the life; what was missed meanwhile follows in the same answer."""
+    wire.feed(live(0), live(1))
+    wire.stream.disconnected(1.0)
+    wire.stream.connected(2.0)
+    wire.feed(live(4))
+    assert wire.asked() == 1
+    wire.answer(replayed(1), replayed(2), replayed(3))
+    assert wire.taken() == ["b0", "b1", "r2", "r3", "b4"]
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_life_that_no_longer_knows_the_number_is_another_one(wire: Wire) -> None:
+    """Rule 5: a publisher whose buffer ends before a number that was seen has restarted."""
+    wire.feed(live(0), live(1), live(3))
+    assert wire.asked() == 2
+    wire.answer(replayed(2))
+    wire.stream.disconnected(1.0)
+    wire.stream.connected(2.0)
+    for _ in range(LIMITS.max_fruitless):
+        assert wire.asked() == 3
+        wire.answer(END)
+    assert wire.taken() == ["b0", "b1", "r2", "b3", "R1"]
+
+
+def test_identity_that_cannot_be_checked_is_a_doubt(wire: Wire) -> None:
+    """Rule 5 with a dead replay endpoint: live batches go on after a bounded wait, DEGRADED."""
+    wire.feed(live(0))
+    wire.stream.disconnected(1.0)
+    wire.stream.connected(2.0)
+    wire.feed(live(1))
+    wire.now = 2.0
+    for _ in range(LIMITS.max_unanswered):
+        assert wire.asked() == 0
+        wire.later(LIMITS.replay_timeout)
+    assert wire.taken() == ["b0", "b1"]
+    assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_SILENT}
+
+
+def test_a_later_probe_settles_a_doubted_identity(wire: Wire) -> None:
+    """When the replay endpoint answers again, the anchor from before the reconnect is what proves the life."""
+    test_identity_that_cannot_be_checked_is_a_doubt(wire)
+    wire.later(LIMITS.max_probe_interval)
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replayed(1), END)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
+    """Rule 6: batches lost at the end are found without any further live batch."""
+    wire.feed(live(0))
+    assert wire.taken() == ["b0"]
+    wire.later(LIMITS.quiet_before_probe)
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replayed(1), replayed(2), END)
+    assert wire.taken() == ["r1", "r2"]
+    assert wire.asked() == 3
+    wire.answer(END)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_without_replay_gaps_are_told_at_once_and_trust_is_never_exact() -> None:
+    """Rule 7: delivery goes on; what cannot be known is said."""
+    wire = Wire(Source("tcp://engine:5557", name="engine"))
+    wire.stream.connected(0.0)
+    wire.feed(live(2), live(3), live(6))
+    assert wire.taken() == ["g0-1", "b2", "b3", "g4-5", "b6"]
+    assert wire.stream.trust == Trust.DEGRADED
+    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.LOST}
+    assert wire.asked() is None
+    assert wire.stream.deadline() is None
+
+
+def test_without_replay_a_restart_is_still_recognised() -> None:
+    """Rule 7 with rule 5: a number that goes back is a restart in every mode."""
+    wire = Wire(Source("tcp://engine:5557", name="engine"))
+    wire.stream.connected(0.0)
+    wire.feed(live(0), live(1))
+    wire.stream.disconnected(1.0)
+    wire.stream.connected(2.0)
+    wire.feed(live(0, life=1))
+    assert wire.taken() == ["b0", "b1", "R1", "b0"]
+
+
+def test_what_does_not_fit_the_buffer_is_replayed_later() -> None:
+    """Rule 8: waiting batches are bounded, counted when they overflow, and not lost."""
+    wire = Wire(limits=StreamLimits(max_pending_batches=3))
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.feed(*(live(seq) for seq in range(1, 7)))
+    assert wire.stream.waiting == 3
+    assert wire.stream.counters.overflowed == 3
+    wire.answer(*(replayed(seq) for seq in range(7)))
+    assert wire.taken() == ["r0", "b1", "b2", "b3", "r4", "r5", "r6"]
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_clear_heals_what_was_lost_before_it(wire: Wire) -> None:
+    """EXACT again after a clear: nothing older matters."""
+    wire.feed(live(0), live(2))
+    for _ in range(LIMITS.max_fruitless):
+        assert wire.asked() == 1
+        wire.answer(replayed(2), END)
+    assert wire.stream.trust == Trust.DEGRADED
+    wire.feed(live_frames(TOPIC, 3, payload_of(0, 3, clear=True)))
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_batch_that_cannot_be_read_is_delivered_empty_and_doubted(wire: Wire) -> None:
+    """A bad payload costs itself only: its number is delivered with the reason, and trust says that something is missing."""
+    wire.feed(live(0), live_frames(TOPIC, 1, b"\xc1"), live(2))
+    _zero, one, two = wire.stream.deliveries()
+    assert isinstance(one, Batch)
+    assert one.events == []
+    assert one.rejected[0].reason == "not-a-batch"
+    assert isinstance(two, Batch)
+    assert wire.stream.doubts == {Doubt.REJECTED}
+    assert wire.stream.counters.rejected == {"not-a-batch": 1}
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"kv"],
+        [b"kv", b"\0" * 8],
+        [b"kv", b"", b"x"],
+        [b"kv", b"\0" * 4, b"x"],
+        [b"kv", b"\0" * 16, b"x"],
+        [b"kv", (2**63).to_bytes(8, "big"), b"x"],
+        [b"kv", b"\xff" * 8, b"x"],
+        [b"kv", b"\0" * 8, b"x", b"y"],
+        [b"x"] * 9,
+    ],
+    ids=lambda frames: f"{len(frames)} frames",
+)
+def test_frames_without_a_meaning_are_counted_and_disturb_nothing(wire: Wire, frames: list[bytes]) -> None:
+    """Bad input: the next good batch is delivered as if the bad one had not been."""
+    wire.feed(live(0), frames, live(1))
+    assert wire.taken() == ["b0", "b1"]
+    assert sum(wire.stream.counters.malformed.values()) == 1
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_malformed_replies_are_counted_and_disturb_nothing(wire: Wire) -> None:
+    """A replay endpoint may send anything."""
+    wire.feed(live(1))
+    assert wire.asked() == 0
+    wire.answer([], [b"x"], [b"", b"\0" * 4, b"x"], [b"", b"a", b"b", b"c", b"d"], [b"", b"\xff" * 8, b"x"], replayed(0))
+    assert wire.taken() == ["r0", "b1"]
+    assert sum(wire.stream.counters.malformed.values()) == 5
+
+
+def test_a_replay_endpoint_of_another_topic_is_not_believed(wire: Wire) -> None:
+    """An answer that names a topic outside the subscription is of another stream."""
+    wire.feed(live(0), live(2))
+    assert wire.asked() == 1
+    wire.answer(replay_batch_frames(b"other", 1, payload(1)))
+    assert wire.taken() == ["b0", "g1-1", "b2"]
+    assert wire.stream.doubts == {Doubt.LOST, Doubt.REPLAY_FOREIGN}
+
+
+def test_a_replay_endpoint_of_another_stream_is_found_out() -> None:
+    """With equal topics, contradictions with the live stream end the belief after a bounded number of resets."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    seq = 5
+    for _ in range(50):
+        if (start := wire.asked()) is not None:
+            wire.answer(*(replayed(number, life=9) for number in range(start, 10)), END)
+        else:
+            wire.feed(live(seq))
+            seq += 1
+    taken = wire.stream.deliveries()
+    resets = [delivery for delivery in taken if isinstance(delivery, Reset)]
+    assert len(resets) == LIMITS.max_conflicts
+    after = taken[taken.index(resets[-1]) + 1 :]
+    batches = [delivery for delivery in after if isinstance(delivery, Batch)]
+    assert all(batch.payload == payload(batch.seq) and not batch.replayed for batch in batches)
+    assert len(batches) > 20
+    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+
+
+def test_the_first_live_batch_after_replayed_history_is_asked_back(wire: Wire) -> None:
+    """Replay and live stream are compared once per connection, so that a foreign replay endpoint cannot hide."""
+    fresh = Wire()
+    fresh.stream.connected(0.0)
+    assert fresh.asked() == 0
+    fresh.answer(replayed(0), END)
+    assert fresh.asked() == 1
+    fresh.answer(END)
+    fresh.feed(live(1))
+    assert fresh.asked() == 1
+    fresh.answer(replayed(1), END)
+    fresh.feed(live(2))
+    assert fresh.asked() is None
+    assert fresh.taken() == ["r0", "b1", "b2"]
+
+
+def test_the_same_live_batch_twice_is_delivered_once(wire: Wire) -> None:
+    """A relay that repeats itself is not a restart."""
+    wire.feed(live(0), live(1), live(1), live(2))
+    assert wire.taken() == ["b0", "b1", "b2"]
+    assert wire.stream.counters.duplicates == 1
+
+
+def test_a_live_batch_that_replay_brought_before_is_not_a_restart() -> None:
+    """Replay may be faster than the live stream."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replayed(1), replayed(2))
+    wire.feed(live(1), live(2), live(3))
+    assert wire.taken() == ["r0", "r1", "r2", "b3"]
+
+
+def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
+    """A frame can be read before the connection's event; it is neither lost nor delivered out of order."""
+    wire = Wire()
+    wire.feed(live(1))
+    assert wire.stream.trust == Trust.CONNECTING
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(replayed(0))
+    assert wire.taken() == ["r0", "b1"]
+
+
+def test_every_phase_can_be_left_and_every_transition_is_explained() -> None:
+    """The table is complete: each phase has a way out, and each way a reason."""
+    assert set(TRANSITIONS) == set(Phase)
+    assert all(ways and all(ways.values()) for ways in TRANSITIONS.values())
+
+
+def test_trust_compares_by_state_and_carries_the_reason() -> None:
+    """`==` asks for the state; the reason is for people."""
+    degraded = Trust.DEGRADED.because("batches are lost")
+    assert degraded == Trust.DEGRADED
+    assert degraded != Trust.EXACT
+    assert hash(degraded) == hash(Trust.DEGRADED)
+    assert str(degraded) == "DEGRADED (batches are lost)"
+    assert repr(Trust.EXACT) == "<Trust EXACT>"
+    with pytest.raises(AttributeError, match="immutable"):
+        degraded.reason = ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"endpoint": "host:5557"}, "has no transport"), ({"endpoint": "tcp://h:1", "rank": -1}, "ranks count from 0")],
+)
+def test_a_wrong_source_is_refused_with_a_sentence(arguments: dict[str, object], message: str) -> None:
+    """Settings are checked where they are given."""
+    with pytest.raises(ConfigError, match=message):
+        Source(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""The stream against a model network: whatever is dropped, cut, restarted or truncated, order and trust hold."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvevents.stream import Source, Stream, StreamLimits, Trust
+from network_model import Network, Publisher
+
+LIMITS = StreamLimits(max_pending_batches=40, max_recent=8)
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """Every sequence of faults leaves each batch delivered once and in order per incarnation, and no false EXACT."""
+
+    network: Network
+
+    @initialize(buffer_steps=st.integers(1, 30), replay=st.booleans(), up=st.booleans())
+    def begin(self, buffer_steps: int, replay: bool, up: bool) -> None:
+        self.has_replay = replay
+        source = Source("tcp://e:1", "tcp://e:2" if replay else None, topic="k", name="e")
+        self.network = Network(Publisher(buffer_steps), Stream(source, LIMITS))
+        if up:
+            self.network.connect()
+
+    @rule(kinds=st.lists(st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear"]), min_size=1, max_size=12))
+    def publish(self, kinds: list[str]) -> None:
+        for kind in kinds:
+            self.network.publish(drop=kind == "dropped", burnt=kind == "burnt", clear=kind == "clear")
+
+    @rule(count=st.integers(50, 120))
+    def flood(self, count: int) -> None:
+        self.network.publish(drop=True)
+        for _ in range(count):
+            self.network.publish()
+
+    @rule(count=st.integers(1, 30))
+    def read_live(self, count: int) -> None:
+        self.network.read_live(count)
+
+    @rule(count=st.integers(1, 30))
+    def read_replies(self, count: int) -> None:
+        self.network.read_replies(count)
+
+    @rule(seconds=st.sampled_from([0.1, 0.9, 1.1, 2.1, 40.0]))
+    def advance(self, seconds: float) -> None:
+        self.network.advance(seconds)
+
+    @rule()
+    def cut(self) -> None:
+        self.network.cut()
+
+    @rule()
+    def connect(self) -> None:
+        self.network.connect()
+
+    @rule(unseen=st.integers(0, 60))
+    def restart(self, unseen: int) -> None:
+        self.network.restart()
+        for _ in range(unseen):
+            self.network.publish()
+
+    @rule(limit=st.none() | st.integers(1, 6), lose_marker=st.booleans(), mute=st.booleans())
+    def weather(self, limit: int | None, lose_marker: bool, mute: bool) -> None:
+        self.network.reply_limit, self.network.lose_marker, self.network.mute = limit, lose_marker, mute
+
+    @invariant()
+    def bounded(self) -> None:
+        if hasattr(self, "network"):
+            assert self.network.stream.waiting <= 2 * LIMITS.max_pending_batches
+
+    @precondition(lambda self: hasattr(self, "network"))
+    @rule()
+    def heal(self) -> None:
+        """On a healthy network everything that still exists arrives, and trust says whether that is everything."""
+        network = self.network
+        network.quiesce()
+        life = network.publisher.life
+        observer = network.observer
+        if self.has_replay and life.payloads:
+            assert observer.life == life.number, "an idle engine's restart was not noticed"
+            assert observer.next_seq > max(life.payloads), "the tail of an idle engine was not found"
+        network.publish()
+        network.quiesce()
+        assert observer.next_seq == life.next_seq, "the newest batch was not reached"
+        assert observer.life == life.number
+        if not self.has_replay:
+            assert network.stream.trust == Trust.DEGRADED
+        elif network.stream.trust != Trust.EXACT:
+            assert network.stream.trust == Trust.DEGRADED
+            assert observer.gap_since_clear, f"degraded without a cause: {network.stream.trust}"
+
+    def teardown(self) -> None:
+        if hasattr(self, "network"):
+            self.heal()
+
+
+TestStream = StreamMachine.TestCase
+TestStream.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,479 @@
+"""Both subscribers against real sockets: a tape that fails as engines fail, and a proxy that fails as networks fail."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvevents.config import Curve
+from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
+from kvevents.events import BlockRemoved, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import Batch, Delivery, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
+from kvevents.testing.faults import Faults
+from kvevents.testing.proxy import FaultProxy
+from kvevents.testing.tape import TapePlayer
+from network_model import payload_of
+
+LIMITS = StreamLimits(replay_timeout=0.4, reply_silence=0.2, quiet_before_probe=0.2, max_probe_interval=1.0)
+"""Short times, so that what a healthy stream never waits for is soon over."""
+DEADLINE = 20.0
+"""Seconds after which a test fails; nothing takes that long."""
+
+
+class SyncDriver:
+    """`Subscriber`, with the face that both drivers share."""
+
+    def __init__(self, *sources: Source, **options: Any) -> None:
+        self.subscriber = Subscriber(sources, limits=LIMITS, **options)
+
+    def receive(self, timeout: float) -> Delivery | None:
+        return self.subscriber.receive(timeout)
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+
+class AsyncDriver:
+    """`AsyncSubscriber`, driven from a loop of its own."""
+
+    def __init__(self, *sources: Source, **options: Any) -> None:
+        self.runner: asyncio.Runner | None = asyncio.Runner()
+        self.subscriber = AsyncSubscriber(sources, limits=LIMITS, **options)
+
+    def receive(self, timeout: float) -> Delivery | None:
+        assert self.runner is not None
+        return self.runner.run(self.subscriber.receive(timeout))
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.run(self.subscriber.close())
+            self.runner.close()
+            self.runner = None
+
+
+class Desk:
+    """A subscriber and everything it has delivered."""
+
+    def __init__(self, driver: SyncDriver | AsyncDriver) -> None:
+        self.driver = driver
+        self.subscriber = driver.subscriber
+        self.taken: list[Delivery] = []
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Receive until a condition holds; fails after the deadline."""
+        end = time.monotonic() + DEADLINE
+        while not reached():
+            assert time.monotonic() < end, f"not reached: {self.subscriber!r}, {self.subscriber.statuses()}, {self.taken[-3:]}"
+            delivery = self.driver.receive(0.05)
+            if delivery is not None:
+                self.taken.append(delivery)
+
+    def trusted(self, trust: Trust) -> None:
+        self.until(lambda: self.subscriber.trust("e") == trust)
+
+    def batches(self, incarnation: int | None = None) -> list[tuple[int, bytes]]:
+        return [
+            (item.seq, item.payload)
+            for item in self.taken
+            if isinstance(item, Batch) and incarnation in (None, item.incarnation)
+        ]
+
+    def others(self) -> list[Delivery]:
+        return [item for item in self.taken if not isinstance(item, Batch)]
+
+
+@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
+def desk(request: pytest.FixtureRequest) -> Iterator[Callable[..., Desk]]:
+    """Opens subscribers of either kind and closes them."""
+    opened: list[SyncDriver | AsyncDriver] = []
+
+    def open_desk(*sources: Source, **options: Any) -> Desk:
+        opened.append(request.param(*sources, **options))
+        return Desk(opened[-1])
+
+    yield open_desk
+    for driver in opened:
+        driver.close()
+
+
+def frames(count: int, life: int = 0) -> list[tuple[bytes, int, bytes]]:
+    return [(b"kv", seq, payload_of(life, seq, clear=False)) for seq in range(count)]
+
+
+def source_of(tape: TapePlayer, **options: Any) -> Source:
+    return Source(tape.endpoint, tape.replay_endpoint, topic="kv", name="e", **options)
+
+
+def test_live_batches_arrive_once_and_in_order(desk: Callable[..., Desk]) -> None:
+    """A healthy engine and a subscriber that is there from the start."""
+    with TapePlayer(frames(500)) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play()
+        at.until(lambda: len(at.taken) >= 500)
+        assert at.batches() == tape.batches()
+        at.trusted(Trust.EXACT)
+
+
+def test_a_late_subscriber_gets_the_whole_buffer_through_a_lossy_replay(desk: Callable[..., Desk]) -> None:
+    """The engines' ROUTER drops all but a part of each reply, with and without the end marker; nothing is missing after it."""
+    with TapePlayer(frames(2_000), faults=Faults(replay_send_limit=450)) as tape:
+        tape.play()
+        at = desk(source_of(tape))
+        at.until(lambda: len(at.taken) >= 1_000)
+        tape.faults = Faults(replay_send_limit=450, lose_end_marker=True)
+        at.until(lambda: len(at.taken) >= 2_000)
+        assert at.batches() == tape.batches()
+        tape.faults = Faults()
+        at.trusted(Trust.EXACT)
+        assert at.others() == []
+
+
+def test_drops_holes_and_an_idle_engine(desk: Callable[..., Desk]) -> None:
+    """A tenth of the live batches and of the replayed ones is lost, the last ones too; the tail check finds those."""
+    with TapePlayer(frames(300), faults=Faults(drop=0.1, replay_holes=0.1, seed=5)) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play(299)
+        tape.faults = Faults(drop={299})
+        tape.play()
+        at.until(lambda: len(at.taken) >= 300)
+        assert at.batches() == tape.batches()
+        at.trusted(Trust.EXACT)
+
+
+@pytest.mark.parametrize("unseen", [None, 3, 80])
+def test_a_restart_is_recognised(desk: Callable[..., Desk], unseen: int | None) -> None:
+    """A new life from 0, one that published a little, and one that has passed the old number before anyone was back."""
+    with TapePlayer(frames(50)) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play()
+        at.until(lambda: len(at.taken) == 50)
+        tape.restart(frames(100, life=1), unseen_until=unseen)
+        at.until(lambda: unseen is None or len(at.batches(1)) > unseen)
+        at.until(lambda: tape.wait_for_subscriber(0))
+        tape.play()
+        at.until(lambda: len(at.batches(1)) == len(tape.batches(1)))
+        assert at.batches(0) == tape.batches(0)
+        assert at.batches(1) == tape.batches(1)
+        assert [type(item) for item in at.others()] == [Reset]
+        at.trusted(Trust.EXACT)
+
+
+def test_truncated_history_and_burnt_numbers_are_gaps(desk: Callable[..., Desk]) -> None:
+    """What nobody holds any more is named, what is held is delivered, and trust is DEGRADED."""
+    with TapePlayer(frames(100), faults=Faults(buffer_steps=30, burnt={90})) as tape:
+        tape.play()
+        at = desk(source_of(tape))
+        at.until(lambda: len(at.taken) >= 32)
+        assert [(gap.first, gap.last) for gap in at.others() if isinstance(gap, Gap)] == [(0, 68), (90, 90)]
+        assert [seq for seq, _ in at.batches()] == [*range(69, 90), *range(91, 100)]
+        at.trusted(Trust.DEGRADED)
+
+
+@pytest.mark.parametrize("faults", [Faults(replay_mute=True), Faults(replay_endless=True, replay_foreign=frames(1, life=7))])
+def test_a_replay_endpoint_that_never_helps_delays_but_does_not_stop_the_stream(
+    desk: Callable[..., Desk], faults: Faults
+) -> None:
+    """Mute or endless: live batches go on after a bounded wait, and trust says why they are not exact."""
+    with TapePlayer(frames(60), faults=faults) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.faults = Faults(replay_mute=faults.replay_mute, replay_endless=faults.replay_endless, drop={5})
+        if faults.replay_foreign:
+            tape.faults = faults
+        tape.play(30)
+        at.until(lambda: any(seq == 29 for seq, _ in at.batches()))
+        at.trusted(Trust.DEGRADED)
+
+
+def test_a_replay_endpoint_of_another_stream_does_no_lasting_harm(desk: Callable[..., Desk]) -> None:
+    """Foreign batches are voided by a reset; the live stream alone remains, and trust says so."""
+    with TapePlayer(frames(60), faults=Faults(replay_foreign=frames(40, life=9))) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        published = 0
+        while "another stream" not in at.subscriber.trust("e").reason:
+            tape.play(1)
+            published += 1
+            assert published < 50
+            at.until(lambda: any(isinstance(item, Batch) for item in at.taken))
+            for _ in range(10):
+                delivery = at.driver.receive(0.05)
+                at.taken.extend([delivery] if delivery else [])
+        tape.play(5)
+        at.until(lambda: (published + 4, tape.batches()[-1][1]) in at.batches())
+        assert any(isinstance(item, Reset) for item in at.taken)
+
+
+def test_without_replay_it_works_as_far_as_it_can(desk: Callable[..., Desk]) -> None:
+    """Gaps are told, a restart resets, and trust never claims more than can be known."""
+    with TapePlayer(frames(20), replay_endpoint=None, faults=Faults(drop={3, 4})) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play()
+        at.until(lambda: len(at.taken) == 19)
+        assert [(gap.first, gap.last) for gap in at.others() if isinstance(gap, Gap)] == [(3, 4)]
+        assert at.subscriber.trust("e") == Trust.DEGRADED
+        tape.faults = Faults()
+        tape.restart()
+        at.until(lambda: tape.wait_for_subscriber(0))
+        tape.play()
+        at.until(lambda: len(at.batches(1)) == 20)
+
+
+def test_malformed_frames_are_counted_and_cost_nothing(desk: Callable[..., Desk]) -> None:
+    """1, 2, 4 and 9 frames, numbers of 0, 4 and 16 bytes, 2**63 and 2**64-1, between good batches."""
+    numbers = [b"", b"\0" * 4, b"\0" * 16, (2**63).to_bytes(8, "big"), b"\xff" * 8]
+    bad = [[b"kv"] * count for count in (1, 2, 4, 9)] + [[b"kv", number, b"x"] for number in numbers]
+    with TapePlayer(frames(len(bad))) as tape:
+        at = desk(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        for message in bad:
+            tape.send_raw(message)
+            tape.play(1)
+        at.until(lambda: len(at.taken) == len(bad))
+        assert at.batches() == tape.batches()
+        assert sum(at.subscriber.status("e").counters.malformed.values()) == len(bad)
+
+
+def test_a_flood_waits_in_bounded_buffers_and_arrives(desk: Callable[..., Desk]) -> None:
+    """A subscriber that looks away while far more is published than its socket holds gets everything afterwards."""
+    transport = ZmqTransport(options=SocketOptions(receive_hwm=50))
+    with TapePlayer(frames(5_000), hwm=50) as tape:
+        at = desk(source_of(tape), transport=transport)
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play()
+        at.until(lambda: len(at.batches()) == 5_000)
+        assert at.batches() == tape.batches()
+        at.trusted(Trust.EXACT)
+
+
+def test_a_cut_connection_loses_nothing(desk: Callable[..., Desk]) -> None:
+    """What was published while the network was down is replayed; the publisher is proven to be the same; no reset."""
+    with TapePlayer(frames(100)) as tape, FaultProxy(tape.endpoint) as proxy:
+        at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play(30)
+        at.until(lambda: len(at.taken) == 30)
+        proxy.cut(refuse=True)
+        at.trusted(Trust.STALE)
+        tape.play(40)
+        proxy.heal()
+        at.until(lambda: tape.wait_for_subscriber(0))
+        tape.play(30)
+        at.until(lambda: len(at.taken) >= 100)
+        assert at.batches() == tape.batches()
+        assert at.others() == []
+        at.trusted(Trust.EXACT)
+
+
+def test_a_half_open_connection_is_noticed_by_heartbeats(desk: Callable[..., Desk]) -> None:
+    """A network that swallows everything without closing anything makes the stream STALE, and heals."""
+    transport = ZmqTransport(options=SocketOptions(heartbeat_ms=100, heartbeat_timeout_ms=300))
+    with TapePlayer(frames(20)) as tape, FaultProxy(tape.endpoint) as proxy:
+        at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), transport=transport)
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play(10)
+        at.until(lambda: len(at.taken) == 10)
+        proxy.stall()
+        at.trusted(Trust.STALE)
+        tape.play(10)
+        proxy.heal()
+        at.until(lambda: len(at.taken) >= 20)
+        assert at.batches() == tape.batches()
+        at.trusted(Trust.EXACT)
+
+
+def test_five_hundred_sources_at_once(desk: Callable[..., Desk]) -> None:
+    """Replays are limited in number, every source catches up, and a live batch of each arrives."""
+    with TapePlayer(frames(3)) as tape:
+        tape.play(2)
+        sources = [Source(tape.endpoint, tape.replay_endpoint, topic="kv", name=f"e{number}") for number in range(500)]
+        at = desk(*sources, max_concurrent_replays=16)
+        at.until(lambda: len(at.taken) == 1_000)
+        assert tape.wait_for_subscriber(DEADLINE, 500)
+        tape.play(1)
+        at.until(lambda: len(at.taken) == 1_500)
+        assert all(status.trust == Trust.EXACT for status in at.subscriber.statuses())
+
+
+def test_ranks_of_one_engine_are_streams_of_their_own(desk: Callable[..., Desk]) -> None:
+    """Two ranks share a name and nothing else."""
+    with TapePlayer(frames(5)) as zero, TapePlayer(frames(7, life=1)) as one:
+        at = desk(source_of(zero, rank=0), source_of(one, rank=1))
+        assert zero.wait_for_subscriber(DEADLINE)
+        assert one.wait_for_subscriber(DEADLINE)
+        zero.play()
+        one.play()
+        at.until(lambda: len(at.taken) == 12)
+        by_rank = {rank: [item.seq for item in at.taken if item.rank == rank and isinstance(item, Batch)] for rank in (0, 1)}
+        assert by_rank == {0: list(range(5)), 1: list(range(7))}
+
+
+def test_an_endpoint_where_nobody_listens_is_connecting_and_bounded(desk: Callable[..., Desk]) -> None:
+    """`receive` comes back after its timeout, and trust says that there is no connection."""
+    at = desk(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"))
+    assert at.driver.receive(0.2) is None
+    assert at.subscriber.trust("e") == Trust.CONNECTING
+
+
+def test_an_engine_that_starts_later_is_found(desk: Callable[..., Desk], tmp_path: Path) -> None:
+    """Over ipc, with the subscriber first: everything from number 0 arrives."""
+    endpoint, replay_endpoint = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    at = desk(Source(endpoint, replay_endpoint, name="e"))
+    assert at.driver.receive(0.05) is None
+    publisher = ZmqEventPublisher(0, endpoint, replay_endpoint)
+    publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
+    at.until(lambda: len(at.taken) == 1)
+    at.trusted(Trust.EXACT)
+    publisher.shutdown()
+
+
+def test_in_process_endpoints_work(desk: Callable[..., Desk]) -> None:
+    """inproc has no connection events; the stream is followed all the same."""
+    publisher = ZmqEventPublisher(0, "inproc://subscriber-test", "inproc://subscriber-test-replay")
+    at = desk(Source("inproc://subscriber-test", "inproc://subscriber-test-replay", name="e"))
+    publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
+    at.until(lambda: len(at.taken) == 1)
+    publisher.shutdown()
+
+
+def test_a_subscriber_may_bind_and_the_engine_connect(desk: Callable[..., Desk], tmp_path: Path) -> None:
+    """Engines that are told a concrete address connect; then the subscriber's side has to listen."""
+    endpoint = f"ipc://{tmp_path}/pub"
+    at = desk(Source(endpoint, name="e", bind=True))
+    publisher = ZmqEventPublisher(0, endpoint, bind=False)
+    at.until(lambda: publisher.stats().subscribers == 1)
+    publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
+    at.until(lambda: len(at.taken) == 1)
+    publisher.shutdown()
+
+
+def test_curve_keys_open_and_a_stranger_stays_outside(desk: Callable[..., Desk]) -> None:
+    """With the server's key both conversations are encrypted; without keys nothing is delivered."""
+    server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
+    client_public, client_secret = (key.decode() for key in zmq.curve_keypair())
+    server = Curve(public_key=server_public, secret_key=server_secret)
+    client = Curve(public_key=client_public, secret_key=client_secret, server_key=server_public)
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", curve=server)
+    publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
+    friend = Source(publisher.endpoint, publisher.replay_endpoint, name="e", curve=client)
+    stranger = Source(publisher.endpoint, publisher.replay_endpoint, name="stranger")
+    at = desk(friend, stranger)
+    at.until(lambda: len(at.taken) == 1)
+    at.trusted(Trust.EXACT)
+    assert at.subscriber.trust("stranger") != Trust.EXACT
+    assert {item.source for item in at.taken} == {"e"}
+    publisher.shutdown()
+
+
+def test_sources_come_and_go(desk: Callable[..., Desk]) -> None:
+    """A source that was removed is gone; a name and rank can be taken only once."""
+    with TapePlayer(frames(2)) as tape:
+        at = desk(source_of(tape))
+        with pytest.raises(ConfigError, match="given twice"):
+            at.subscriber.add(source_of(tape))
+        at.subscriber.remove("e")
+        with pytest.raises(UnknownSourceError, match="known: none"):
+            at.subscriber.trust("e")
+        at.subscriber.add(source_of(tape))
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play()
+        at.until(lambda: len(at.taken) == 2)
+
+
+def test_wrong_endpoints_are_refused_with_a_sentence(desk: Callable[..., Desk]) -> None:
+    """What can never work is said when the source is given."""
+    for endpoint in ("tcp://", "tcp://host", "gopher://host:1"):
+        with pytest.raises(EndpointError, match="cannot connect to"):
+            desk(Source(endpoint))
+
+
+def test_a_repr_for_operators(desk: Callable[..., Desk]) -> None:
+    """Streams by trust, and what waits."""
+    at = desk(Source("tcp://127.0.0.1:9"), Source("tcp://127.0.0.1:9", name="b"))
+    assert repr(at.subscriber).endswith("2 streams, 2 CONNECTING, 0 ready>")
+    at.driver.close()
+    assert repr(at.subscriber).endswith("ubscriber closed>")
+
+
+def test_after_close_receiving_is_an_error() -> None:
+    """A closed subscriber says so; closing twice is fine."""
+    subscriber = Subscriber(Source("tcp://127.0.0.1:9"))
+    subscriber.close()
+    subscriber.close()
+    with pytest.raises(ClosedError, match="Subscriber is closed"):
+        subscriber.receive(0)
+
+
+def test_iterating_in_both_worlds() -> None:
+    """`for` and `async for` hand out the same as `receive`."""
+
+    async def first_two(source: Source) -> list[int]:
+        seqs = []
+        async with AsyncSubscriber(source) as subscriber:
+            async for delivery in subscriber:
+                assert isinstance(delivery, Batch)
+                seqs.append(delivery.seq)
+                if len(seqs) == 2:
+                    break
+        return seqs
+
+    with TapePlayer(frames(2)) as tape:
+        tape.play()
+        with Subscriber(source_of(tape)) as subscriber:
+            deliveries = iter(subscriber)
+            assert [next(deliveries).seq, next(deliveries).seq] == [0, 1]  # type: ignore[union-attr]
+        assert asyncio.run(first_two(source_of(tape))) == [0, 1]
+
+
+def test_a_cancelled_receive_loses_nothing() -> None:
+    """Cancelling waits, not batches."""
+
+    async def scenario(tape: TapePlayer) -> list[int]:
+        async with AsyncSubscriber(source_of(tape), limits=LIMITS) as subscriber:
+            for _ in range(3):
+                waiting = asyncio.create_task(subscriber.receive())
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            tape.play()
+            seqs = []
+            while len(seqs) < 5:
+                delivery = await subscriber.receive(DEADLINE)
+                assert isinstance(delivery, Batch)
+                seqs.append(delivery.seq)
+            return seqs
+
+    with TapePlayer(frames(5)) as tape:
+        assert asyncio.run(scenario(tape)) == [0, 1, 2, 3, 4]
+
+
+def test_closing_leaves_no_threads_and_no_descriptors() -> None:
+    """Sockets, contexts, monitors and selectors are all released."""
+
+    def once() -> None:
+        with Subscriber([Source("tcp://127.0.0.1:9", name=str(number)) for number in range(5)]) as subscriber:
+            assert subscriber.receive(0.01) is None
+
+    once()
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        once()
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
