@@ -141,7 +141,7 @@ class Network:
             self.up = False
             self.announce = False
             self.replies.clear()
-            self.stream.disconnected(self.now)
+            self.stream.disconnected()
             self._settle()
 
     def restart(self) -> None:

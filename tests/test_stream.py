@@ -199,7 +199,7 @@ def test_a_live_number_that_goes_back_is_a_restart(wire: Wire) -> None:
 def test_a_new_life_that_has_passed_the_old_number_is_recognised_after_a_reconnect(wire: Wire) -> None:
     """Rule 5: the last number known is replayed and its payload compared; live frames wait for the verdict."""
     wire.feed(live(0), live(1))
-    wire.stream.disconnected(1.0)
+    wire.stream.disconnected()
     assert wire.stream.trust == Trust.STALE
     wire.stream.connected(2.0)
     assert wire.asked() == 1
@@ -215,7 +215,7 @@ def test_a_new_life_that_has_passed_the_old_number_is_recognised_after_a_reconne
 def test_the_same_life_after_a_reconnect_goes_on_without_a_reset(wire: Wire) -> None:
     """Rule 5: an equal payload proves the life; what was missed meanwhile follows in the same answer."""
     wire.feed(live(0), live(1))
-    wire.stream.disconnected(1.0)
+    wire.stream.disconnected()
     wire.stream.connected(2.0)
     wire.feed(live(4))
     assert wire.asked() == 1
@@ -229,7 +229,7 @@ def test_a_life_that_no_longer_knows_the_number_is_another_one(wire: Wire) -> No
     wire.feed(live(0), live(1), live(3))
     assert wire.asked() == 2
     wire.answer(replayed(2))
-    wire.stream.disconnected(1.0)
+    wire.stream.disconnected()
     wire.stream.connected(2.0)
     for _ in range(LIMITS.max_fruitless):
         assert wire.asked() == 3
@@ -240,7 +240,7 @@ def test_a_life_that_no_longer_knows_the_number_is_another_one(wire: Wire) -> No
 def test_identity_that_cannot_be_checked_is_a_doubt(wire: Wire) -> None:
     """Rule 5 with a dead replay endpoint: live batches go on after a bounded wait, DEGRADED."""
     wire.feed(live(0))
-    wire.stream.disconnected(1.0)
+    wire.stream.disconnected()
     wire.stream.connected(2.0)
     wire.feed(live(1))
     wire.now = 2.0
@@ -290,7 +290,7 @@ def test_without_replay_a_restart_is_still_recognised() -> None:
     wire = Wire(Source("tcp://engine:5557", name="engine"))
     wire.stream.connected(0.0)
     wire.feed(live(0), live(1))
-    wire.stream.disconnected(1.0)
+    wire.stream.disconnected()
     wire.stream.connected(2.0)
     wire.feed(live(0, life=1))
     assert wire.taken() == ["b0", "b1", "R1", "b0"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -471,9 +470,9 @@ def test_closing_leaves_no_threads_and_no_descriptors() -> None:
 
     once()
     gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         once()
     gc.collect()
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors

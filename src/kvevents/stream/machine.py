@@ -8,7 +8,7 @@ arrive in order too, with holes, from whatever the publisher still keeps, and no
 three things are kept apart:
 
 - **Order.** `_expected` is the only number that may be delivered next. Whatever comes early waits in `_pending`.
-- **Identity.** A number and its payload together identify a life: `_last`, the newest batch delivered, is the *anchor* that a
+- **Identity.** A number and its payload together identify a life: the newest batch delivered is the *anchor* that a
   replay must repeat byte for byte. A different payload under a known number means another life.
 - **Evidence.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
   confirm, or an answer that holds nothing beyond what is known: an answer of one message cannot have lost any.
@@ -30,7 +30,17 @@ from kvevents.stream.pending import Pending
 from kvevents.stream.source import Source
 from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters
 from kvevents.stream.trust import HEALED_BY_CLEAR, Doubt, Trust
-from kvevents.wire import Decoded, Live, Malformed, ReplayBatch, ReplayEnd, decode_batch, parse_live, parse_replay_reply
+from kvevents.wire import (
+    SEQ_BYTES,
+    Decoded,
+    Live,
+    Malformed,
+    ReplayBatch,
+    ReplayEnd,
+    decode_batch,
+    parse_live,
+    parse_replay_reply,
+)
 
 
 class Stream:
@@ -61,6 +71,7 @@ class Stream:
         self._old_suspects = 0
         self._ask: OpenAsk | None = None
         self._doubts: set[Doubt] = set() if source.replay_endpoint else {Doubt.NO_REPLAY}
+        self._now = 0.0
         self._heard_at = 0.0
         self._probed_at = 0.0
         self._probes = 0
@@ -72,7 +83,9 @@ class Stream:
         self._expected = 0
         self._newest = -1
         self._last_live = -1
-        self._last: Anchor | None = None
+        self._last_seq = -1
+        self._last_payload = b""
+        self._last_was_live = False
         self._anchor: Anchor | None = None
         self._agreed = False
         self._unconfirmed = False
@@ -144,33 +157,32 @@ class Stream:
 
     def connected(self, now: float) -> None:
         """The subscription is up. Every frame of an earlier connection must have been fed before."""
-        self._heard_at = now
+        self._now = self._heard_at = now
         self._doubts.discard(Doubt.REPLAY_FOREIGN)
         if self.phase is Phase.CONNECTING:
-            self._start_life(now)
-            self._admit_suspects(now)
+            self._start_life()
+            self._admit_suspects()
             return
         if self.phase is not Phase.DOWN:
-            self.disconnected(now)
+            self.disconnected()
         self.counters.reconnects += 1
         self._agreed = False
         self._old_suspects = len(self._suspects)
-        anchor = self._anchor = self._anchor or self._last
+        anchor = self._anchor = self._anchor or self._last()
         if not self._can_replay:
             if self._emitted:
                 self._doubts.add(Doubt.IDENTITY)
             self._enter(Phase.FOLLOWING)
-            self._admit_suspects(now)
+            self._admit_suspects()
         elif anchor is None:
             # Nothing was delivered by which a life could be told: what waits from before the reconnect may be another's.
-            self._restart_with_suspects("reconnected before the first batch", now)
+            self._restart_with_suspects("reconnected before the first batch")
         else:
             self._enter(Phase.VERIFYING)
             self._ask = OpenAsk(anchor.seq, anchor)
 
-    def disconnected(self, now: float) -> None:
+    def disconnected(self) -> None:
         """The subscription is down. Frames fed from now until `connected` may be from before or after."""
-        del now
         if self.phase in (Phase.CONNECTING, Phase.DOWN):
             return
         self._ask = None
@@ -178,20 +190,33 @@ class Stream:
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message from the SUB socket, whatever they are."""
+        if (
+            self.phase is Phase.FOLLOWING
+            and len(frames) == 3
+            and len(frames[1]) == SEQ_BYTES
+            and int.from_bytes(frames[1], "big") == self._expected == self._newest + 1
+        ):
+            # Nearly every message of a healthy stream: in order, with nothing waiting behind it.
+            self.counters.live += 1
+            self._heard_at = now
+            self._probes = 0
+            self._follow_in_order(self._expected, frames[2])
+            return
         live = parse_live(frames)
         if isinstance(live, Malformed):
             self._count(self.counters.malformed, live.reason)
             return
         self.counters.live += 1
-        self._heard_at = now
+        self._now = self._heard_at = now
         self._probes = 0
         if self.phase is Phase.FOLLOWING or self.phase is Phase.CATCHING_UP:
-            self._follow(live, now)
+            self._follow(live)
         else:
-            self._suspect(live, now)
+            self._suspect(live)
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message from the replay connection, whatever they are."""
+        self._now = now
         reply = parse_replay_reply(frames)
         ask = self._ask
         if isinstance(reply, Malformed):
@@ -199,38 +224,43 @@ class Stream:
         elif ask is None or not ask.sent:
             self.counters.duplicates += 1
         elif isinstance(reply, ReplayEnd):
-            self._brought(ask, now)
-            self._end_of_reply(ask, now)
+            self._brought(ask)
+            self._end_of_reply(ask)
         elif reply.topic and not reply.topic.startswith(self.source.topic.encode()):
-            self._distrust_replay(now)
+            self._distrust_replay()
         else:
             self._replay_seen = True
-            self._replayed(ask, reply, now)
+            self._replayed(ask, reply)
             if self._ask is ask and ask.useless > self._limits.max_useless_replies:
-                self._unanswered(ask, now)
+                self._unanswered(ask)
 
     def tick(self, now: float) -> None:
         """Let time pass: requests that went unanswered, checks that are due."""
+        self._now = now
         ask = self._ask
         if ask is not None:
             if ask.sent and now >= self._patience_ends(ask):
-                self._unanswered(ask, now)
+                self._unanswered(ask)
         elif self.phase is Phase.FOLLOWING and self._can_replay and now >= self._probe_due():
-            self._probe(now)
+            self._probe()
 
     # --- life and identity -----------------------------------------------------------------------------------------------
+
+    def _last(self) -> Anchor | None:
+        """The newest batch delivered in this life."""
+        return Anchor(self._last_seq, self._last_payload, self._last_was_live) if self._last_seq >= 0 else None
 
     @property
     def _can_replay(self) -> bool:
         return not self._doubts & {Doubt.NO_REPLAY, Doubt.REPLAY_FOREIGN}
 
-    def _start_life(self, now: float) -> None:
+    def _start_life(self) -> None:
         if self._can_replay:
-            self._catch_up(now)
+            self._catch_up()
         else:
             self._enter(Phase.FOLLOWING)
 
-    def _restart(self, reason: str, now: float) -> None:
+    def _restart(self, reason: str) -> None:
         """Another life began (or may have): everything delivered before is void."""
         self._ask = None
         self.counters.discarded += self._pending.clear()
@@ -240,9 +270,9 @@ class Stream:
             self._out.append(Reset(self._name, self._rank, self.incarnation, reason))
         self._doubts -= HEALED_BY_CLEAR
         self._begin_life()
-        self._start_life(now)
+        self._start_life()
 
-    def _conflict(self, reason: str, now: float) -> None:
+    def _conflict(self, reason: str) -> None:
         """Replay and live stream contradict each other: an unseen restart, or a replay endpoint of somebody else."""
         self.counters.conflicts += 1
         self._conflicts += 1
@@ -251,15 +281,15 @@ class Stream:
             self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
         else:
             self._doubts.add(Doubt.REPLAY_UNCONFIRMED)
-        self._restart(reason, now)
+        self._restart(reason)
 
-    def _distrust_replay(self, now: float) -> None:
+    def _distrust_replay(self) -> None:
         """The reply itself names another topic: nothing of it can be used."""
         self._doubts.add(Doubt.REPLAY_FOREIGN)
         if self.phase is Phase.VERIFYING:
-            self._unproven(now)
+            self._unproven()
         else:
-            self._give_up(now)
+            self._give_up()
 
     def _confirmed(self) -> None:
         """Replay and live stream agree on a batch."""
@@ -270,74 +300,74 @@ class Stream:
 
     # --- live frames -----------------------------------------------------------------------------------------------------
 
-    def _follow(self, live: Live, now: float) -> None:
+    def _follow(self, live: Live) -> None:
         """A live frame of the connection at hand."""
         seq = live.seq
-        if seq == self._expected and seq > self._last_live:
-            self._last_live = seq
-            self._deliver(seq, live.payload, replayed=False)
-            if self._pending:
-                self._drain()
-            if self.phase is not Phase.FOLLOWING:
-                self._settle_if_complete()
-            if self._unconfirmed:
-                self._confirm_soon(seq, live.payload)
-            return
         if seq <= self._last_live:
-            self._went_back(live, now)
+            self._went_back(live)
+        elif seq == self._expected:
+            self._follow_in_order(seq, live.payload)
         elif seq < self._expected:
             self._last_live = seq
-            self._overlap(live, now)
+            self._overlap(live)
         else:
             self._last_live = seq
-            self._early(live, now)
+            self._early(live)
 
-    def _went_back(self, live: Live, now: float) -> None:
-        if self._last is not None and self._last[:2] == (live.seq, live.payload):
+    def _follow_in_order(self, seq: int, payload: bytes) -> None:
+        self._last_live = seq
+        self._deliver(seq, payload, replayed=False)
+        if self._newest > seq:
+            self._drain()
+        if self.phase is not Phase.FOLLOWING:
+            self._settle_if_complete()
+        if self._unconfirmed:
+            self._confirm_soon(seq, payload)
+
+    def _went_back(self, live: Live) -> None:
+        if live.seq == self._last_seq and live.payload == self._last_payload:
             self.counters.duplicates += 1
             return
         before = self._last_live
-        self._restart(f"publisher restarted: number {live.seq} came after {before}", now)
-        self._follow(live, now)
+        self._restart(f"publisher restarted: number {live.seq} came after {before}")
+        self._follow(live)
 
-    def _overlap(self, live: Live, now: float) -> None:
+    def _overlap(self, live: Live) -> None:
         """Replay was faster than the live stream: the same batch must come again."""
         known = self._recent.pop(live.seq, None)
         if known is not None and known != live.payload:
-            self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed", now)
-            self._follow(live, now)
+            self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed")
+            self._follow(live)
             return
         self.counters.duplicates += 1
         if known is not None:
             self._confirmed()
-        elif not self._agreed:
-            self._unconfirmed = True
+        elif self._ask is None and self._can_replay:
+            self._probe()
 
-    def _early(self, live: Live, now: float) -> None:
+    def _early(self, live: Live) -> None:
         """A number beyond the next one: something is missing before it."""
         self._newest = max(self._newest, live.seq)
         waiting = self._pending.get(live.seq)
         if waiting is not None:
-            if not self._agree(live.seq, waiting, live.payload, now):
-                self._follow(live, now)
+            if not self._agree(live.seq, waiting, live.payload):
+                self._follow(live)
             return
         if not self._pending.add(live.seq, live.payload, replayed=False):
             self.counters.overflowed += 1
-        if not self._can_replay:
-            self._give_up(now)
-        elif self.phase is Phase.FOLLOWING:
-            self._catch_up(now)
+        if self.phase is Phase.FOLLOWING:
+            self._fill()
 
-    def _agree(self, seq: int, known: bytes, found: bytes, now: float) -> bool:
+    def _agree(self, seq: int, known: bytes, found: bytes) -> bool:
         """Whether live stream and replay show the same batch; where not, a new life has begun."""
         if known == found:
             self.counters.duplicates += 1
             self._confirmed()
             return True
-        self._conflict(f"publisher restarted: number {seq} has two contents", now)
+        self._conflict(f"publisher restarted: number {seq} has two contents")
         return False
 
-    def _suspect(self, live: Live, now: float) -> None:
+    def _suspect(self, live: Live) -> None:
         """A frame whose life is not certain yet; a number that went back makes it certain."""
         newest = self._suspects[-1].seq if self._suspects else self._last_live
         if live.seq <= newest:
@@ -346,8 +376,8 @@ class Stream:
                 return
             self.counters.discarded += len(self._take_suspects())
             if self.phase is Phase.VERIFYING:
-                self._restart(f"publisher restarted: number {live.seq} came after {newest}", now)
-                self._follow(live, now)
+                self._restart(f"publisher restarted: number {live.seq} came after {newest}")
+                self._follow(live)
                 return
         size = self._suspect_bytes + len(live.payload)
         if len(self._suspects) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
@@ -361,58 +391,64 @@ class Stream:
         self._suspect_bytes = self._old_suspects = 0
         return suspects
 
-    def _admit_suspects(self, now: float) -> None:
+    def _admit_suspects(self) -> None:
         for live in self._take_suspects():
-            self._follow(live, now)
+            self._follow(live)
 
-    def _restart_with_suspects(self, reason: str, now: float) -> None:
+    def _restart_with_suspects(self, reason: str) -> None:
         """Another life: frames from before the reconnect are the old one's, those after it the new one's."""
         old = self._old_suspects
         suspects = self._take_suspects()
         self.counters.discarded += old
-        self._restart(reason, now)
+        self._restart(reason)
         for live in suspects[old:]:
-            self._follow(live, now)
+            self._follow(live)
 
     # --- replay ----------------------------------------------------------------------------------------------------------
 
-    def _catch_up(self, now: float) -> None:
-        del now
+    def _catch_up(self) -> None:
         self._enter(Phase.CATCHING_UP)
         self._ask = OpenAsk(self._expected, None)
 
-    def _brought(self, ask: OpenAsk, now: float) -> None:
+    def _fill(self) -> None:
+        """Something is missing: ask for it, or say that it is lost where nobody can be asked."""
+        if self._can_replay:
+            self._catch_up()
+        else:
+            self._give_up()
+
+    def _brought(self, ask: OpenAsk) -> None:
         """The answer brought something: its patience starts anew."""
-        ask.heard_at = now
+        ask.heard_at = self._now
         ask.unanswered = ask.useless = 0
         self._doubts.discard(Doubt.REPLAY_SILENT)
 
-    def _replayed(self, ask: OpenAsk, reply: ReplayBatch, now: float) -> None:
+    def _replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         first, ask.first = ask.first, False
         ask.useless += 1
         if ask.anchor is not None:
             # Until the anchor has come, nothing says whose batches these are.
             if reply.seq == ask.anchor.seq:
-                self._compare_anchor(ask, ask.anchor, reply, now)
+                self._compare_anchor(ask, ask.anchor, reply)
             elif reply.seq > ask.anchor.seq:
                 ask.beyond = True
             return
         if first and ask.fruitless and reply.seq > self._expected:
             # Asked again, and again it is not there.
-            self._brought(ask, now)
+            self._brought(ask)
             ask.fruitless = 0
             self._declare_gap(min(reply.seq, self._pending.first() or reply.seq) - 1)
-        self._accept_replayed(ask, reply, now)
+        self._accept_replayed(ask, reply)
 
-    def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch, now: float) -> None:
+    def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
         if reply.payload != anchor.payload:
             reason = f"publisher restarted: number {anchor.seq} now has another content"
             if self.phase is Phase.VERIFYING:
-                self._restart_with_suspects(reason, now)
+                self._restart_with_suspects(reason)
             else:
-                self._conflict(reason, now)
+                self._conflict(reason)
             return
-        self._brought(ask, now)
+        self._brought(ask)
         ask.anchor = self._anchor = None
         ask.expected_before = self._expected
         ask.fruitless = 0
@@ -422,9 +458,9 @@ class Stream:
             self._confirmed()
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.CATCHING_UP)
-            self._admit_suspects(now)
+            self._admit_suspects()
 
-    def _accept_replayed(self, ask: OpenAsk, reply: ReplayBatch, now: float) -> None:
+    def _accept_replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         seq, payload = reply.seq, reply.payload
         ask.beyond = True
         if seq < self._expected:
@@ -432,23 +468,23 @@ class Stream:
             return
         self._newest = max(self._newest, seq)
         waiting = self._pending.get(seq)
-        if waiting is not None and not self._agree(seq, waiting, payload, now):
+        if waiting is not None and not self._agree(seq, waiting, payload):
             return
         if seq == self._expected:
-            self._brought(ask, now)
+            self._brought(ask)
             if waiting is None:
                 self._deliver(seq, payload, replayed=True)
             self._drain()
             self._settle_if_complete()
             return
         if waiting is None and self._pending.add(seq, payload, replayed=True):
-            self._brought(ask, now)
+            self._brought(ask)
         if self.phase is Phase.FOLLOWING:
             self._enter(Phase.CATCHING_UP)
 
-    def _end_of_reply(self, ask: OpenAsk, now: float) -> None:
+    def _end_of_reply(self, ask: OpenAsk) -> None:
         if ask.anchor is not None:
-            self._anchor_missing(ask, ask.anchor, now)
+            self._anchor_missing(ask, ask.anchor)
             return
         if self._expected <= self._newest:
             ask.fruitless = 0 if self._expected > ask.expected_before else ask.fruitless + 1
@@ -469,7 +505,7 @@ class Stream:
         again.beyond = ask.beyond and ask.anchor is not None
         self._ask = again
 
-    def _anchor_missing(self, ask: OpenAsk, anchor: Anchor, now: float) -> None:
+    def _anchor_missing(self, ask: OpenAsk, anchor: Anchor) -> None:
         """The answer ended without the batch that would prove who is speaking."""
         ask.fruitless += 1
         reason = f"identity cannot be proven: the replay endpoint no longer holds number {anchor.seq}"
@@ -480,29 +516,31 @@ class Stream:
             self._ask = OpenAsk(0, anchor, fresh=False, fruitless=ask.fruitless)
         elif not self._replay_seen:
             # A replay endpoint that never held anything (buffer_steps=0) proves nothing either way.
-            self._unproven(now)
+            self._unproven()
         elif self.phase is Phase.VERIFYING:
-            self._restart_with_suspects(reason, now)
+            self._restart_with_suspects(reason)
         elif not ask.beyond:
             # It holds nothing as new as what came live: another life, or another stream.
-            self._conflict(reason, now)
-        elif self._last is not None and self._last.seq == anchor.seq:
-            self._restart(reason, now)
+            self._conflict(reason)
+        elif self._last_seq == anchor.seq:
+            self._restart(reason)
         else:
             # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one.
             self._ask = None
 
-    def _unproven(self, now: float) -> None:
+    def _unproven(self) -> None:
         self._ask = None
         self._doubts.add(Doubt.IDENTITY)
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.FOLLOWING)
-            self._admit_suspects(now)
+            self._admit_suspects()
+        if self._expected <= self._newest and self._ask is None:
+            self._fill()
 
     def _patience_ends(self, ask: OpenAsk) -> float:
         return ask.heard_at + (self._limits.replay_timeout if ask.first else self._limits.reply_silence)
 
-    def _unanswered(self, ask: OpenAsk, now: float) -> None:
+    def _unanswered(self, ask: OpenAsk) -> None:
         """Time is up: nothing came, or nothing new."""
         self.counters.unanswered += 1
         ask.unanswered = 0 if self._expected > ask.expected_before else ask.unanswered + 1
@@ -510,16 +548,15 @@ class Stream:
             self._ask_again(ask, fresh=True)
             return
         self._doubts.add(Doubt.REPLAY_SILENT)
-        self._probed_at = now
+        self._probed_at = self._now
         self._probes += 1
         if self.phase is Phase.VERIFYING:
-            self._unproven(now)
+            self._unproven()
         else:
-            self._give_up(now)
+            self._give_up()
 
-    def _give_up(self, now: float) -> None:
+    def _give_up(self) -> None:
         """Nobody will bring what is missing: say so and go on."""
-        del now
         self._ask = None
         while self._expected <= self._newest:
             self._declare_gap_before_pending()
@@ -534,11 +571,11 @@ class Stream:
             return self._heard_at + quiet
         return self._probed_at + min(quiet * (1 << min(self._probes, 16)), self._limits.max_probe_interval)
 
-    def _probe(self, now: float) -> None:
+    def _probe(self) -> None:
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
-        self._probed_at = now
+        self._probed_at = self._now
         self._probes += 1
-        anchor = self._anchor or self._last
+        anchor = self._anchor or self._last()
         self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
     def _confirm_soon(self, seq: int, payload: bytes) -> None:
@@ -566,7 +603,7 @@ class Stream:
         )
         self._expected = seq + 1
         self._newest = max(self._newest, seq)
-        self._last = Anchor(seq, payload, not replayed)
+        self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
         self._emitted = True
         self.counters.delivered += 1
         if replayed:

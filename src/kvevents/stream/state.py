@@ -93,6 +93,7 @@ class StreamCounters:
     delivered: int = 0
     replayed: int = 0
     duplicates: int = 0
+    """Messages with nothing new, live or replayed, the rest of an answer that was no longer needed among them."""
     malformed: dict[str, int] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     gaps: int = 0

@@ -12,10 +12,8 @@ from kvevents.errors import ConfigError, UnknownSourceError
 from kvevents.stream import Delivery, Doubt, Source, Stream, StreamCounters, StreamLimits, Trust
 from kvevents.subscriber.transport import Link, Transport
 
-MESSAGES_PER_TURN: Final = 256
-"""Messages read from one stream before the next gets its turn."""
-MAX_READY: Final = 65_536
-"""Deliveries that wait for the application; beyond it sockets are not read, and publishers drop at their high-water marks."""
+MESSAGES_PER_TURN: Final = 32
+"""Messages read from one stream before the next gets its turn; more of them at once fall out of the processor's cache."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Replays at one time in one process: an engine's full buffer may be 100 MB, and a fleet reconnects all at once."""
 
@@ -57,6 +55,7 @@ class Hub:
             raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
         self.transport = transport
         self.ready: deque[Delivery] = deque()
+        """What waits for the application. A turn is taken only when it is empty, so one turn's worth is its limit."""
         self._limits = limits
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], _Entry] = {}
@@ -114,19 +113,18 @@ class Hub:
 
     def timeout(self, now: float) -> float | None:
         """Seconds until something is due; None when nothing is."""
-        if self._hungry and len(self.ready) < MAX_READY:
+        if self._hungry:
             return 0.0
         return max(0.0, self._timers[0][0] - now) if self._timers else None
 
     def turn(self, links: Iterable[Link], now: float) -> None:
         """Read from links that have something, and do what is due."""
         self._hungry.update(entry for link in links if (entry := self._by_link.get(link)) is not None)
-        if len(self.ready) < MAX_READY:
-            hungry, self._hungry = self._hungry, set()
-            for entry in hungry:
-                if entry.link.pump(entry.stream, now, MESSAGES_PER_TURN):
-                    self._hungry.add(entry)
-                self._serve(entry, now)
+        hungry, self._hungry = self._hungry, set()
+        for entry in hungry:
+            if entry.link.pump(entry.stream, now, MESSAGES_PER_TURN):
+                self._hungry.add(entry)
+            self._serve(entry, now)
         while self._timers and self._timers[0][0] <= now:
             entry = heapq.heappop(self._timers)[2]
             entry.timer = None

@@ -8,4 +8,15 @@ from kvevents.testing.proxy import FaultProxy, ProxyCounts
 from kvevents.testing.tape import TapePlayer
 from kvevents.testing.transport import FakeEngine, FakeTransport
 
-__all__ = ["FakeEngine", "FakeTransport", "FaultProxy", "Faults", "LaneCounts", "ProxyCounts", "Sent", "TapeCounts", "TapePlayer", "VirtualClock"]
+__all__ = [
+    "FakeEngine",
+    "FakeTransport",
+    "FaultProxy",
+    "Faults",
+    "LaneCounts",
+    "ProxyCounts",
+    "Sent",
+    "TapeCounts",
+    "TapePlayer",
+    "VirtualClock",
+]

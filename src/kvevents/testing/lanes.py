@@ -6,9 +6,9 @@ import asyncio
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from kvevents.testing.zmtp import Piece, ZmtpSplitter
 
@@ -36,11 +36,13 @@ class LaneCounts:
     """Passed on, handshakes and commands included."""
 
 
-class Parcel(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Parcel:
     """Bytes to pass on, once the gate is open."""
 
     raw: bytes
-    gate: asyncio.Future[None] | None
+    gate: asyncio.Future[None] | None = None
+    command: bool = False
 
 
 class Lane:
@@ -54,11 +56,6 @@ class Lane:
         self.hold = False
         self.delay = 0.0
         self._gates: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def delays(self) -> bool:
-        """Whether messages have to wait."""
-        return self.hold or self.delay > 0
 
     def heal(self) -> None:
         """Drop nothing, hold nothing, and let go what is held."""
@@ -74,13 +71,13 @@ class Lane:
     def admit(self, piece: Piece) -> Parcel | None:
         """What becomes of a piece of the stream; None when it is dropped."""
         if piece.kind != "message":
-            return Parcel(piece.raw, None)
+            return Parcel(piece.raw, command=piece.kind == "command")
         dropped = self._drops(piece.frames)
         with self.books:
             self.counts.messages += 1
             self.counts.dropped += dropped
             self.books.notify_all()
-        return None if dropped else Parcel(piece.raw, self._gate() if self.delays else None)
+        return None if dropped else Parcel(piece.raw, self._gate() if self.hold or self.delay else None)
 
     def passed(self, size: int) -> None:
         """Count bytes that went on."""
@@ -126,16 +123,23 @@ def _open(gate: asyncio.Future[None]) -> bool:
 
 
 class Way:
-    """One direction of one connection: reads, applies the lane's rules, and writes while `flow` is set."""
+    """One direction of one connection: reads, applies the lane's rules, and writes while `flow` is set.
+
+    Everything leaves in the order in which it came, except that commands go past messages that are held: peers give a
+    connection up whose heartbeats wait behind them.
+    """
 
     def __init__(self, lane: Lane, flow: asyncio.Event, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._lane = lane
         self._flow = flow
         self._reader = reader
         self._writer = writer
-        self._parcels: deque[Parcel | None] = deque()
+        self._parcels: deque[Parcel] = deque()
+        self._commands = 0
         self._queued = 0
-        self._changed = asyncio.Condition()
+        self._ended = False
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
 
     async def run(self) -> None:
         """Carry everything until the sender has closed and all of it was passed on."""
@@ -147,59 +151,66 @@ class Way:
                 half.cancel()
             await asyncio.gather(*halves, return_exceptions=True)
             for parcel in self._parcels:
-                if parcel is not None and parcel.gate is not None:
+                if parcel.gate is not None:
                     parcel.gate.cancel()
 
     async def _receive(self) -> None:
         splitter = ZmtpSplitter()
         while data := await self._reader.read(READ_BYTES):
             await self._flow.wait()
-            await self._take(splitter.feed(data))
-        await self._put(Parcel(splitter.rest(), None))
-        await self._put(None)
+            for parcel in self._parcels_of(splitter.feed(data)):
+                await self._put(parcel)
+        await self._put(Parcel(splitter.rest()))
+        self._ended = True
+        self._wake.set()
 
-    async def _take(self, pieces: list[Piece]) -> None:
-        """Queue what may pass; what needs no gate goes together, which is most of it and saves a switch of tasks for each."""
+    def _parcels_of(self, pieces: list[Piece]) -> Iterator[Parcel]:
+        """What may pass; without a delay it goes together, which saves a switch of tasks for each message."""
         free = bytearray()
         for piece in pieces:
-            if piece.kind == "command" and self._lane.delays:
-                # A heartbeat does not wait behind the messages that are held, or the peers would give the connection up.
-                self._writer.write(piece.raw)
-                continue
             parcel = self._lane.admit(piece)
-            if parcel is None:
-                continue
-            if parcel.gate is None:
+            if parcel is not None and parcel.gate is None and not parcel.command:
                 free += parcel.raw
-                continue
-            await self._put(Parcel(bytes(free), None))
-            free.clear()
-            await self._put(parcel)
-        await self._put(Parcel(bytes(free), None))
+            elif parcel is not None:
+                yield Parcel(bytes(free))
+                free.clear()
+                yield parcel
+        yield Parcel(bytes(free))
 
-    async def _put(self, parcel: Parcel | None) -> None:
-        if parcel is not None and not parcel.raw:
+    async def _put(self, parcel: Parcel) -> None:
+        if not parcel.raw:
             return
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._queued < MAX_QUEUED_BYTES)
-            self._parcels.append(parcel)
-            self._queued += len(parcel.raw) if parcel else 0
-            self._changed.notify_all()
-
-    async def _next(self) -> Parcel | None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._parcels)
-            return self._parcels[0]
+        while self._queued >= MAX_QUEUED_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        if parcel.gate is not None:
+            parcel.gate.add_done_callback(lambda _: self._wake.set())
+        self._parcels.append(parcel)
+        self._commands += parcel.command
+        self._queued += len(parcel.raw)
+        self._wake.set()
 
     async def _send(self) -> None:
-        while (parcel := await self._next()) is not None:
-            if parcel.gate is not None:
-                await parcel.gate
+        while self._parcels or not self._ended:
+            parcel = self._sendable()
+            if parcel is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
             await self._flow.wait()
             self._writer.write(parcel.raw)
             await self._writer.drain()
             self._lane.passed(len(parcel.raw))
-            async with self._changed:
-                self._parcels.popleft()
-                self._queued -= len(parcel.raw)
-                self._changed.notify_all()
+            self._parcels.remove(parcel)
+            self._commands -= parcel.command
+            self._queued -= len(parcel.raw)
+            self._room.set()
+
+    def _sendable(self) -> Parcel | None:
+        """The first in the queue, or a command when that one is held."""
+        if not self._parcels:
+            return None
+        head = self._parcels[0]
+        if head.gate is None or head.gate.done():
+            return head
+        return next((parcel for parcel in self._parcels if parcel.command), None) if self._commands else None

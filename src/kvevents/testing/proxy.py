@@ -246,7 +246,7 @@ class FaultProxy:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._links) >= MAX_CONNECTIONS:
-            self._count("refused", 1)
+            self._count(refused=1)
             writer.transport.abort()
             return
         link = asyncio.ensure_future(self._link(reader, writer))
@@ -262,17 +262,14 @@ class FaultProxy:
             await self._join(reader, writer)
             linger = LINGER_SECONDS
         except OSError:
-            self._count("refused", 1)
-        except Exception as error:  # noqa: BLE001  a caller's rule; told by close()
-            self._failure = self._failure or error
+            self._count(refused=1)
         finally:
             await _hang_up(writer, linger)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a client to upstream and carry both ways until one of the two has left."""
         up_reader, up_writer = await asyncio.open_connection(*self._upstream)
-        self._count("connections", 1)
-        self._count("open", 1)
+        self._count(connections=1, open=1)
         linger = 0.0
         try:
             await self._carry(
@@ -280,7 +277,7 @@ class FaultProxy:
             )
             linger = LINGER_SECONDS
         finally:
-            self._count("open", -1)
+            self._count(open=-1)
             await _hang_up(up_writer, linger)
 
     async def _carry(self, *ways: Way) -> None:
@@ -291,14 +288,15 @@ class FaultProxy:
         finally:
             for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception) and not isinstance(result, OSError):
-                raise result
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                # Not the network: a caller's rule raised, which close() tells.
+                if isinstance(result, Exception) and not isinstance(result, OSError):
+                    self._failure = self._failure or result
 
-    def _count(self, name: Literal["connections", "open", "refused"], change: int) -> None:
+    def _count(self, **changes: int) -> None:
         with self._books:
-            setattr(self._counts, name, getattr(self._counts, name) + change)
+            for name, change in changes.items():
+                setattr(self._counts, name, getattr(self._counts, name) + change)
             self._books.notify_all()
 
 

@@ -79,7 +79,7 @@ class FakeEngine:
             self.up = False
             for link in self._links:
                 link.replies.clear()
-                link.arrive(lambda stream, now: stream.disconnected(now))
+                link.arrive(lambda stream, _now: stream.disconnected())
 
     def reconnect(self) -> None:
         """Accept connections again."""
