@@ -1,9 +1,9 @@
 """The engines' own publishers, executed from their released wheels.
 
-A wheel is looked for in the directory that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded there
-with `pip download --no-deps` (vLLM's is 326 MB, SGLang's 39 MB). Only one or two modules of it are extracted, and they are executed
-as they are; what they import of their engine is replaced by the stubs below, none of which `publish`, the publisher's thread or
-its replay ever call.
+A wheel is looked for in the directory that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded
+there with `pip download --no-deps` (vLLM's is 326 MB, SGLang's 39 MB). One or two modules of it are extracted, and executed as
+they are; what they import of their engine is replaced by the stubs below, none of which `publish`, the publisher's
+thread or its replay ever call.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import select
 import sys
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 import zmq
+import zmq.backend
 
 from benchmarks.processes import heed, say
 
@@ -34,9 +36,15 @@ def count(port: int) -> None:
     if last is None:
         return
     received, seq = 1, first
-    while seq < last and socket.poll(SILENCE_MS):
-        seq = int.from_bytes(socket.recv_multipart()[1], "big")
-        received += 1
+    # The backend's own receive, so that the reader costs as little of the machine as it can.
+    receive = zmq.backend.Socket.recv.__get__(socket)
+    socket.set(zmq.RCVTIMEO, SILENCE_MS)
+    with suppress(zmq.Again):
+        while seq < last:
+            receive()
+            seq = int.from_bytes(receive(), "big")
+            receive()
+            received += 1
     say({"lost": last - first + 1 - received, "end": time.monotonic()})
     heed()
 

@@ -6,13 +6,14 @@ import json
 import socket
 import subprocess
 import sys
+from threading import Timer
 from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.engines import CHECKOUT
 
 PATIENCE: Final = 120.0
-"""Seconds that one process may take."""
+"""Seconds that one trial may take; a longer one is killed, which ends the run with a traceback that names it."""
 
 
 class Peer:
@@ -20,7 +21,7 @@ class Peer:
 
     def __init__(self, module: str, *arguments: object) -> None:
         command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with our own words
+        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - this interpreter, with our own words
             command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
@@ -34,8 +35,12 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()} and said nothing")
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()} and said nothing")
         return json.loads(line)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
 
     def close(self) -> None:
         """End it: its input closes, and if that does not do it, it is killed."""
@@ -70,7 +75,12 @@ def heed() -> Any:
 def run(module: str, *arguments: object) -> dict[str, Any]:
     """One line from a process that is run for it."""
     with Peer(module, *arguments) as peer:
-        result: dict[str, Any] = peer.hear()
+        alarm = Timer(PATIENCE, peer.kill)
+        alarm.start()
+        try:
+            result: dict[str, Any] = peer.hear()
+        finally:
+            alarm.cancel()
     return result
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any, Final
 
 from benchmarks.contenders import CONTENDERS, Contender, Publisher
@@ -17,6 +18,8 @@ POOL: Final = 500
 """Distinct batches, published in turn."""
 WINDOW: Final = 2_000
 """Batches that may wait in a publisher's queue of 100,000: never full, never empty while the harness feeds it."""
+QUIET: Final = 5.0
+"""Seconds of live batches without replay: as long as the three replays take, since the longest stall grows with the time."""
 BURST: Final = 1_000
 """Batches published back to back when busy."""
 
@@ -38,8 +41,6 @@ def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: 
 
 def _connected(contender: Contender, publisher: Publisher, peer: Peer) -> int:
     """Publish until the peer has received something; how many batches that took."""
-    from threading import Thread  # noqa: PLC0415 - only here
-
     hearing = Thread(target=peer.hear)
     hearing.start()
     probe, sent = contender.batches(1, 1)[0], 0
@@ -113,26 +114,30 @@ def flow(contender: Contender, blocks: int, count: int) -> dict[str, float]:
     return {"rate": count / (outcome["end"] - started), "cpu": cpu / count * 1e6, "lost": outcome["lost"]}
 
 
-def replay(contender: Contender, blocks: int, count: int, per_second: int) -> dict[str, Any]:
+def replay(contender: Contender, blocks: int, count: int, per_second: int) -> dict[str, float]:
     """One request for a full buffer from readers of three paces, while live batches go on to another process."""
     port, replay_port = free_ports(2)
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     feed(contender, publisher, pool, count)
     while contender.waiting(publisher):
         time.sleep(0.01)
-    result: dict[str, Any] = {}
+    result: dict[str, float] = {}
     with Peer("peers", "live", port) as peer:
         _connected(contender, publisher, peer)
-        _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > 2.0)
-        peer.tell("report")
-        result["quiet"] = peer.hear()
-        for pace in ("fast", "slow", "late"):
-            with Peer("peers", "replay", replay_port, pace) as reader:
-                outcome = _publish_until(publisher, pool, per_second, reader)
+        for pace in ("quiet", "fast", "slow", "late"):
+            peer.tell("forget")
+            peer.hear()
+            if pace == "quiet":
+                _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > QUIET)
+            else:
+                with Peer("peers", "replay", replay_port, pace) as reader:
+                    outcome = _publish_until(publisher, pool, per_second, reader)
+                result[f"lost_{pace}"] = count - outcome["received"]
+                result[f"seconds_{pace}"] = outcome["seconds"]
             peer.tell("report")
-            result[pace] = outcome | peer.hear() | {"lost": count - outcome["received"]}
+            result[f"stall_{pace}"] = peer.hear()["longest"] * 1e3
     publisher.shutdown()
-    return result
+    return result | {"stall": max(result["stall_fast"], result["stall_slow"], result["stall_late"])}
 
 
 def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough: Callable[[float], bool]) -> None:
@@ -150,8 +155,6 @@ def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough:
 
 
 def _publish_until(publisher: Publisher, pool: list[Any], per_second: int, reader: Peer) -> dict[str, Any]:
-    from threading import Thread  # noqa: PLC0415 - only here
-
     outcome: dict[str, Any] = {}
     hearing = Thread(target=lambda: outcome.update(reader.hear()))
     hearing.start()

@@ -450,7 +450,9 @@ def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
 
 def test_limit_of_payload_bytes() -> None:
     payload = batch_of(stored())
-    assert reasons(decode_batch(payload, WireLimits(max_payload_bytes=len(payload) - 1))) == [(None, "oversized")]
+    refused = decode_batch(payload, WireLimits(max_payload_bytes=len(payload) - 1))
+    assert reasons(refused) == [(None, "oversized")]
+    assert refused.dialect is None
     assert decode_batch(payload, WireLimits(max_payload_bytes=len(payload))).batch.events == [GOOD]
 
 

@@ -11,6 +11,8 @@ from kvevents.wire import dialect_for, dialects, encode_batch
 from kvevents.wire.shape import dialect_of
 from wire_cases import GOLDENS, Golden, batch_of, pack, stored
 
+EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora_name"}
+
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golden: Golden) -> None:
@@ -30,7 +32,9 @@ def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golde
         (stored(ownership="t"), "vllm-0.29.0"),
         (stored(session_id="s"), "vllm-0.30.0"),
         (stored(lookahead_token_ids=[[1]]), "vllm-0.33.0"),
-        (stored(cache_salt="s"), "sglang-0.5.22"),
+        (EVENT_SGLANG | {"cache_salt": "s"}, "sglang-0.5.20"),
+        (EVENT_SGLANG | {"session_id": "s", "lora_name": "l"}, "sglang-0.5.22"),
+        (EVENT_SGLANG | {"lora_name": "l", "session_id": "s"}, "vllm-0.30.0"),
         (["BlockStored", [1], None, [1], 1, None], "vllm-0.9.1"),
         (["BlockStored", [1], None, [1], 1, None, "GPU"], "vllm-0.10.2"),
         (["BlockStored", [-1], None, [1], 1, None, "GPU"], "sglang-0.5.9"),
@@ -54,7 +58,8 @@ def test_vllm_0_33_is_known_by_its_header_whatever_it_omits() -> None:
 def test_all_events_of_a_batch_must_agree() -> None:
     assert dialect_of(batch_of(stored(locality="LOCAL"), stored(session_id="s"))) is dialect_for("vllm", "0.30.0")
     assert dialect_of(batch_of(stored(), ["AllBlocksCleared"])) is None
-    assert dialect_of(batch_of(stored(lookahead_token_ids=[[1]]), stored(cache_salt="s"))) is None
+    assert dialect_of(batch_of(stored(lookahead_token_ids=[[1]]), EVENT_SGLANG | {"cache_salt": "s"})) is None
+    assert dialect_of(batch_of(stored(cache_salt="s"))) is None  # in no release's order
 
 
 @pytest.mark.parametrize(

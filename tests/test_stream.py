@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvevents.errors import ConfigError
+from kvevents.events import BlockStored
 from kvevents.stream import TRANSITIONS, Batch, Doubt, Gap, Phase, Reset, Source, Stream, StreamLimits, Trust
 from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
@@ -87,7 +88,7 @@ def test_live_batches_in_order_are_delivered_at_once(wire: Wire) -> None:
     assert isinstance(first, Batch)
     assert (first.source, first.rank, first.incarnation, first.seq, first.replayed) == ("engine", 3, 0, 0, False)
     assert first.payload == payload(0)
-    assert first.events[0].token_ids == [0]
+    assert first.events == [BlockStored([0], None, [0], 1)]
     assert wire.stream.trust == Trust.EXACT
 
 

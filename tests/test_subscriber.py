@@ -450,7 +450,7 @@ def test_a_cancelled_receive_loses_nothing() -> None:
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
             tape.play()
-            seqs = []
+            seqs: list[int] = []
             while len(seqs) < 5:
                 delivery = await subscriber.receive(DEADLINE)
                 assert isinstance(delivery, Batch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import socket
 import struct
 import threading
@@ -27,7 +27,7 @@ CAPTURE = DATA / "vllm-0.32-captures.jsonl.gz"
 RUN = "bs32-sha256cbor-seed0"
 TOPIC = b"kv-events"
 END = replay_end_frames(with_topic=True)
-SECONDS = 10.0
+SECONDS = 10
 """Deadline of every wait; nothing waits for it unless it fails."""
 
 
@@ -57,6 +57,10 @@ class Peer:
         if tape.replay_endpoint is not None:
             self.dealer.connect(tape.replay_endpoint)
         self.tape = tape
+
+    def close(self) -> None:
+        self.sub.close(0)
+        self.dealer.close(0)
 
     def join(self) -> Peer:
         """Wait until subscribed; a SUB that reconnects subscribes again when it is polled."""
@@ -94,18 +98,25 @@ def receive(source: zmq.Socket[bytes]) -> list[bytes]:
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+    with zmq.Context() as made:
+        yield made
 
 
 Connect = Callable[..., Peer]
 
 
 @pytest.fixture
-def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Connect:
+def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
     """A peer of a tape, subscribed."""
-    return lambda tape, topic=b"": Peer(context, tape, topic).join()
+    peers: list[Peer] = []
+
+    def make(tape: TapePlayer, topic: bytes = b"") -> Peer:
+        peers.append(Peer(context, tape, topic))
+        return peers[-1].join()
+
+    yield make
+    for peer in peers:
+        peer.close()
 
 
 # What an engine does
@@ -142,13 +153,11 @@ def recorded_replies() -> Iterator[tuple[int, list[list[bytes]]]]:
                 yield start, reply
 
 
-@pytest.mark.parametrize(("release", "shape"), [("0.25.1", "no-topic"), ("0.26.0", "topic")])
+@pytest.mark.parametrize(("release", "shape"), [("0.24.0", "no-topic"), ("0.26.0", "topic")])
 def test_reply_shapes_of_released_engines(connect: Connect, release: str, shape: str) -> None:
     """Either reply shape is that of the goldens, made with the releases' own classes, as are the live frames."""
     rows = [json.loads(line) for line in (DATA / "dialects.jsonl").read_text().splitlines()]
-    golden = next(row for row in rows if row["engine"] == "vllm" and row["release"] >= release[:4] and "." in release)
-    if shape == "no-topic":
-        golden = next(row for row in rows if row["engine"] == "vllm" and row["release"] == "0.24.0")
+    golden = next(row for row in rows if (row["engine"], row["release"]) == ("vllm", release))
     topic, seq, payload = [bytes.fromhex(frame) for frame in golden["pub_frames_hex"]]
     with TapePlayer([(topic, int.from_bytes(seq), payload)], faults=Faults(reply_shape=shape)) as tape:  # type: ignore[arg-type]
         peer = connect(tape)
@@ -198,7 +207,7 @@ def test_a_req_client_receives_one_message(context: zmq.Context[zmq.Socket[bytes
             req.send(encode_seq(0))
             assert receive(req) == replayed(0)[0][1:]
             assert tape.wait_until(lambda counts: counts.replayed == 3, SECONDS)
-            assert not req.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore[operator]
+            assert not req.poll(0)
 
 
 def test_topics_filter_by_prefix(connect: Connect) -> None:
@@ -322,7 +331,8 @@ def test_a_lost_end_marker(connect: Connect) -> None:
 def test_the_real_send_limit_loses_what_the_consumer_is_late_for(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """With the limit on the real ROUTER a reader that is late finds holes, as with the released engines."""
     count = 12_000
-    with TapePlayer([(b"", seq, bytes(2000)) for seq in range(count)], faults=Faults(replay_sndhwm=1_000)) as tape:
+    faults = Faults(replay_sndhwm=1_000, buffer_steps=count)
+    with TapePlayer([(b"", seq, bytes(2000)) for seq in range(count)], faults=faults) as tape:
         tape.play()
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.RCVHWM, 1)
@@ -536,7 +546,10 @@ def refuses(endpoint: str) -> bool:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2]))) != 0:
+            probe.settimeout(
+                0.1
+            )  # the kernel drops what knocks at a listener that is just closing, and would knock again in 1 s
+            if probe.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2]))) == errno.ECONNREFUSED:
                 return True
     return False
 
@@ -575,8 +588,7 @@ def test_rounds_go_on_counting(connect: Connect) -> None:
         messages = peer.live(10)
         assert [int.from_bytes(frames[1]) for frames in messages] == list(range(5, 15))
         stamps = [struct.unpack_from(">d", frames[2], 2)[0] for frames in messages]
-        assert stamps[:2] == [1005.0, 1006.0]
-        assert len(set(stamps)) == 10 or stamps == [1005.0 + n // 2 + n % 2 for n in range(10)]
+        assert stamps == [1005.0 + n // 2 + n % 2 for n in range(10)]
 
 
 def test_a_restart_that_was_recorded_is_played(connect: Connect) -> None:
@@ -622,7 +634,7 @@ def test_the_schedule_of_paced_playing() -> None:
 
 
 def test_recorded_gaps() -> None:
-    """Gaps are the recorded times between batches: 0 at the ends of the tape, where clocks went back, and where nobody knows."""
+    """Gaps are the recorded times between batches: 0 at the tape's ends, where clocks went back, and where nobody knows."""
     reel = Reel([LiveBatch(b"", n, b"", t) for n, t in enumerate([5.0, 7.5, 6.0, None, 8.0])])
     gaps = []
     for _ in range(6):
@@ -654,7 +666,7 @@ def test_mistakes_of_the_caller(tmp_path: Path) -> None:
         assert tape.play() == 0
         for arguments in ({"n": -1}, {"times": 0}, {"rate": 0.0}, {"n": 1}):
             with pytest.raises(ConfigError):
-                tape.play(**arguments)  # type: ignore[arg-type]
+                tape.play(**arguments)
     with pytest.raises(ConfigError, match="no run 'other'"):
         TapePlayer(CAPTURE, run="other")
     (tmp_path / "empty.jsonl").touch()
@@ -701,7 +713,7 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_closing_is_idempotent_and_ends_everything(connect: Connect) -> None:
-    """Twice, from two threads, with a play, an endless reply and unread messages under way: it ends, and says so from then on."""
+    """Twice, from two threads, with a play, an endless reply and unread messages under way: it ends, and says so."""
     tape = TapePlayer(batches(1000), faults=Faults(replay_endless=True))
     peer = connect(tape)
     tape.play()
@@ -721,10 +733,14 @@ def test_closing_is_idempotent_and_ends_everything(connect: Connect) -> None:
     assert len(tape.batches()) >= 1000
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_nothing_is_left_behind() -> None:
     """No thread and no file descriptor outlives a tape, with restarts, and none a tape that could not be opened."""
     TapePlayer(batches(1)).close()
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before = threading.active_count(), open_files()
     for _ in range(3):
         with TapePlayer(batches(10)) as tape:
             tape.play()
@@ -733,7 +749,7 @@ def test_nothing_is_left_behind() -> None:
                 TapePlayer(batches(1), endpoint=tape.endpoint)
             with pytest.raises(EndpointError, match="cannot bind"):
                 TapePlayer(batches(1), replay_endpoint=tape.endpoint)
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    assert (threading.active_count(), open_files()) == before
 
 
 def test_a_bad_endpoint() -> None:

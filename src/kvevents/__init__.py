@@ -1,1 +1,62 @@
 """KV cache events of LLM inference engines: publish, subscribe and replay them, losing nothing."""
+
+from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
+from kvevents.config import Curve, KVEventsConfig
+from kvevents.errors import KVEventsError
+from kvevents.events import (
+    MEDIUM_CPU,
+    MEDIUM_CPU_PINNED,
+    MEDIUM_DISK,
+    MEDIUM_EXTERNAL,
+    MEDIUM_GPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVCacheEvent,
+    KVEventBatch,
+)
+from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
+from kvevents.stream import Batch, Delivery, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.subscriber import AsyncSubscriber, StreamStatus, Subscriber
+from kvevents.wire import Decoded, Dialect, decode_batch, dialect_for, encode_batch
+
+__all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_CPU_PINNED",
+    "MEDIUM_DISK",
+    "MEDIUM_EXTERNAL",
+    "MEDIUM_GPU",
+    "MEDIUM_STORAGE",
+    "AllBlocksCleared",
+    "AsyncSubscriber",
+    "Batch",
+    "BlockRemoved",
+    "BlockStored",
+    "Curve",
+    "Decoded",
+    "Delivery",
+    "Dialect",
+    "EventBatch",
+    "EventPublisher",
+    "EventPublisherFactory",
+    "Gap",
+    "KVCacheEvent",
+    "KVConnectorKVEvents",
+    "KVEventAggregator",
+    "KVEventBatch",
+    "KVEventsConfig",
+    "KVEventsError",
+    "NullEventPublisher",
+    "Reset",
+    "Source",
+    "StreamLimits",
+    "StreamStatus",
+    "Subscriber",
+    "Trust",
+    "ZmqEventPublisher",
+    "decode_batch",
+    "dialect_for",
+    "encode_batch",
+]

@@ -36,6 +36,10 @@ _HINTS: Final = {
 }
 
 
+class SocketError(EndpointError, zmq.ZMQError):  # type: ignore[misc]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """An `EndpointError` that code written for the engines' publishers, which let ZeroMQ's error through, catches as well."""
+
+
 @contextmanager
 def opened(context: zmq.Context[Any], kind: int, curve: Curve | None, endpoint: str) -> Iterator[Socket]:
     """A socket of `kind`, ready to bind or connect to `endpoint`; closed again when that fails."""
@@ -80,4 +84,4 @@ def _attempt(action: Callable[[str], Any], endpoint: str, failure: str) -> None:
         action(endpoint)
     except zmq.ZMQError as error:
         hint = _HINTS.get(error.errno or 0, "check the endpoint")
-        raise EndpointError(error.errno, f"{failure}: {error.strerror}; {hint}") from error
+        raise SocketError(error.errno, f"{failure}: {error.strerror}; {hint}") from error

@@ -2,8 +2,8 @@
 
 Theory of operation. `publish` queues (`intake`). One thread, `zmq-publisher`, owns the event socket: in bursts it encodes what
 waits, puts it into the replay buffer, and only then sends it, so that whatever a consumer saw can be asked for again. While
-batches come quickly it dozes, looking at the queue every `DOZE`, since waking a sleeping thread is the dearest thing `publish`
-could do; when they come slowly it sleeps until woken. Another thread, `zmq-replay`, owns the replay socket (`replay`).
+batches come quickly it dozes, looking at the queue after each of `NAPS`, since waking a sleeping thread is the dearest thing
+`publish` could do; when they come slowly it sleeps until woken. Another thread, `zmq-replay`, owns the replay socket (`replay`).
 `docs/adr/0002-publisher-thread.md` has the measurements.
 """
 
@@ -35,15 +35,18 @@ from kvevents.wire.framing import END_SEQ
 
 logger = logging.getLogger(__name__)
 
-DOZE: Final = 0.0005
-"""Seconds between looks at the queue while batches come quickly: the delay that dozing adds, at most."""
-DOZES: Final = 10
-"""Looks before the thread sleeps. Batches further apart than DOZES x DOZE do not make it doze at all."""
+NAPS: Final = (0.001, *[0.0005] * 8)
+"""Seconds before each look at the queue while batches come quickly: the delay that dozing adds to one, at most. Batches further
+apart than all of them together do not make the thread doze at all."""
 SLEEP: Final = 0.25
 """Seconds the idle thread sleeps at most."""
 LOOK_EVERY: Final = 0.1
 """Seconds between looks at what is not the queue: subscriptions, losses to tell of."""
 _SUBSCRIPTIONS_AT_ONCE: Final = 1000
+_EVENT_IO: Final = 1
+"""ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
+_REPLAY_IO: Final = 2
+"""ZMQ_AFFINITY of the replay socket: the second one."""
 
 Send = Callable[..., Any]
 
@@ -136,6 +139,7 @@ class ZmqEventPublisher(QueuedPublisher):
         # XPUB is PUB that also tells who subscribed; to subscribers the two are the same.
         with sockets.opened(self._ctx, zmq.XPUB, self._curve, self._endpoint) as socket:
             socket.set_hwm(self._hwm)
+            socket.affinity = _EVENT_IO if self._owns_context else 0
             socket.xpub_verboser = True
             enter = sockets.bind if self._binds else sockets.connect
             self._bound = enter(socket, self._endpoint, "event")
@@ -147,6 +151,7 @@ class ZmqEventPublisher(QueuedPublisher):
             return None
         with sockets.opened(self._ctx, zmq.ROUTER, self._curve, self._replay_endpoint) as socket:
             socket.sndhwm = REPLAY_SEND_LIMIT
+            socket.affinity = _REPLAY_IO if self._owns_context else 0
             self._replay_bound = sockets.bind(socket, self._replay_endpoint, "replay")
             return socket
 
@@ -239,13 +244,13 @@ class ZmqEventPublisher(QueuedPublisher):
     def _rest(self, brisk: bool) -> bool:
         """Until there is something to do; whether batches come so quickly that the next rest should begin with dozing."""
         if brisk:
-            for _ in range(DOZES):
-                sleep(DOZE)
+            for nap in NAPS:
+                sleep(nap)
                 if self._queue or not self._running:
                     return True
         began = monotonic()
         self._sleep(SLEEP)
-        return monotonic() - began < DOZES * DOZE
+        return monotonic() - began < sum(NAPS)
 
     def _look_around(self, now: float) -> None:
         self._queue_full.watch(self._refused, now)

@@ -5,6 +5,7 @@ from kvevents.wire.dialects import Dialect, dialect_for, dialects
 from kvevents.wire.encode import encode_batch
 from kvevents.wire.framing import (
     END_SEQ,
+    SEQ_BYTES,
     Live,
     Malformed,
     ReplayBatch,
@@ -27,6 +28,7 @@ __all__ = [
     "DEFAULT_WIRE_LIMITS",
     "END_SEQ",
     "MAX_SEQ",
+    "SEQ_BYTES",
     "Decoded",
     "Dialect",
     "Live",

@@ -57,7 +57,8 @@ def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> De
     try:
         batch, rejected = careful(payload, limits)
     except RefusedError as refusal:
-        return Decoded(KVEventBatch(0.0, []), payload, (refusal.rejected(payload),))
+        # Without its payload: what is no batch has no dialect, and what is too large is not looked at again.
+        return Decoded(KVEventBatch(0.0, []), b"", (refusal.rejected(payload),))
     return Decoded(batch, payload, rejected)
 
 

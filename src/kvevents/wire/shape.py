@@ -20,8 +20,8 @@ class _Outline(NamedTuple):
 
     form: Shape
     tag: str
-    names: frozenset[str]
-    """Of a map its keys; of an array empty."""
+    names: tuple[str, ...]
+    """Of a map its keys, in their order, which tells SGLang's from vLLM's; of an array empty."""
     width: int
     """Of an array its elements after the tag; of a map 0."""
     negative: bool
@@ -68,11 +68,11 @@ def _outline(raw: msgspec.Raw) -> _Outline:
         items = elements(raw, "the event", limit, "too-many-fields")
         # Of every release the hashes are the first field and the parent of a store is the second.
         tag, hashes = _text(items[0] if items else NIL), items[1:3] if len(items) > 5 else items[1:2]
-        return _Outline("array", tag, frozenset(), len(items) - 1, *_signs(hashes))
+        return _Outline("array", tag, (), len(items) - 1, *_signs(hashes))
     fields = pairs(raw, "the event", limit)
     tag = _text(fields.pop("type", NIL))
     signs = _signs([fields.get(name, NIL) for name in _HASH_FIELDS])
-    return _Outline("map", tag, frozenset(fields), 0, *signs, wide=head_of(raw) == 0xDE and len(fields) < 15)
+    return _Outline("map", tag, tuple(fields), 0, *signs, wide=head_of(raw) == 0xDE and len(fields) < 15)
 
 
 def _text(raw: msgspec.Raw) -> str:
@@ -98,5 +98,5 @@ def _admits(row: Dialect, event: _Outline) -> bool:
         return event.width == len(names)
     if event.wide and len(names) < 15:
         return False
-    known = frozenset(names)
-    return known - row.optional <= event.names <= known
+    present = frozenset(event.names)
+    return event.names == tuple(name for name in names if name in present or name not in row.optional)

@@ -1,0 +1,65 @@
+"""The table."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import zmq
+
+from benchmarks.figures import TITLES, Row
+
+
+def machine() -> str:
+    """What this ran on, in one line."""
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cpu = names[0] if names else platform.machine()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    system = f"{platform.system()} {platform.release()}, {platform.python_implementation()} {platform.python_version()}"
+    libraries = f"libzmq {zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}, msgspec {version('msgspec')}"
+    return f"{cpu}, {usable} CPUs, {system}, {libraries}, load {os.getloadavg()[0]:.1f}"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def table(found: Iterable[Row]) -> str:
+    """One line for each figure and rival: medians, and least and most of all runs in brackets."""
+    lines = [("figure", "against", "ours", "theirs", "ratio", "reach", "")]
+    lines += [_line(row) for row in found]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _line(row: Row) -> tuple[str, str, str, str, str, str, str]:
+    unit = row.figure.unit
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    verdict = {True: "met", False: "MISSED", None: ""}[row.met]
+    return row.figure.what, TITLES[row.rival], _spread(row.ours, unit), _spread(row.theirs, unit), ratio, _reach(row), verdict
+
+
+def _spread(values: list[float], unit: str) -> str:
+    if not values:
+        return ""
+    middle, least, most = (_number(value) for value in (median(values), min(values), max(values)))
+    return f"{middle} {unit} ({least} - {most})" if unit else f"{middle} ({least} - {most})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _reach(row: Row) -> str:
+    reach = row.figure.reach
+    if reach is None:
+        return ""
+    words = {"ratio at most": f"<= {reach:.2f}", "ratio at least": f">= {reach:.1f}", "below": f"< {reach:g} {row.figure.unit}"}
+    return words.get(row.figure.judge, "none")

@@ -1,0 +1,5 @@
+"""The command `kvevents`."""
+
+from kvevents.cli.program import main
+
+__all__ = ["main"]

@@ -1,0 +1,124 @@
+"""Asking a replay endpoint directly, beside any subscriber: whether it answers, and with what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Final
+
+import zmq
+
+from kvevents.errors import EndpointError
+from kvevents.wire import MAX_SEQ, ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
+
+LOOKUP_SECONDS: Final = 1.0
+"""How long an unknown endpoint has to answer. Idle engines need up to 0.1 s."""
+BEYOND_ALL: Final = MAX_SEQ
+"""A start that no stream reaches: the engine answers with an end marker alone, which costs it nothing."""
+MAX_REPLY_MESSAGES: Final = 200_000
+"""Messages read of one reply; an engine keeps 10,000 batches. An endless reply ends here."""
+
+Dealer = zmq.Socket[bytes]
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one request brought."""
+
+    start: int
+    batches: list[ReplayBatch] = field(default_factory=list)
+    malformed: int = 0
+    shapes: set[str] = field(default_factory=set)
+    """Which of the layouts of WIRE it came in, for a person."""
+    end: bool = False
+    """Whether an end marker came."""
+    cut: bool = False
+    """Whether it was given up while messages were still coming."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether anything came back."""
+        return self.end or bool(self.batches) or bool(self.malformed)
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """Ranges of numbers missing between the first and the last."""
+        pairs = zip(self.batches, self.batches[1:], strict=False)
+        return [(one.seq + 1, other.seq - 1) for one, other in pairs if other.seq > one.seq + 1]
+
+
+@contextmanager
+def dealers(endpoints: Sequence[str]) -> Iterator[list[Dealer]]:
+    """A DEALER for each endpoint, closed afterwards. Raises `EndpointError` for one that cannot be connected to."""
+    context: zmq.Context[Dealer] = zmq.Context()
+    try:
+        yield [_dealer(context, endpoint) for endpoint in endpoints]
+    finally:
+        context.destroy(linger=0)
+
+
+def _dealer(context: zmq.Context[Dealer], endpoint: str) -> Dealer:
+    socket: Dealer = context.socket(zmq.DEALER)
+    socket.set(zmq.RCVHWM, 0)
+    if "[" in endpoint:
+        socket.set(zmq.IPV6, 1)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise EndpointError(f"cannot connect to {endpoint}: {error}; write tcp://HOST:PORT or ipc:///PATH") from error
+    return socket
+
+
+def first_to_answer(endpoints: Sequence[str], timeout: float = LOOKUP_SECONDS) -> str | None:
+    """The first of `endpoints`, in their order, that answers a replay request; None when none does in time."""
+    if not endpoints:
+        return None
+    answered: set[str] = set()
+    with dealers(endpoints) as sockets:
+        names = dict(zip(sockets, endpoints, strict=True))
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+            socket.send_multipart(replay_request_frames(BEYOND_ALL))
+        until = time.monotonic() + timeout
+        while endpoints[0] not in answered and (left := until - time.monotonic()) > 0:
+            for socket, _ in poller.poll(ceil(1000 * left)):
+                answered |= {names[socket]} if _is_answer(socket.recv_multipart()) else set()
+    return next((endpoint for endpoint in endpoints if endpoint in answered), None)
+
+
+def _is_answer(frames: list[bytes]) -> bool:
+    return isinstance(parse_replay_reply(frames), ReplayBatch | ReplayEnd)
+
+
+def ask(endpoint: str, start: int, *, silence: float, seconds: float) -> Reply:
+    """What `endpoint` answers to one request, up to the end marker, `silence` seconds without a message, or `seconds`."""
+    reply = Reply(start)
+    with dealers([endpoint]) as (socket,):
+        socket.send_multipart(replay_request_frames(start))
+        until = time.monotonic() + seconds
+        for _ in range(MAX_REPLY_MESSAGES):
+            wait = min(silence, until - time.monotonic())
+            if wait <= 0 or not socket.poll(ceil(1000 * wait)):
+                reply.cut = wait <= 0
+                return reply
+            _take(reply, socket.recv_multipart())
+            if reply.end:
+                return reply
+    reply.cut = True
+    return reply
+
+
+def _take(reply: Reply, frames: list[bytes]) -> None:
+    message = parse_replay_reply(frames)
+    if isinstance(message, ReplayBatch):
+        reply.batches.append(message)
+    elif isinstance(message, ReplayEnd):
+        reply.end = True
+    else:
+        reply.malformed += 1
+        return
+    reply.shapes.add({2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}[len(frames)])

@@ -1,0 +1,127 @@
+"""Whether something is there, and whether it is a publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvevents.cli.checkup.findings import Finding, fail, ok
+from kvevents.cli.handshake import Handshake, Outcome, shake_hands
+from kvevents.config import MAX_PORT, split_tcp
+
+MAX_RANKS_LOOKED_FOR: Final = 64
+NEIGHBOUR_TIMEOUT: Final = 1.0
+
+BOTH_CONNECT: Final = (
+    "With a concrete host in its own endpoint the engine connects instead of listening;"
+    " then both sides connect and nothing flows"
+)
+BINDS: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
+
+_WRONG: Final[dict[Outcome, tuple[str, str]]] = {
+    "unknown-host": (
+        "the host name is not known: {detail}",
+        "check the name; inside Kubernetes use the pod's IP or a headless service",
+    ),
+    "refused": (
+        "nothing listens there",
+        f"is the engine up, with KV events enabled? {BOTH_CONNECT}: {BINDS}, or listen for it with --bind",
+    ),
+    "unreachable": ("it cannot be reached: {detail}", "check the address, routes, and firewalls or network policies between"),
+    "closed": (
+        "something accepts connections and closes them again",
+        "a port forward, proxy or service without a running engine behind it does this; is the engine up?",
+    ),
+    "mute": (
+        "something accepts connections and says nothing",
+        "is this another service's port, or a proxy in front of a dead engine?",
+    ),
+    "foreign": (
+        "something listens that does not speak ZeroMQ {detail}",
+        "is this the engine's HTTP port? The port of KV events is in its own configuration, 5557 by default",
+    ),
+    "curve": (
+        "it demands CURVE keys",
+        "subscribe from Python with Source(curve=Curve(...)); the command line has no keys",
+    ),
+}
+
+
+def check_address(endpoint: str) -> tuple[list[Finding], bool]:
+    """What stands at `endpoint`, and whether subscribing to it makes sense."""
+    if endpoint.startswith("inproc://"):
+        return [fail("address", f"{endpoint} exists inside the engine's process only", BINDS)], False
+    found = split_tcp(endpoint)
+    if found is not None and (found[0] in {"*", "0.0.0.0"} or found[1] == 0):  # noqa: S104 - recognised, not bound
+        return [
+            fail("address", f"{endpoint} is an address to listen at", "name the engine's host and port, or listen with --bind")
+        ], False
+    hands = shake_hands(endpoint)
+    if hands.outcome != "socket":
+        return [_wrong("address", endpoint, hands)], False
+    if not hands.publishes:
+        return [_other_socket(endpoint, hands.detail)], False
+    return [ok("address", f"{endpoint} is a publisher ({hands.detail} socket)")], True
+
+
+def _wrong(check: str, endpoint: str, hands: Handshake) -> Finding:
+    text, advice = _WRONG[hands.outcome]
+    return fail(check, f"{endpoint}: {text.format(detail=hands.detail).strip()}", advice)
+
+
+def _other_socket(endpoint: str, kind: str) -> Finding:
+    if kind != "ROUTER":
+        return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "is this another service's port?")
+    before = _neighbour(endpoint, -1)
+    events = (
+        f"{before} is a publisher"
+        if before and _publishes(before)
+        else "the event port is often the one before it, 5557 by default"
+    )
+    return fail(
+        "address", f"{endpoint} is a ROUTER socket: a replay port, which publishes nothing", f"{events}; use that as ENDPOINT"
+    )
+
+
+def check_replay_address(endpoint: str) -> Finding | None:
+    """Why nothing at `endpoint` can answer replay requests; None when a ROUTER is there."""
+    hands = shake_hands(endpoint)
+    if hands.outcome == "refused":
+        advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
+        return fail("replay", f"{endpoint}: nothing listens there", advice)
+    if hands.outcome != "socket":
+        return _wrong("replay", endpoint, hands)
+    if hands.detail != "ROUTER":
+        return fail(
+            "replay", f"{endpoint} is a {hands.detail} socket, not a replay endpoint", "name the replay endpoint with --replay"
+        )
+    return None
+
+
+def next_ranks(endpoint: str) -> int:
+    """How many of the next ports are publishers too: further ranks, as the engines number their ports."""
+    count = 0
+    for neighbour in _neighbours(endpoint):
+        if not _publishes(neighbour):
+            break
+        count += 1
+    return count
+
+
+def _neighbours(endpoint: str) -> Iterator[str]:
+    for distance in range(1, MAX_RANKS_LOOKED_FOR):
+        neighbour = _neighbour(endpoint, distance)
+        if neighbour is None:
+            return
+        yield neighbour
+
+
+def _neighbour(endpoint: str, distance: int) -> str | None:
+    found = split_tcp(endpoint)
+    if found is None or not 0 < found[1] + distance <= MAX_PORT:
+        return None
+    return f"tcp://{found[0]}:{found[1] + distance}"
+
+
+def _publishes(endpoint: str) -> bool:
+    return shake_hands(endpoint, NEIGHBOUR_TIMEOUT).publishes

@@ -1,0 +1,33 @@
+"""How far a subscriber gets with all this."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvevents.cli.checkup.findings import Finding, fail, ok, warn
+from kvevents.stream import Doubt, Trust
+from kvevents.subscriber import StreamStatus
+
+_ADVICE: Final[dict[Doubt, str]] = {
+    Doubt.NO_REPLAY: "name a replay endpoint with --replay",
+    Doubt.REPLAY_SILENT: "see replay above",
+    Doubt.REPLAY_FOREIGN: "name this engine's own replay endpoint with --replay: the one in use belongs to another stream",
+    Doubt.REPLAY_UNCONFIRMED: "look again with more --seconds; if it stays, the replay endpoint belongs to another engine",
+    Doubt.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
+    Doubt.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
+    Doubt.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
+}
+
+
+def check_trust(status: StreamStatus, seconds: float) -> Finding:
+    """The trust that a subscriber reached, and why not more."""
+    counters = status.counters
+    so_far = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {counters.lost:,} lost"
+    text = f"{status.trust}, {so_far}"
+    if status.trust == Trust.EXACT:
+        return ok("trust", text)
+    if status.trust == Trust.DEGRADED:
+        return warn("trust", text, "; ".join(_ADVICE[doubt] for doubt in Doubt if doubt in status.doubts))
+    if status.trust == Trust.REPLAYING:
+        return warn("trust", text, "give it more time with --seconds")
+    return fail("trust", text, "see what failed above")

@@ -1,0 +1,168 @@
+"""`kvevents doctor`: what works between here and an engine, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+
+from kvevents.cli import options
+from kvevents.cli.asking import Reply, first_to_answer
+from kvevents.cli.checkup.address import check_address, next_ranks
+from kvevents.cli.checkup.findings import Finding, Verdict, worst
+from kvevents.cli.checkup.replay import check_replay, contents_of, topics_of
+from kvevents.cli.checkup.sample import MAX_PER_TURN, Sample
+from kvevents.cli.checkup.traffic import check_decoding, check_frames, check_ranks, check_topic, check_traffic
+from kvevents.cli.checkup.trust import check_trust
+from kvevents.cli.command import FAILED, OK, Command
+from kvevents.cli.console import Console, Span, Style
+from kvevents.cli.sources import replay_candidates
+from kvevents.stream import Source, Trust
+from kvevents.subscriber import StreamStatus, Subscriber
+
+DEFAULT_SECONDS: Final = 5.0
+TURN: Final = 0.02
+
+_STYLES: Final[dict[Verdict, Style]] = {Verdict.OK: "good", Verdict.WARN: "warn", Verdict.FAIL: "bad"}
+_ADVICE_INDENT: Final = " " * 18
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    verdict: Verdict
+    findings: list[Finding]
+
+
+class Examination:
+    """One engine under examination; `findings` yields what is found, as it is found."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.replay: str | None = args.replay
+        self._args = args
+        self._tried: list[str] = []
+
+    def findings(self) -> Iterator[Finding]:
+        """Every check whose preconditions hold, from the address up to trust."""
+        if not self._args.bind:
+            found, publishes = check_address(self._args.endpoint)
+            yield from found
+            if not publishes:
+                return
+        self._look_for_replay()
+        replay, reply = check_replay(self.replay, self._tried)
+        with Sample(self._args.endpoint, bind=self._args.bind) as sample:
+            status = self._watch(sample)
+        yield from self._traffic(sample, reply, status.trust != Trust.CONNECTING)
+        yield from replay
+        yield check_trust(status, self._args.seconds)
+
+    def _look_for_replay(self) -> None:
+        if self.replay is None and not self._args.no_replay and not self._args.bind:
+            self._tried = replay_candidates(self._args.endpoint)
+            self.replay = first_to_answer(self._tried)
+
+    def _watch(self, sample: Sample) -> StreamStatus:
+        """Take the sample and follow the stream, at the same time where both can connect."""
+        if self._args.bind:
+            self._until_over(lambda: sample.take(TURN))
+            # Only one socket can listen at an address; the engine comes back to the next one.
+            sample.close()
+        with Subscriber(self._source()) as subscriber:
+            self._until_over(lambda: self._turn(subscriber, sample))
+            return subscriber.statuses()[0]
+
+    def _until_over(self, turn: Callable[[], None]) -> None:
+        until = time.monotonic() + self._args.seconds
+        while time.monotonic() < until:
+            turn()
+
+    def _turn(self, subscriber: Subscriber, sample: Sample) -> None:
+        if self._args.bind:
+            subscriber.receive(timeout=TURN)
+        else:
+            sample.take(TURN)
+        for _ in range(MAX_PER_TURN):
+            if subscriber.receive(timeout=0) is None:
+                return
+
+    def _source(self) -> Source:
+        return Source(self._args.endpoint, self.replay, topic=self._args.topic, bind=self._args.bind)
+
+    def _traffic(self, sample: Sample, reply: Reply | None, connected: bool) -> Iterator[Finding]:
+        """What flows; where nothing does, what replay holds says as much about topic and dialect."""
+        args = self._args
+        yield check_traffic(sample, args.seconds, connected=connected)
+        replayed = reply is not None and not sample.messages
+        contents = contents_of(reply) if reply is not None and replayed else sample.contents
+        topics = topics_of(reply) if reply is not None and replayed else sample.topics
+        neighbours = 0 if args.bind else next_ranks(args.endpoint)
+        checks = (
+            check_topic(topics, args.topic),
+            check_frames(sample),
+            check_decoding(contents, "replayed" if replayed else "live"),
+            check_ranks(contents.ranks, neighbours),
+        )
+        yield from (finding for finding in checks if finding is not None)
+
+
+def run(args: Namespace) -> int:
+    """Examine, show every finding as it comes, and conclude."""
+    console = Console()
+    examination = Examination(args)
+    found: list[Finding] = []
+    for finding in examination.findings():
+        found.append(finding)
+        if not args.json:
+            _show(finding, console)
+    verdict = worst(found)
+    if args.json:
+        console.data(msgspec.json.encode(Report(args.endpoint, examination.replay, verdict, found)))
+    else:
+        _conclude(found, console)
+    return FAILED if verdict is Verdict.FAIL else OK
+
+
+def _show(finding: Finding, console: Console) -> None:
+    verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
+    console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
+    if finding.advice:
+        console.line(_ADVICE_INDENT, Span(f"-> {finding.advice}", "name"))
+
+
+def _conclude(found: list[Finding], console: Console) -> None:
+    counts = Counter(finding.verdict for finding in found)
+    console.line(
+        Span(f"{worst(found).value:<6}", _STYLES[worst(found)]),
+        ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict),
+    )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    options.add_engine(parser)
+    parser.add_argument(
+        "--seconds", type=options.seconds, default=DEFAULT_SECONDS, metavar="S", help="how long to look (default: %(default)g)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
+
+
+COMMAND: Final = Command(
+    "doctor",
+    "find out what works, what does not, and what to do about it",
+    "Find out what works between here and an engine, what does not, and what to do about it.\n"
+    "It asks for everything that can be replayed, which may delay a busy engine's live events by up to 0.2 s.",
+    """\
+  kvevents doctor tcp://10.0.0.7:5557
+  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic kv@ --seconds 30
+  kvevents doctor 'tcp://*:5557' --bind              the engine connects to us
+""",
+    add_arguments,
+    run,
+)

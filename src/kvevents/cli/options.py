@@ -1,0 +1,127 @@
+"""Options that several commands have, each defined once."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import ArgumentParser
+from typing import Final
+
+from kvevents.config import MAX_PORT, split_tcp
+
+WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
+"""How long `--wait-for-subscriber` waits unless told otherwise."""
+MAX_RANKS: Final = 1024
+"""More ranks than any engine has; without a bound a slip of the finger opens thousands of sockets."""
+FOREVER: Final = float("inf")
+
+_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+
+
+def endpoint(text: str) -> str:
+    """A ZeroMQ endpoint; `host:port` alone means tcp."""
+    if "://" not in text and split_tcp(f"tcp://{text}") is not None:
+        text = f"tcp://{text}"
+    transport, separator, address = text.partition("://")
+    if not separator or not address or transport not in _TRANSPORTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no endpoint; write tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
+    found = split_tcp(text)
+    if transport == "tcp" and (found is None or found[1] > MAX_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} needs a port from 1 to {MAX_PORT}, as in tcp://127.0.0.1:5557")
+    return text
+
+
+def seconds(text: str) -> float:
+    """A duration above 0."""
+    return _positive(text, "seconds")
+
+
+def rate(text: str) -> float:
+    """Batches per second, above 0."""
+    return _positive(text, "batches per second")
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if count(text) > MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text} ranks are more than {MAX_RANKS}")
+    return count(text)
+
+
+def _positive(text: str, unit: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < FOREVER:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of {unit} above 0")
+    return value
+
+
+def add_engine(parser: ArgumentParser) -> None:
+    """Where an engine is and how to ask it for replay."""
+    parser.add_argument("endpoint", metavar="ENDPOINT", type=endpoint, help="where the engine publishes: tcp://HOST:PORT")
+    replay = parser.add_mutually_exclusive_group()
+    replay.add_argument(
+        "--replay", metavar="ENDPOINT", type=endpoint, help="where it answers replay requests; looked for when not given"
+    )
+    replay.add_argument("--no-replay", action="store_true", help="do without replay: losses are told, not mended")
+    parser.add_argument("--topic", default="", metavar="PREFIX", help="receive topics that begin with this only")
+    parser.add_argument(
+        "--bind", action="store_true", help="listen at ENDPOINT, for an engine whose own endpoint makes it connect"
+    )
+
+
+def add_stream(parser: ArgumentParser) -> None:
+    """An engine as a subscriber follows it."""
+    add_engine(parser)
+    parser.add_argument("--name", metavar="NAME", help="what to call the engine; its address when not given")
+    parser.add_argument(
+        "--ranks",
+        type=_ranks,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks 0 to N-1, on ports counted up from both endpoints",
+    )
+
+
+def add_end(parser: ArgumentParser) -> None:
+    """When to stop by itself."""
+    parser.add_argument("--count", type=count, metavar="N", help="stop after N batches")
+    parser.add_argument("--seconds", type=seconds, metavar="S", help="stop after S seconds")
+    parser.add_argument(
+        "--idle", type=seconds, metavar="S", help="stop when nothing arrived for S seconds; exit code 3 if nothing ever did"
+    )
+
+
+def add_publisher(parser: ArgumentParser) -> None:
+    """Where to publish, and how long to be there."""
+    parser.add_argument("--endpoint", default="tcp://*:5557", type=endpoint, help="where to publish (default: %(default)s)")
+    parser.add_argument(
+        "--replay-endpoint",
+        default="tcp://*:5558",
+        type=endpoint,
+        metavar="ENDPOINT",
+        help="where to answer replay requests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait-for-subscriber",
+        nargs="?",
+        type=seconds,
+        const=WAIT_FOR_SUBSCRIBER_SECONDS,
+        metavar="S",
+        help=f"begin when somebody has subscribed, within S seconds (default: {WAIT_FOR_SUBSCRIBER_SECONDS:.0f})",
+    )
+    parser.add_argument(
+        "--stay",
+        nargs="?",
+        type=seconds,
+        const=FOREVER,
+        metavar="S",
+        help="go on answering replay requests for S seconds after the last batch, or until Ctrl-C",
+    )

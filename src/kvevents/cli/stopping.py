@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM, which mean the same here."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _install(action: Any) -> dict[signal.Signals, Any]:
+    """Install `action` and return what was there. A signal that is ignored, as under `nohup`, stays ignored."""
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, action) for number in heeded}
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Have both signals raise KeyboardInterrupt, so that everything open is closed on the way out."""
+    before = _install(_interrupt)
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+class Stop:
+    """Both signals as a flag, for commands that are meant to be stopped this way; a second signal interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = _install(self._request)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, action in self._before.items():
+            signal.signal(number, action)
+
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

@@ -1,0 +1,263 @@
+"""`vllm.distributed.kv_events` and `vllm.config.kv_events` of vLLM 0.33, on our publisher.
+
+Names, signatures, defaults, struct layouts and what a program can observe are vLLM's. Better than there: `publish` does not
+block, replay does not lose batches or delay live ones, `ipc://` endpoints work with ranks, `shutdown` never raises.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Final, Self, TypeAlias
+
+import msgspec
+
+from kvevents import events, publisher
+from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
+from kvevents.compat.lax import Field, read_bool, read_fields, read_int, read_str
+from kvevents.config import split_tcp
+from kvevents.errors import ConfigError
+from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch
+
+__all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_GPU",
+    "MEDIUM_STORAGE",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "EventPublisher",
+    "EventPublisherFactory",
+    "ExternalBlockHash",
+    "KVCacheEvent",
+    "KVConnectorKVEvents",
+    "KVEventAggregator",
+    "KVEventBatch",
+    "KVEventsConfig",
+    "NullEventPublisher",
+    "ZmqEventPublisher",
+]
+
+ExternalBlockHash: TypeAlias = bytes | int
+"""Of `vllm.v1.core.kv_cache_utils`."""
+
+
+class KVCacheEvent(events.KVCacheEvent, forbid_unknown_fields=False):
+    """Base class of all KV cache events; also one of `kvevents.events`."""
+
+
+class BlockStored(KVCacheEvent):
+    """Blocks became resident. `kvevents.events.BlockStored` explains the fields."""
+
+    block_hashes: list[ExternalBlockHash]
+    parent_block_hash: ExternalBlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+    def __hash__(self) -> int:
+        # Of what differs between events; equality decides about the rest.
+        lookahead = self.lookahead_token_ids
+        return hash(
+            (
+                tuple(self.block_hashes),
+                self.parent_block_hash,
+                tuple(self.token_ids),
+                self.block_size,
+                self.lora_id,
+                self.medium,
+                self.group_idx,
+                self.locality,
+                self.ownership,
+                self.session_id,
+                None if lookahead is None else tuple(map(tuple, lookahead)),
+            )
+        )
+
+
+class BlockRemoved(KVCacheEvent):
+    """Blocks left a medium."""
+
+    block_hashes: list[ExternalBlockHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.block_hashes), self.medium, self.group_idx, self.locality, self.ownership))
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """The whole prefix cache was reset."""
+
+    def __hash__(self) -> int:
+        return hash(AllBlocksCleared)
+
+
+class KVEventBatch(EventBatch):
+    """An `EventBatch` of KV cache events."""
+
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+_FIELDS: Final[Mapping[str, Field]] = {
+    "enable_kv_cache_events": Field(read_bool),
+    "publisher": Field(read_str, optional=True),
+    "endpoint": Field(read_str),
+    "replay_endpoint": Field(read_str, optional=True),
+    "buffer_steps": Field(read_int),
+    "hwm": Field(read_int),
+    "max_queue_size": Field(read_int),
+    "topic": Field(read_str),
+}
+
+
+@dataclass
+class KVEventsConfig:
+    """`vllm.config.kv_events.KVEventsConfig`: a dataclass that checks its fields.
+
+    Any string is taken as the publisher's name, so that registered publishers can be named; the factory refuses unknown ones.
+
+    Raises `ConfigError`, a ValueError, which names the fields that cannot be read.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    """None becomes `zmq` when events are enabled and `null` when not."""
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in read_fields(type(self).__name__, _FIELDS, given).items():
+            setattr(self, name, value)
+        if self.publisher is None:
+            self.publisher = "zmq" if self.enable_kv_cache_events else "null"
+
+    @classmethod
+    def from_cli(cls, cli_value: str) -> Self:
+        """Read the JSON of `--kv-events-config`. Raises `ConfigError` for other text and for unknown keys."""
+        try:
+            found = msgspec.json.decode(cli_value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{cls.__name__}: not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{cls.__name__}: a JSON object is expected, not {found!r}")
+        unknown = sorted(found.keys() - _FIELDS.keys())
+        if unknown:
+            raise ConfigError(f"{cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
+        return cls(**found)
+
+
+class EventPublisher(publisher.EventPublisher):
+    """The face of every publisher."""
+
+    def get_publisher_config(self) -> KVEventsConfig | None:
+        """The settings in force, with endpoints as they were resolved; None when there are none to tell."""
+        return None
+
+
+class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
+    """Accepts everything, sends nothing."""
+
+
+class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
+    """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters."""
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+    ) -> None:
+        super().__init__(data_parallel_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic)
+        self._publisher_config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=_advertised(self._endpoint, self._bound) or self._endpoint,
+            replay_endpoint=_advertised(self._replay_endpoint, self._replay_bound),
+            buffer_steps=buffer_steps,
+            hwm=hwm,
+            max_queue_size=max_queue_size,
+            topic=topic,
+        )
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """The settings in force; a port left to the OS is the one it chose, at this node's address."""
+        return self._publisher_config
+
+    def _refuse_collision(self, endpoint: str, replay_endpoint: str | None) -> None:
+        """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in vLLM."""
+
+
+def _advertised(endpoint: str | None, bound: str | None) -> str | None:
+    """What vLLM from 0.31 reports: endpoints as configured, `tcp://*:0` as this node's address with the chosen port."""
+    found = split_tcp(bound or "")
+    if endpoint != "tcp://*:0" or found is None:
+        return endpoint
+    return f"tcp://{_node_address()}:{found[1]}"
+
+
+def _node_address() -> str:
+    """`VLLM_HOST_IP`, or the address that this host uses towards the world, or loopback when it has no route there."""
+    given = os.environ.get("VLLM_HOST_IP")
+    if given:
+        return f"[{given}]" if ":" in given else given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; 192.0.2.0/24 is reserved for documentation (RFC 5737).
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+class EventPublisherFactory:
+    """Makes the publisher that a configuration asks for."""
+
+    _registry: ClassVar[dict[str, Callable[..., publisher.EventPublisher]]] = {
+        "null": NullEventPublisher,
+        "zmq": ZmqEventPublisher,
+    }
+
+    @classmethod
+    def register_publisher(cls, name: str, ctor: Callable[..., publisher.EventPublisher]) -> None:
+        """Add a publisher. Raises KeyError when the name is taken."""
+        if name in cls._registry:
+            raise KeyError(f"publisher '{name}' already registered")
+        cls._registry[name] = ctor
+
+    @classmethod
+    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> publisher.EventPublisher:
+        """The publisher for one rank. Raises ValueError for a name that is not registered."""
+        if config is None or not config.enable_kv_cache_events or config.publisher == "null":
+            return NullEventPublisher()
+        settings = asdict(config)
+        del settings["enable_kv_cache_events"]
+        kind = settings.pop("publisher")
+        if kind not in cls._registry:
+            raise ValueError(f"Unknown event publisher '{kind}'")
+        return cls._registry[kind](data_parallel_rank=data_parallel_rank, **settings)

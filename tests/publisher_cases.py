@@ -1,0 +1,147 @@
+"""What the publisher tests share: consumers on real sockets, waiting with a deadline, and a batch that holds the thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import pytest
+import zmq
+
+from kvevents.events import BlockStored, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+
+DEADLINE = 20.0
+"""Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
+ANY = "tcp://127.0.0.1:*"
+Socket = zmq.Socket[bytes]
+_opened: list[Socket] = []
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Look every millisecond until it is so, or fail after `DEADLINE`."""
+    until = monotonic() + DEADLINE
+    pause = threading.Event()
+    while not condition():
+        assert monotonic() < until, f"waited {DEADLINE:g} seconds for {what}"
+        pause.wait(0.001)
+
+
+@pytest.fixture(autouse=True)
+def quick_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publishers that look around often, so that no test waits a quarter of a second for a count of subscribers."""
+    monkeypatch.setattr("kvevents.publisher.zmq.SLEEP", 0.005)
+    monkeypatch.setattr("kvevents.publisher.zmq.LOOK_EVERY", 0.002)
+
+
+@pytest.fixture(name="context")
+def consumers_context() -> Iterator[zmq.Context[Socket]]:
+    """For consumers; ended with all its sockets, which live until then."""
+    with zmq.Context() as made:
+        yield made
+        while _opened:
+            _opened.pop().close()
+
+
+@contextmanager
+def publishing(*args: Any, **kwargs: Any) -> Iterator[ZmqEventPublisher]:
+    """A publisher on ports of the OS's choice, unless told otherwise."""
+    kwargs.setdefault("endpoint", ANY)
+    publisher = ZmqEventPublisher(*args, **kwargs)
+    try:
+        yield publisher
+    finally:
+        publisher.shutdown()
+
+
+def open_consumer(context: zmq.Context[Socket], kind: int) -> Socket:
+    socket: Socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.rcvtimeo = socket.sndtimeo = int(DEADLINE * 1000)
+    socket.linger = 0
+    _opened.append(socket)
+    return socket
+
+
+def last_endpoint(socket: Socket) -> str:
+    """Where a socket is bound."""
+    found = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(found, bytes)
+    return found.decode().rstrip("\0")
+
+
+def subscribe(context: zmq.Context[Socket], publisher: ZmqEventPublisher, topic: bytes = b"") -> Socket:
+    """A subscriber that the publisher knows of: it receives everything from now on."""
+    before = publisher.stats().subscribers
+    socket = open_consumer(context, zmq.SUB)
+    socket.connect(publisher.endpoint)
+    socket.subscribe(topic)
+    wait_until(lambda: publisher.stats().subscribers > before, "a subscription")
+    return socket
+
+
+def dealer(context: zmq.Context[Socket], publisher: ZmqEventPublisher) -> Socket:
+    socket = open_consumer(context, zmq.DEALER)
+    assert publisher.replay_endpoint is not None
+    socket.connect(publisher.replay_endpoint)
+    return socket
+
+
+def ask(socket: Socket, start: int) -> None:
+    socket.send_multipart([b"", start.to_bytes(8, "big")])
+
+
+def read_reply(socket: Socket) -> list[tuple[int, bytes]]:
+    """All of one reply, as its reader sees it, up to the end marker."""
+    found: list[tuple[int, bytes]] = []
+    while (frames := socket.recv_multipart())[-1] != b"":
+        found.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+    return found
+
+
+def numbers(reply: list[tuple[int, bytes]]) -> list[int]:
+    return [seq for seq, _ in reply]
+
+
+def receive(socket: Socket) -> tuple[int, bytes]:
+    _, seq, payload = socket.recv_multipart()
+    return int.from_bytes(seq, "big"), payload
+
+
+def batch(number: int = 0, blocks: int = 1) -> EventBatch:
+    """A batch that says which one it is."""
+    hashes = [number * 1000 + block for block in range(blocks)]
+    return EventBatch(float(number), [BlockStored(hashes, None, list(range(1000, 1000 + 16 * blocks)), 16)])
+
+
+class Gate:
+    """A batch of a user's own type whose encoding waits until the test lets it go, and then fails."""
+
+    def __init__(self) -> None:
+        self.data_parallel_rank = 0
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    @property
+    def events(self) -> list[Any]:
+        self.reached.set()
+        assert self._open.wait(DEADLINE), "nobody opened the gate"
+        raise ValueError("a gate has no bytes")
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@contextmanager
+def held(publisher: ZmqEventPublisher) -> Iterator[Gate]:
+    """The publisher's thread, stopped in the middle of encoding; the gate has burnt one number."""
+    gate = Gate()
+    publisher.publish(gate)
+    assert gate.reached.wait(DEADLINE)
+    try:
+        yield gate
+    finally:
+        gate.open()

@@ -1,0 +1,108 @@
+"""Events of several workers: what all of them announced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvevents import events
+from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
+from kvevents.compat import vllm
+
+BOTH = pytest.mark.parametrize("kinds", [events, vllm], ids=["kvevents", "vllm"])
+
+
+def stored(kinds: Any, number: int) -> Any:
+    return kinds.BlockStored([number], None, [1, 2], 2, None, "GPU", None)
+
+
+@BOTH
+def test_only_what_every_worker_announced_is_common(kinds: Any) -> None:
+    """Equal events of different workers are one event; order is that of the first announcement."""
+    aggregator = KVEventAggregator(num_workers=3)
+    everyone, some = [stored(kinds, 1), kinds.BlockRemoved([2], "GPU"), kinds.AllBlocksCleared()], [stored(kinds, 3)]
+    for worker in range(3):
+        aggregator.add_events([stored(kinds, 1), kinds.BlockRemoved([2], "GPU"), kinds.AllBlocksCleared()])
+        if worker:
+            aggregator.add_events(some)
+    assert aggregator.get_common_events() == everyone
+    assert aggregator.get_all_events() == [event for event in everyone for _ in range(3)] + some * 2
+    assert repr(aggregator) == "<KVEventAggregator workers=3, events=4>"
+
+
+def test_an_event_announced_too_often_is_not_common() -> None:
+    """Exactly as often as there are workers, as in vLLM 0.33."""
+    aggregator = KVEventAggregator(1)
+    aggregator.add_events([stored(events, 1)] * 2)
+    assert aggregator.get_common_events() == []
+    aggregator.increment_workers()
+    assert aggregator.get_common_events() == [stored(events, 1)]
+
+
+def test_workers_are_counted() -> None:
+    """Up, back to one, and through a clear of the events."""
+    aggregator = KVEventAggregator(2)
+    aggregator.increment_workers()
+    aggregator.increment_workers(count=4)
+    aggregator.add_events([stored(events, 1)])
+    aggregator.clear_events()
+    assert aggregator.get_number_of_workers() == 7
+    assert aggregator.get_all_events() == []
+    aggregator.reset_workers()
+    assert aggregator.get_number_of_workers() == 1
+
+
+def test_wrong_arguments() -> None:
+    """The engines' errors, in their words."""
+    for workers in (0, -1):
+        with pytest.raises(ValueError, match="num_workers must be greater than zero"):
+            KVEventAggregator(workers)
+    aggregator = KVEventAggregator(1)
+    for count in (0, -1):
+        with pytest.raises(ValueError, match="count must be positive"):
+            aggregator.increment_workers(count)
+    with pytest.raises(TypeError, match="events must be a list"):
+        aggregator.add_events((stored(events, 1),))  # type: ignore[arg-type]
+
+
+class Collected(KVConnectorKVEvents):
+    """A connector's container, as LMCache writes it."""
+
+    def __init__(self) -> None:
+        self._aggregator = KVEventAggregator(1)
+
+    def add_events(self, events: list[Any]) -> None:
+        self._aggregator.add_events(events)
+
+    def aggregate(self) -> KVConnectorKVEvents:
+        common = self._aggregator.get_common_events()
+        self._aggregator.clear_events()
+        self._aggregator.add_events(common)
+        self._aggregator.reset_workers()
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        self._aggregator.increment_workers(count)
+
+    def get_all_events(self) -> list[Any]:
+        return self._aggregator.get_all_events()
+
+    def get_number_of_workers(self) -> int:
+        return self._aggregator.get_number_of_workers()
+
+    def clear_events(self) -> None:
+        self._aggregator.clear_events()
+
+
+def test_a_connectors_events_merge_and_reduce() -> None:
+    """`merge` adds the other's events and returns itself, so that outputs of workers fold into one."""
+    first, second = Collected(), Collected()
+    first.add_events([stored(events, 1), stored(events, 2)])
+    second.add_events([stored(events, 2)])
+    assert first.merge(second) is first
+    first.increment_workers()
+    assert first.aggregate().get_all_events() == [stored(events, 2)]
+    assert first.get_number_of_workers() == 1
+    with pytest.raises(TypeError):
+        KVConnectorKVEvents()  # type: ignore[abstract]

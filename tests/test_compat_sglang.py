@@ -1,0 +1,351 @@
+"""`kvevents.compat.sglang` against what SGLang 0.5.23's `sglang.srt.disaggregation.kv_events` shows to a program."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents import events
+from kvevents.compat import sglang
+from kvevents.errors import ConfigError, MissingDependencyError
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    ask,
+    consumers_context,
+    dealer,
+    held,
+    numbers,
+    quick_publishers,
+    read_reply,
+    receive,
+    subscribe,
+    wait_until,
+)
+from wire_cases import GOLDENS, Golden
+
+Context = zmq.Context[Socket]
+NEWEST = [golden for golden in GOLDENS if golden.engine == "sglang" and golden.release == "0.5.22"]
+REQUIRED = inspect.Parameter.empty
+
+
+def parameters(function: Any) -> dict[str, Any]:
+    found = inspect.signature(function).parameters
+    return {name: parameter.default for name, parameter in found.items() if name != "self"}
+
+
+def test_signatures_are_sglangs() -> None:
+    """Names, order and defaults, written down here from SGLang 0.5.23."""
+    assert list(parameters(sglang.ZmqEventPublisher).items()) == [
+        ("attn_dp_rank", REQUIRED),
+        ("endpoint", "tcp://*:5557"),
+        ("replay_endpoint", None),
+        ("buffer_steps", 10_000),
+        ("hwm", 100_000),
+        ("max_queue_size", 100_000),
+        ("topic", ""),
+        ("bind", None),
+    ]
+    assert parameters(sglang.EventPublisherFactory.create) == {"config": REQUIRED, "attn_dp_rank": 0}
+    assert parameters(sglang.select_kv_publisher_dp_rank) == dict.fromkeys(
+        ("attn_dp_size", "attn_dp_rank", "dp_rank"), REQUIRED
+    )
+    assert sglang.EventBatch.__struct_fields__ == ("ts", "events", "attn_dp_rank")
+    assert sglang.BlockStored.__struct_fields__ == (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
+        *("medium", "cache_salt", "session_id", "lora_name"),
+    )
+    assert sglang.BlockRemoved.__struct_fields__ == ("block_hashes", "medium")
+    assert sglang.OffloadedState() == sglang.OffloadedState(inc_len=0, last_hash=None)
+    assert sglang.LOAD_TOPIC == "load"
+    assert {medium.name: medium.value for medium in sglang.StorageMedium} == {
+        "GPU": "GPU",
+        "CPU": "CPU_PINNED",
+        "DISK": "DISK",
+        "EXTERNAL": "EXTERNAL",
+    }
+
+
+@pytest.mark.parametrize("golden", NEWEST, ids=str)
+def test_encoded_as_they_are_they_are_sglangs_bytes(golden: Golden, context: Context) -> None:
+    """By msgspec alone and through the publisher, live and replayed, byte by byte the golden frames of SGLang 0.5.22."""
+    ts, made, rank = golden.decoded
+    built = [getattr(sglang, event["type"])(**{k: v for k, v in event.items() if k != "type"}) for event in made]
+    whole = sglang.KVEventBatch(ts, built, rank)
+    assert msgspec.msgpack.encode(whole) == golden.payload
+    assert rank is not None
+    topic, seq = golden.pub_frames[0].decode(), int.from_bytes(golden.pub_frames[1], "big")
+    publisher = sglang.ZmqEventPublisher(rank, ANY, ANY, topic=topic)
+    subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+    for _ in range(seq):
+        publisher.publish(sglang.KVEventBatch(ts, []))
+        subscriber.recv_multipart()
+    publisher.publish(whole)
+    assert subscriber.recv_multipart() == golden.pub_frames
+    ask(replay, seq)
+    assert [replay.recv_multipart(), replay.recv_multipart()] == [golden.replay_frames, golden.replay_end_frames]
+    publisher.shutdown()
+
+
+def test_goldens_are_there() -> None:
+    """The test above would pass on nothing."""
+    assert len(NEWEST) > 5
+
+
+def test_events_are_also_ours() -> None:
+    """So that they can be spelled in other dialects; a medium may be given as the enumeration."""
+    event = sglang.BlockStored([1], None, [1], 1, None, medium=sglang.StorageMedium.CPU)
+    assert isinstance(event, events.KVCacheEvent)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(event))["medium"] == "CPU_PINNED"
+
+
+def test_a_program_written_for_sglang(context: Context) -> None:
+    """JSON, factory, rank in the batch, exact buffer limit with the topic in replies, closed after shutdown."""
+    text = json.dumps({"publisher": "zmq", "endpoint": ANY, "replay_endpoint": ANY, "topic": "t", "buffer_steps": 10})
+    publisher = sglang.EventPublisherFactory.create(text, attn_dp_rank=3)
+    assert isinstance(publisher, sglang.ZmqEventPublisher)
+    subscriber, replay = subscribe(context, publisher, b"t"), dealer(context, publisher)
+    own, others = sglang.KVEventBatch(0.0, []), sglang.KVEventBatch(1.0, [], 9)
+    publisher.publish(own)
+    publisher.publish(others)
+    assert (own.attn_dp_rank, others.attn_dp_rank) == (3, 9)
+    for number in range(2, 30):
+        publisher.publish(sglang.KVEventBatch(float(number), []))
+    assert [receive(subscriber)[0] for _ in range(30)] == list(range(30))
+    ask(replay, 0)
+    assert replay.recv_multipart()[:3] == [b"", b"t", (20).to_bytes(8, "big")]
+    assert numbers(read_reply(replay)) == list(range(21, 30))
+    publisher.shutdown()
+    with pytest.raises(RuntimeError, match="Publisher is closed"):
+        publisher.publish(sglang.EventBatch(1.0, []))
+
+
+def test_batches_of_other_kinds_publish_too(context: Context) -> None:
+    """vLLM's, whose rank has another name, and with a queue that is full."""
+    publisher = sglang.ZmqEventPublisher(2, ANY, max_queue_size=1)
+    subscriber = subscribe(context, publisher)
+    publisher.publish(events.EventBatch(1.0, []))
+    assert receive(subscriber)[0] == 0
+    with held(publisher):
+        for _ in range(3):
+            publisher.publish(sglang.EventBatch(1.0, []))
+        assert publisher.stats().dropped["queue_full"] == 2
+    publisher.shutdown()
+
+
+def test_a_local_source_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bound, reachable from this host, paths absolute as of the bind; nothing when there is nothing to subscribe to."""
+    publisher = sglang.ZmqEventPublisher(1, "tcp://*:0", topic="t")
+    assert publisher.describe_local_source(16) == {"dp_rank": 1, "endpoint": publisher.endpoint, "topic": "t", "block_size": 16}
+    assert publisher.endpoint.startswith("tcp://127.0.0.1:")
+    publisher.shutdown()
+    monkeypatch.chdir(tmp_path)
+    publisher = sglang.ZmqEventPublisher(0, "ipc://events", "ipc://replay")
+    os.chdir("/")
+    described = publisher.describe_local_source(1)
+    assert described is not None
+    assert (described["endpoint"], described["replay_endpoint"]) == (f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    publisher.shutdown()
+    for endpoint in ("inproc://described", "tcp://127.0.0.1:9"):
+        publisher = sglang.ZmqEventPublisher(0, endpoint)
+        assert publisher.describe_local_source(1) is None
+        publisher.shutdown()
+    assert sglang.NullEventPublisher().describe_local_source(1) is None
+    abstract = sglang.ZmqEventPublisher(0, f"ipc://@kvevents-{os.getpid()}")
+    assert abstract.describe_local_source(1) == {
+        "dp_rank": 0,
+        "endpoint": f"ipc://@kvevents-{os.getpid()}",
+        "topic": "",
+        "block_size": 1,
+    }
+    abstract.shutdown()
+
+
+# --- configuration and factory ---------------------------------------------------------------------------------------------
+
+
+def test_config_has_pydantics_face() -> None:
+    """Dump, JSON, validation of mappings and instances, copies, equality, repr; unknown fields are ignored."""
+    config = sglang.KVEventsConfig(publisher="zmq", hwm="5", bind="true", tomorrow=1)
+    assert config.model_dump() == {
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "bind": True,
+        "replay_endpoint": None,
+        "buffer_steps": 10_000,
+        "hwm": 5,
+        "max_queue_size": 100_000,
+        "topic": "",
+        "format": "default",
+    }
+    assert config.model_fields_set == {"publisher", "hwm", "bind"}
+    assert sglang.KVEventsConfig.from_cli(config.model_dump_json()) == config
+    assert json.loads(config.model_dump_json()) == config.model_dump()
+    assert sglang.KVEventsConfig.model_validate(config) is config
+    assert sglang.KVEventsConfig.model_validate(config.model_dump()) == config != sglang.KVEventsConfig()
+    assert config != 1
+    changed = config.model_copy(update={"topic": "x"})
+    assert (changed.topic, config.topic) == ("x", "")
+    assert repr(sglang.KVEventsConfig()).startswith("KVEventsConfig(publisher='null', endpoint='tcp://*:5557', bind=None, ")
+    config.topic = "y"
+    assert config.model_dump()["topic"] == "y"
+    with pytest.raises(TypeError):
+        sglang.KVEventsConfig("zmq")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        ('{"publisher": null}', "publisher"),
+        ('{"hwm": "ten"}', "hwm"),
+        ('{"format": "other"}', "format: 'default' or 'dynamo'"),
+        ('{"bind": 5}', "bind"),
+        ('{"topic": 1, "hwm": []}', r"2 validation error(.|\n)*hwm(.|\n)*topic"),
+    ],
+)
+def test_config_errors_name_the_field(text: str, named: str) -> None:
+    """All that is wrong, in one ValueError."""
+    with pytest.raises(ConfigError, match=named):
+        sglang.KVEventsConfig.from_cli(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, False), ("", False), ("{}", False), ('{"format": "default"}', False), ('{"format": "dynamo"}', True)],
+)
+def test_the_dynamo_format(text: str | None, expected: bool) -> None:
+    """Asked of the JSON."""
+    assert sglang.uses_dynamo_format(text) is expected
+
+
+def test_the_factory_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No JSON or no publisher gives the null publisher only where SGLang does; settings reach registered publishers."""
+    monkeypatch.setattr(sglang.EventPublisherFactory, "_registry", dict(sglang.EventPublisherFactory._registry))
+    for config in (None, ""):
+        assert type(sglang.EventPublisherFactory.create(config)) is sglang.NullEventPublisher
+    calls: list[dict[str, Any]] = []
+
+    def make(**settings: Any) -> sglang.EventPublisher:
+        calls.append(settings)
+        return sglang.NullEventPublisher()
+
+    sglang.EventPublisherFactory.register_publisher("mine", make)
+    with pytest.raises(KeyError, match="publisher 'mine' already registered"):
+        sglang.EventPublisherFactory.register_publisher("mine", make)
+    sglang.EventPublisherFactory.create('{"publisher": "mine", "format": "dynamo"}', 2)
+    assert calls[0].keys() == parameters(sglang.ZmqEventPublisher).keys()
+    with pytest.raises(ValueError, match="Unknown event publisher 'other'"):
+        sglang.EventPublisherFactory.create('{"publisher": "other"}')
+
+
+# --- ranks, hashes, ports --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "attn", "dp", "expected"), [(4, 3, 1, 3), (1, 0, 2, 2), (1, 0, None, 0), (0, 5, 1, 1)])
+def test_which_rank_offsets_the_port(size: int, attn: int, dp: int | None, expected: int) -> None:
+    """The attention rank with attention data parallelism, else the replica's."""
+    assert sglang.select_kv_publisher_dp_rank(size, attn, dp) == expected
+
+
+def test_which_scheduler_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of SGLang's runtime, which is imported only then; without it the error says what is missing."""
+    assert sglang.is_kv_publisher_rank(None) is False
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
+    with pytest.raises(MissingDependencyError, match="install sglang"):
+        sglang.is_kv_publisher_rank("{}")
+    for ranks, expected in (((0, 0, 0), True), ((1, 0, 0), False), ((0, 1, 0), False), ((0, 0, 1), False)):
+        parallel = types.SimpleNamespace(**dict(zip(("pp_rank", "attn_tp_rank", "attn_cp_rank"), ranks, strict=True)))
+        runtime = types.ModuleType("sglang.srt.runtime_context")
+        monkeypatch.setattr(runtime, "get_parallel", lambda found=parallel: found, raising=False)
+        for name in ("sglang", "sglang.srt"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
+        assert sglang.is_kv_publisher_rank("{}") is expected
+
+
+def test_namespaced_hashes() -> None:
+    """Bytes by bytes as the rule says, and a vector computed by SGLang 0.5.23 itself."""
+    seed = sglang.kv_event_namespace_seed
+    assert seed(extra_key=None, cache_salt=None) is None
+    by_hand = hashlib.sha256(b"sglang-kv-event-namespace-v1" + b"\1" + (1).to_bytes(8, "little") + b"a" + b"\0").digest()
+    assert seed(extra_key="a", cache_salt=None) == by_hand
+    assert len({seed(extra_key=key, cache_salt=salt) for key, salt in (("a", "bc"), ("ab", "c"), ("", None), (None, ""))}) == 4
+    assert sglang.namespaced_block_hash(-5, namespace_seed=None) == -5
+    assert sglang.namespaced_block_hash(-5, namespace_seed=seed(extra_key="lora", cache_salt="salt")) == VECTOR
+    with pytest.raises(OverflowError):
+        sglang.namespaced_block_hash(2**63, namespace_seed=by_hand)
+
+
+VECTOR = 6078853747462455894
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port", "advertised", "bindable"),
+    [
+        ("tcp://*:5557", 5557, ("*", 5557), ("*", 5557)),
+        ("tcp://0.0.0.0:1", 1, ("0.0.0.0", 1), ("0.0.0.0", 1)),  # noqa: S104 - names, not sockets
+        ("tcp://[::]:65535", 65535, ("[::]", 65535), ("::", 65535)),
+        ("tcp://[fe80::1]:5", 5, ("[fe80::1]", 5), None),
+        ("tcp://host:5", 5, ("host", 5), None),
+        ("tcp://::1:5", None, None, None),
+        ("tcp://[host]:5", None, None, None),
+        ("tcp://[::1]5", None, None, None),
+        ("tcp://host:0", None, None, None),
+        ("tcp://host:65536", None, None, None),
+        ("tcp://host:http", None, None, None),
+        ("tcp://:5", None, None, None),
+        ("tcp://host", None, None, None),
+        ("ipc://host:5", None, None, None),
+        ("", None, None, None),
+        (None, None, None, None),
+    ],
+)
+def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: Any, bindable: Any) -> None:
+    """Port with any host, what can be advertised, what can be bound; None for what has no meaning."""
+    assert sglang.parse_tcp_port(endpoint) == port
+    assert sglang.parse_advertisable_tcp(endpoint) == advertised
+    assert sglang.parse_bindable_tcp(endpoint) == bindable
+
+
+@pytest.mark.parametrize(
+    ("events_at", "replay_at", "ranks", "told", "found", "reason"),
+    [
+        ("tcp://*:5557", None, 2, None, None, None),
+        ("tcp://*:5557", None, 2, " OFF ", None, None),
+        ("tcp://*:5557", None, 0, "auto", None, None),
+        ("tcp://*:5557", None, 2, "auto", ("*", 5559), None),
+        ("tcp://*:5557", "tcp://*:5558", 2, "auto", ("*", 5560), None),
+        ("tcp://*:5557", "tcp://h:5600", 2, "auto", ("*", 5559), None),
+        ("tcp://h:5557", None, 2, "auto", None, "is not one"),
+        (None, None, 2, "auto", None, "--kv-events-config is not set"),
+        ("tcp://*:65534", None, 2, "auto", None, "u16 ceiling"),
+        ("tcp://*:5557", None, 2, "tcp://*:6000", ("*", 6000), None),
+        ("tcp://h:5557", None, 2, "tcp://[::]:6000", ("::", 6000), None),
+        ("ipc://x", None, 2, "tcp://*:6000", None, "for endpoint 'ipc://x'"),
+        (None, None, 2, "tcp://*:6000", None, "without --kv-events-config"),
+        ("tcp://*:5557", None, 2, "tcp://h:6000", None, "not a bindable"),
+        ("tcp://*:5557", None, 2, "tcp://*:5558", None, "overlaps"),
+        ("tcp://*:5557", "tcp://*:6001", 2, "tcp://*:6000", None, "overlaps"),
+    ],
+)
+def test_where_load_reports_go(
+    events_at: str | None, replay_at: str | None, ranks: int, told: str | None, found: Any, reason: str | None
+) -> None:
+    """Off unless asked for, packed after the events' and the replay's ports, or where told unless that overlaps."""
+    place, why = sglang.resolve_load_pub_range(
+        kv_endpoint=events_at, replay_endpoint=replay_at, dp_size=ranks, load_publish_endpoint=told
+    )
+    assert place == found
+    assert (reason in (why or "")) if reason else why is None

@@ -1,0 +1,338 @@
+"""`kvevents.compat.vllm` against what vLLM 0.33's `vllm.distributed.kv_events` shows to a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents import events
+from kvevents.compat import vllm
+from kvevents.errors import ConfigError
+from kvevents.wire import dialect_for, encode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    dealer,
+    held,
+    numbers,
+    open_consumer,
+    quick_publishers,
+    read_reply,
+    receive,
+    subscribe,
+    wait_until,
+)
+from wire_cases import GOLDENS, Golden
+
+Context = zmq.Context[Socket]
+NEWEST = [golden for golden in GOLDENS if golden.engine == "vllm" and golden.release == "0.32.0"]
+
+
+def parameters(function: Any) -> dict[str, Any]:
+    found = inspect.signature(function).parameters
+    return {name: parameter.default for name, parameter in found.items() if name != "self"}
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def test_signatures_are_vllms() -> None:
+    """Names, order and defaults, written down here from vLLM 0.33."""
+    assert list(parameters(vllm.ZmqEventPublisher).items()) == [
+        ("data_parallel_rank", REQUIRED),
+        ("endpoint", "tcp://*:5557"),
+        ("replay_endpoint", None),
+        ("buffer_steps", 10_000),
+        ("hwm", 100_000),
+        ("max_queue_size", 100_000),
+        ("topic", ""),
+    ]
+    assert parameters(vllm.EventPublisher.__init__) == {"data_parallel_rank": 0}
+    assert parameters(vllm.EventPublisherFactory.create) == {"config": REQUIRED, "data_parallel_rank": 0}
+    assert parameters(vllm.EventPublisherFactory.register_publisher) == {"name": REQUIRED, "ctor": REQUIRED}
+    assert [(field.name, field.default) for field in dataclasses.fields(vllm.KVEventsConfig)] == [
+        ("enable_kv_cache_events", False),
+        ("publisher", None),
+        ("endpoint", "tcp://*:5557"),
+        ("replay_endpoint", None),
+        ("buffer_steps", 10_000),
+        ("hwm", 100_000),
+        ("max_queue_size", 100_000),
+        ("topic", ""),
+    ]
+    assert vllm.BlockStored.__struct_fields__ == (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+        *("locality", "ownership", "session_id", "lookahead_token_ids"),
+    )
+    assert vllm.BlockRemoved.__struct_fields__ == ("block_hashes", "medium", "group_idx", "locality", "ownership")
+    assert (vllm.MEDIUM_GPU, vllm.MEDIUM_CPU, vllm.MEDIUM_STORAGE) == ("GPU", "CPU", "STORAGE")
+    assert vllm.ZmqEventPublisher.SHUTDOWN_TIMEOUT == 1.0
+    assert vllm.ZmqEventPublisher.END_SEQ == b"\xff" * 8
+
+
+def test_required_fields_are_required() -> None:
+    """vLLM has no defaults before `extra_keys` and `group_idx`."""
+    with pytest.raises(TypeError, match="medium"):
+        vllm.BlockRemoved([1])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="lora_name"):
+        vllm.BlockStored([1], None, [1], 1, None, "GPU")  # type: ignore[call-arg]
+
+
+def native(event: dict[str, Any]) -> Any:
+    """An event of a golden, built with the drop-in's classes as vLLM builds it with its own."""
+    fields = {name: value for name, value in event.items() if name != "type"}
+    if fields.get("extra_keys") is not None:
+        fields["extra_keys"] = [None if keys is None else tuple(keys) for keys in fields["extra_keys"]]
+    return getattr(vllm, event["type"])(**fields)
+
+
+# Made with the classes of vLLM 0.33 from its wheel, from the values of the test below.
+OF_0_33 = bytes.fromhex(
+    "93cb3ff800000000000093de000ea474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739201cfffffffffffffffffb1"
+    "706172656e745f626c6f636b5f68617368c4207070707070707070707070707070707070707070707070707070707070707070a9746f6b65"
+    "6e5f696473920102aa626c6f636b5f73697a6501a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472"
+    "615f6b65797392c091a473616c74a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74"
+    "696f6ea86c6f63616c697479a54c4f43414caa73657373696f6e5f6964a173b36c6f6f6b61686561645f746f6b656e5f6964739291039084"
+    "a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739101a66d656469756dc0a967726f75705f6964780281a47479"
+    "7065b0416c6c426c6f636b73436c656172656401"
+)
+
+
+def test_encoded_as_they_are_they_are_vllms_bytes() -> None:
+    """Byte by byte what vLLM 0.33 sends, the 16-bit map header included: with 16 fields msgspec reserves it."""
+    hashes: list[int | bytes] = [1, 2**64 - 1]
+    keys: list[tuple[str, ...] | None] = [None, ("salt",)]
+    kind = "full_attention"
+    first = vllm.BlockStored(
+        hashes, b"p" * 32, [1, 2], 1, None, "GPU", None, keys, 0, kind, None, "LOCAL", None, "s", [[3], []]
+    )
+    whole = vllm.KVEventBatch(1.5, [first, vllm.BlockRemoved([1], None, 2), vllm.AllBlocksCleared()], 1)
+    assert msgspec.msgpack.encode(whole) == OF_0_33
+
+
+@pytest.mark.parametrize("golden", NEWEST, ids=str)
+def test_goldens_from_these_classes(golden: Golden, context: Context) -> None:
+    """vLLM 0.32's payloads when spelled for it, the same values as they are, and its frames around them, live and replayed."""
+    ts, made, rank = golden.decoded
+    whole = vllm.KVEventBatch(ts, [native(event) for event in made], rank)
+    assert encode_batch(whole, dialect_for("vllm", "0.32.0")) == golden.payload
+    payload = msgspec.msgpack.encode(whole)
+    assert msgspec.msgpack.decode(payload) == msgspec.msgpack.decode(golden.payload)
+    assert rank is not None
+    topic, seq = golden.pub_frames[0].decode(), int.from_bytes(golden.pub_frames[1], "big")
+    publisher = vllm.ZmqEventPublisher(rank, ANY, ANY, topic=topic)
+    subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+    for _ in range(seq):
+        publisher.publish(vllm.KVEventBatch(ts, []))
+        subscriber.recv_multipart()
+    publisher.publish(whole)
+    assert subscriber.recv_multipart() == [*golden.pub_frames[:-1], payload]
+    ask(replay, seq)
+    assert replay.recv_multipart() == [*golden.replay_frames[:-1], payload]
+    assert replay.recv_multipart() == golden.replay_end_frames
+    publisher.shutdown()
+
+
+def test_the_newest_field_is_sent() -> None:
+    """`lookahead_token_ids`, new in 0.33, under its name."""
+    event = vllm.BlockStored([1], None, [1], 1, None, "GPU", None, lookahead_token_ids=[[2, 3]])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(event))["lookahead_token_ids"] == [[2, 3]]
+
+
+def test_goldens_are_there() -> None:
+    """The test above would pass on nothing."""
+    assert len(NEWEST) > 5
+
+
+def test_events_are_also_ours_and_hashable() -> None:
+    """So that they can be aggregated, spelled in other dialects, and told apart; what they are decoded from may hold more."""
+    removed = vllm.BlockRemoved([1], "GPU", 2)
+    full = vllm.BlockStored([1], b"x" * 32, [1], 1, None, "GPU", None, [("a",)], 0, "full", 5, "LOCAL", "o", "s", [[1]])
+    for event in (removed, full, vllm.BlockStored([1], None, [1], 1, None, None, None)):
+        assert isinstance(event, events.KVCacheEvent)
+        assert hash(event) == hash(msgspec.structs.replace(event))
+    assert hash(removed) != hash(vllm.BlockRemoved([1], "GPU", 3))
+    assert msgspec.msgpack.decode(
+        msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": [1], "medium": None, "tomorrow": 1}),
+        type=vllm.BlockRemoved,
+    ) == vllm.BlockRemoved([1], None)
+
+
+def test_a_program_written_for_vllm(context: Context) -> None:
+    """Config with the flag, factory, rank offset, publish, topic in replies, exact buffer limit, closed after shutdown."""
+    config = vllm.KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint="inproc://vllm-events",
+        replay_endpoint="inproc://vllm-replay",
+        buffer_steps=10,
+        topic="t",
+    )
+    publisher = vllm.EventPublisherFactory.create(config, data_parallel_rank=1)
+    assert isinstance(publisher, vllm.ZmqEventPublisher)
+    assert publisher._data_parallel_rank == 1
+    own: Context = zmq.Context.instance()
+    with open_consumer(own, zmq.SUB) as subscriber, open_consumer(own, zmq.DEALER) as replay:
+        subscriber.connect("inproc://vllm-events_dp1")
+        subscriber.subscribe("t")
+        wait_until(lambda: publisher.stats().subscribers, "a subscription")
+        for number in range(30):
+            publisher.publish(vllm.KVEventBatch(float(number), []))
+        assert [receive(subscriber)[0] for _ in range(30)] == list(range(30))
+        replay.connect("inproc://vllm-replay_dp1")
+        ask(replay, 0)
+        assert replay.recv_multipart()[:3] == [b"", b"t", (20).to_bytes(8, "big")]
+        assert numbers(read_reply(replay)) == list(range(21, 30))
+    publisher.shutdown()
+    publisher.shutdown()
+    with pytest.raises(RuntimeError, match="Publisher is closed"):
+        publisher.publish(vllm.EventBatch(1.0, []))
+
+
+def test_the_resolved_configuration_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As configured plus rank; a port left to the OS as this node's address with the chosen one (vLLM from 0.31)."""
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    publisher = vllm.ZmqEventPublisher(2, "tcp://*:0", "tcp://*:0", buffer_steps=5, topic="t")
+    found = publisher.get_publisher_config()
+    port = publisher.endpoint.rpartition(":")[2]
+    assert found.endpoint == f"tcp://10.1.2.3:{port}"
+    assert found.replay_endpoint is not None
+    assert found.replay_endpoint.startswith("tcp://10.1.2.3:")
+    assert (found.enable_kv_cache_events, found.publisher, found.buffer_steps, found.topic) == (True, "zmq", 5, "t")
+    publisher.shutdown()
+    monkeypatch.setenv("VLLM_HOST_IP", "fe80::1")
+    assert vllm._node_address() == "[fe80::1]"
+    monkeypatch.delenv("VLLM_HOST_IP")
+    assert vllm._node_address().count(".") == 3
+    publisher = vllm.ZmqEventPublisher(1, "inproc://told")
+    assert publisher.get_publisher_config() == vllm.KVEventsConfig(True, "zmq", "inproc://told_dp1")
+    publisher.shutdown()
+    assert vllm.NullEventPublisher(3).get_publisher_config() is None
+
+
+def test_a_rank_alone_on_its_node_keeps_vllms_ports() -> None:
+    """Neighbouring ports of rank 1 work in vLLM when rank 0 is elsewhere; here too, unlike in our own class."""
+    publisher = vllm.ZmqEventPublisher(1, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    free = int(publisher.endpoint.rpartition(":")[2])
+    publisher.shutdown()
+    # One below the port that was free just now, so that rank 1 gets that one; the replay port is chosen by the OS.
+    publisher._refuse_collision(f"tcp://*:{free - 1}", f"tcp://*:{free}")
+
+
+def test_a_full_queue_does_not_block(context: Context) -> None:
+    """vLLM would wait for the publisher thread here; a program only sees that it goes on."""
+    publisher = vllm.ZmqEventPublisher(0, ANY, max_queue_size=2)
+    with held(publisher):
+        for number in range(10):
+            publisher.publish(batch(number))
+        assert publisher.stats().dropped["queue_full"] == 8
+    publisher.shutdown()
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------------
+
+
+def test_config_is_a_dataclass() -> None:
+    """`asdict`, equality, positional fields; `publisher` follows from the flag."""
+    config = vllm.KVEventsConfig(True)
+    assert dataclasses.asdict(config) == dataclasses.asdict(vllm.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq"))
+    assert vllm.KVEventsConfig().publisher == "null"
+    assert dataclasses.replace(config, topic="x").topic == "x"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"hwm": "10"}, ("hwm", 10)),
+        ({"hwm": "10.0"}, ("hwm", 10)),
+        ({"hwm": 10.0}, ("hwm", 10)),
+        ({"enable_kv_cache_events": "yes"}, ("enable_kv_cache_events", True)),
+        ({"enable_kv_cache_events": 0}, ("enable_kv_cache_events", False)),
+        ({"enable_kv_cache_events": 1.0}, ("enable_kv_cache_events", True)),
+    ],
+    ids=str,
+)
+def test_config_takes_values_as_pydantic_does(given: dict[str, Any], expected: tuple[str, Any]) -> None:
+    """Numbers and flags written in other ways become what they mean."""
+    value = getattr(vllm.KVEventsConfig(**given), expected[0])
+    assert value == expected[1]
+    assert type(value) is type(expected[1])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"hwm": "ten"},
+        {"hwm": 1.5},
+        {"hwm": None},
+        {"hwm": float("nan")},
+        {"hwm": float("inf")},
+        {"endpoint": 5557},
+        {"endpoint": None},
+        {"topic": b"t"},
+        {"enable_kv_cache_events": "perhaps"},
+        {"enable_kv_cache_events": 2},
+        {"enable_kv_cache_events": None},
+        {"publisher": 1},
+    ],
+    ids=str,
+)
+def test_config_refuses_what_pydantic_refuses(given: dict[str, Any]) -> None:
+    """A ValueError that names the field."""
+    with pytest.raises(ConfigError, match=next(iter(given))) as caught:
+        vllm.KVEventsConfig(**given)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_config_from_the_command_line() -> None:
+    """The JSON of `--kv-events-config`; other text and unknown keys are refused."""
+    assert vllm.KVEventsConfig.from_cli('{"enable_kv_cache_events": true, "topic": "x"}') == vllm.KVEventsConfig(
+        True, topic="x"
+    )
+    for text in ("{", "[]", '{"endpont": "x"}', '{"format": "default"}'):
+        with pytest.raises(ConfigError):
+            vllm.KVEventsConfig.from_cli(text)
+
+
+# --- factory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_factory_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing wanted gives the null publisher; registered names work, with vLLM's settings; others raise as there."""
+    monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", dict(vllm.EventPublisherFactory._registry))
+    for config in (None, vllm.KVEventsConfig(), vllm.KVEventsConfig(True, "null")):
+        assert type(vllm.EventPublisherFactory.create(config)) is vllm.NullEventPublisher
+    calls: list[dict[str, Any]] = []
+
+    class Mine(vllm.EventPublisher):
+        def __init__(self, **settings: Any) -> None:
+            calls.append(settings)
+
+        def publish(self, events: Any) -> None: ...
+        def shutdown(self) -> None: ...
+
+    vllm.EventPublisherFactory.register_publisher("mine", Mine)
+    with pytest.raises(KeyError, match="publisher 'mine' already registered"):
+        vllm.EventPublisherFactory.register_publisher("mine", Mine)
+    vllm.EventPublisherFactory.create(vllm.KVEventsConfig(True, "mine"), 4)
+    names = {field.name for field in dataclasses.fields(vllm.KVEventsConfig)} - {"enable_kv_cache_events", "publisher"}
+    assert calls[0].keys() == names | {"data_parallel_rank"}
+    with pytest.raises(ValueError, match="Unknown event publisher 'other'"):
+        vllm.EventPublisherFactory.create(vllm.KVEventsConfig(True, "other"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "expected"),
+    [(None, 1, None), ("tcp://*:5557", 1, "tcp://*:5558"), ("inproc://a", 1, "inproc://a_dp1"), ("tcp://*:0", 1, "tcp://*:0")],
+)
+def test_port_offsets(endpoint: str | None, rank: int, expected: str | None) -> None:
+    """The static method that programs call to find a rank's endpoint."""
+    assert vllm.ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank=rank) == expected

@@ -1,0 +1,237 @@
+"""Configuration: defaults, both engines' JSON, and refusals that name the field."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents.config import Curve, KVEventsConfig, resolve_dialect, split_tcp
+from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
+from kvevents.wire import dialect_for
+
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+def test_defaults_are_the_engines() -> None:
+    """Field by field, as vLLM 0.33 and SGLang 0.5.23 have them."""
+    config = KVEventsConfig()
+    assert msgspec.structs.asdict(config) == {
+        "enable_kv_cache_events": False,
+        "publisher": "null",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": None,
+        "buffer_steps": 10_000,
+        "hwm": 100_000,
+        "max_queue_size": 100_000,
+        "topic": "",
+        "bind": None,
+        "dialect": None,
+        "replay_topic": None,
+        "curve": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "publisher"),
+    [({"enable_kv_cache_events": True}, "zmq"), ({}, "null"), ({"publisher": "mine"}, "mine"), ({"publisher": "zmq"}, "zmq")],
+    ids=str,
+)
+def test_the_publisher_follows_from_whether_events_are_enabled(given: dict[str, Any], publisher: str) -> None:
+    """Unless it is named."""
+    assert KVEventsConfig(**given).publisher == publisher
+
+
+@pytest.mark.parametrize(
+    ("text", "enabled", "publisher"),
+    [
+        ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:7000"}', True, "zmq"),
+        ('{"enable_kv_cache_events": false, "publisher": "zmq"}', False, "zmq"),
+        ('{"publisher": "zmq", "bind": true, "format": "dynamo"}', True, "zmq"),
+        ('{"publisher": "null", "format": "default"}', False, "null"),
+        ("{}", False, "null"),
+    ],
+)
+def test_either_engines_json(text: str, enabled: bool, publisher: str) -> None:
+    """vLLM enables with a flag, SGLang by naming a publisher; the rest is spelled alike."""
+    for config in (KVEventsConfig.from_json(text), KVEventsConfig.from_cli(text), KVEventsConfig.from_json(text.encode())):
+        assert (config.enable_kv_cache_events, config.publisher) == (enabled, publisher)
+
+
+def test_json_reaches_every_field() -> None:
+    """What `msgspec` writes is read back, keys included."""
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint="tcp://10.0.0.1:7000",
+        replay_endpoint="ipc:///run/replay",
+        buffer_steps=5,
+        hwm=6,
+        max_queue_size=7,
+        topic="kv@pod@model",
+        bind=False,
+        dialect="sglang-0.5.17",
+        replay_topic=True,
+        curve=Curve(public_key=KEY, secret_key=KEY, server_key=KEY),
+    )
+    assert KVEventsConfig.from_json(msgspec.json.encode(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"endpont": "x"}', "unknown key 'endpont'.*known keys: enable_kv_cache_events, publisher, endpoint.*format"),
+        ('{"format": "other"}', "format is 'other'"),
+        ('{"hwm": "many"}', r"hwm"),
+        ('{"hwm": -1}', "hwm is -1; it counts batches and cannot be negative"),
+        ('{"buffer_steps": -5}', "buffer_steps is -5"),
+        ('{"max_queue_size": -5}', "max_queue_size is -5"),
+        ('{"endpoint": "5557"}', "endpoint is '5557'; it must look like"),
+        ('{"endpoint": "udp://x:1"}', "endpoint is 'udp://x:1'"),
+        ('{"endpoint": "tcp://*:65536"}', "endpoint is .* port from 0 to 65535"),
+        ('{"endpoint": "tcp://*:http"}', "endpoint is .* port from 0 to 65535"),
+        ('{"replay_endpoint": "tcp://*"}', "replay_endpoint is .* port"),
+        ('{"dialect": "orca-1"}', "dialect: unknown engine 'orca'"),
+        ('{"dialect": "vllm-0.1"}', "dialect: vllm 0.1 is older"),
+        ('{"curve": {"public_key": "short", "secret_key": "short"}}', "curve"),
+        ('{"bind": "maybe"}', "bind"),
+    ],
+)
+def test_wrong_settings_are_named(text: str, sentence: str) -> None:
+    """Each error is a ConfigError and a ValueError whose message names the field or key."""
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        KVEventsConfig.from_json(text)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_config_does_not_change() -> None:
+    """It is frozen, and `publisher` is settled once."""
+    with pytest.raises(AttributeError):
+        KVEventsConfig().topic = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "found"),
+    [
+        ("tcp://*:5557", ("*", 5557)),
+        ("tcp://[::1]:5557", ("[::1]", 5557)),
+        ("tcp://eth0:*", ("eth0", 0)),
+        ("tcp://host", None),
+        ("tcp://:5557", None),
+        ("tcp://host:", None),
+        ("tcp://host:-1", None),
+        ("tcp://host:²", None),
+        ("ipc://a:5", None),
+        ("", None),
+    ],
+)
+def test_split_tcp(endpoint: str, found: tuple[str, int] | None) -> None:
+    """Host and port where both are there."""
+    assert split_tcp(endpoint) == found
+
+
+def test_dialects_by_name() -> None:
+    """Engine and release, engine alone, a row itself, or none."""
+    newest = dialect_for("vllm")
+    assert resolve_dialect("vllm-latest") is resolve_dialect("vllm") is resolve_dialect(newest) is newest
+    assert resolve_dialect("sglang-0.5.17") is dialect_for("sglang", "0.5.17")
+    assert resolve_dialect(None) is None
+    with pytest.raises(UnknownDialectError):
+        resolve_dialect("")
+
+
+def test_a_secret_key_is_never_shown() -> None:
+    """Neither by repr, also inside a config, nor by rich."""
+    secret = KEY[::-1]
+    for curve in (Curve(public_key=KEY, secret_key=secret), Curve(public_key=KEY, secret_key=secret, server_key=KEY)):
+        for shown in (repr(curve), str(curve), repr(KVEventsConfig(curve=curve)), repr(dict(curve.__rich_repr__()))):
+            assert secret not in shown
+            assert KEY in shown
+
+
+def test_keys_are_set_on_a_socket() -> None:
+    """As a server without `server_key`, as a client with it."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    with zmq.Context() as context, context.socket(zmq.PUB) as server, context.socket(zmq.SUB) as client:
+        Curve(public_key=public, secret_key=secret).apply(server)
+        Curve(public_key=public, secret_key=secret, server_key=KEY).apply(client)
+        assert (server.mechanism, server.curve_server) == (zmq.CURVE, 1)
+        assert (client.mechanism, client.curve_server) == (zmq.CURVE, 0)
+
+
+def test_config_needs_no_zmq() -> None:
+    """A program that only reads configuration does not load it."""
+    code = """
+import sys, types
+import importlib.util
+root = importlib.util.find_spec("kvevents").submodule_search_locations
+package = types.ModuleType("kvevents"); package.__path__ = root; sys.modules["kvevents"] = package
+import kvevents.config
+assert "zmq" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  the interpreter that runs this test
+
+
+# --- the factory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A copy that the test may add to."""
+    copy = dict(EventPublisherFactory._registry)
+    monkeypatch.setattr(EventPublisherFactory, "_registry", copy)
+    return copy
+
+
+@pytest.mark.parametrize("config", [None, KVEventsConfig(), KVEventsConfig(enable_kv_cache_events=True, publisher="null")])
+def test_no_publisher_is_wanted(config: KVEventsConfig | None) -> None:
+    """Without a configuration, when events are not enabled, or when it says `null`."""
+    assert type(EventPublisherFactory.create(config, 2)) is NullEventPublisher
+
+
+def test_a_zmq_publisher_from_json() -> None:
+    """Rank and every setting arrive."""
+    settings = {
+        "endpoint": "tcp://127.0.0.1:*",
+        "replay_endpoint": "tcp://127.0.0.1:*",
+        "topic": "t",
+        "dialect": "sglang-0.5.17",
+    }
+    config = KVEventsConfig.from_json(json.dumps({"publisher": "zmq", "buffer_steps": 3, **settings}))
+    publisher = EventPublisherFactory.create(config, data_parallel_rank=2)
+    assert isinstance(publisher, ZmqEventPublisher)
+    assert publisher._dp_rank == 2
+    assert publisher._topic_bytes == b"t"
+    assert publisher._dialect is dialect_for("sglang", "0.5.17")
+    assert publisher._buffer._kept.maxlen == 3
+    publisher.shutdown()
+
+
+def test_registered_publishers_get_the_engines_settings(registry: dict[str, Any]) -> None:
+    """And ours only when they are set, since a publisher written for an engine does not take them."""
+    calls: list[dict[str, Any]] = []
+
+    def make(**settings: Any) -> EventPublisher:
+        calls.append(settings)
+        return NullEventPublisher()
+
+    EventPublisherFactory.register_publisher("mine", make)
+    EventPublisherFactory.create(KVEventsConfig(enable_kv_cache_events=True, publisher="mine"), 1)
+    EventPublisherFactory.create(KVEventsConfig(enable_kv_cache_events=True, publisher="mine", bind=False), 1)
+    engines_own = {"data_parallel_rank", "endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"}
+    assert [call.keys() for call in calls] == [engines_own, engines_own | {"bind"}]
+
+
+def test_names_are_registered_once_and_must_be_known(registry: dict[str, Any]) -> None:
+    """KeyError for a name taken, ValueError for one unknown, in the engines' words."""
+    with pytest.raises(KeyError, match="publisher 'zmq' already registered"):
+        EventPublisherFactory.register_publisher("zmq", NullEventPublisher)
+    with pytest.raises(ValueError, match="Unknown event publisher 'carrier-pigeon'"):
+        EventPublisherFactory.create(KVEventsConfig(enable_kv_cache_events=True, publisher="carrier-pigeon"))

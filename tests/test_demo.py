@@ -1,0 +1,64 @@
+"""`make demo` and the other examples, as processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from kvevents.events import BlockRemoved, BlockStored
+from kvevents.testing import TapePlayer
+from kvevents.wire import decode_batch
+from test_cli import RECORDING, RUN, Program
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def example(name: str, *args: object) -> Program:
+    return Program(EXAMPLES / name, *args, command=[sys.executable])
+
+
+def test_the_demo_delivers_what_was_published() -> None:
+    with example("demo.py") as demo:
+        ended = demo.end()
+    assert ended.code == 0, ended.out + ended.err
+    assert ended.err == ""
+    counts = re.findall(r"life (\d): +(\d+) published, +(\d+) delivered, .*: equal, in order, byte for byte", ended.out)
+    assert counts == [("0", "79", "79"), ("1", "35", "35")]
+    assert "RESET   life 1 begins" in ended.out
+    assert "Try next:" in ended.out
+    assert "\x1b[" not in ended.out
+
+
+def test_one_end_publishes_and_the_other_reads() -> None:
+    with example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+        endpoints = publisher.out.wait("tcp://").split()
+        with example("subscribe.py", *endpoints) as subscriber:
+            subscriber.out.wait(r"^0 \[BlockStored\(block_hashes=\[1\], parent_block_hash=None")
+            subscriber.out.wait(r"^\d+ \[BlockStored.* EXACT")
+        with example("async_subscribe.py", ",".join(endpoints)) as subscriber:
+            subscriber.out.wait(r"Batch\(source='pod-0', rank=0, incarnation=0, seq=\d+,.* EXACT")
+
+
+def test_the_router_knows_what_each_worker_holds() -> None:
+    with TapePlayer(RECORDING, run=RUN) as one, TapePlayer(RECORDING, run="bs64-emptytopic") as other:
+        one.play(40)
+        other.play()
+        expected = [resident(tape) for tape in (one, other)]
+        with example(
+            "router.py", f"{one.endpoint},{one.replay_endpoint}", f"{other.endpoint},{other.replay_endpoint}"
+        ) as router:
+            router.out.wait(f"'worker-0': '{expected[0]} blocks, EXACT', 'worker-1': '{expected[1]} blocks, EXACT'")
+
+
+def resident(tape: TapePlayer) -> int:
+    blocks: set[int] = set()
+    for _, payload in tape.batches():
+        for event in decode_batch(payload).batch.events:
+            if isinstance(event, BlockStored):
+                blocks.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                blocks.difference_update(event.block_hashes)
+            else:
+                blocks.clear()
+    return len(blocks)

@@ -1,0 +1,65 @@
+"""The public surface: what the package root offers, and nothing by accident."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import kvevents
+
+
+def test_the_root_offers_exactly_these_names() -> None:
+    """A name that appears or goes is a decision, made here too."""
+    assert sorted(kvevents.__all__) == [
+        "AllBlocksCleared",
+        "AsyncSubscriber",
+        "Batch",
+        "BlockRemoved",
+        "BlockStored",
+        "Curve",
+        "Decoded",
+        "Delivery",
+        "Dialect",
+        "EventBatch",
+        "EventPublisher",
+        "EventPublisherFactory",
+        "Gap",
+        "KVCacheEvent",
+        "KVConnectorKVEvents",
+        "KVEventAggregator",
+        "KVEventBatch",
+        "KVEventsConfig",
+        "KVEventsError",
+        "MEDIUM_CPU",
+        "MEDIUM_CPU_PINNED",
+        "MEDIUM_DISK",
+        "MEDIUM_EXTERNAL",
+        "MEDIUM_GPU",
+        "MEDIUM_STORAGE",
+        "NullEventPublisher",
+        "Reset",
+        "Source",
+        "StreamLimits",
+        "StreamStatus",
+        "Subscriber",
+        "Trust",
+        "ZmqEventPublisher",
+        "decode_batch",
+        "dialect_for",
+        "encode_batch",
+    ]
+    assert all(hasattr(kvevents, name) for name in kvevents.__all__)
+
+
+def test_importing_needs_msgspec_and_pyzmq_only() -> None:
+    """An engine image can carry the package: importing it brings no other third-party module, and no testing or CLI code."""
+    script = (
+        "import sys, msgspec, zmq, zmq.utils.monitor, importlib.metadata as m; before = set(sys.modules);"
+        "import kvevents, kvevents.compat.vllm, kvevents.compat.sglang;"
+        "added = set(sys.modules) - before; roots = {name.partition('.')[0] for name in added};"
+        "owners = m.packages_distributions();"
+        "print(sorted({dist for root in roots for dist in owners.get(root, ())} - {'kvevents'}));"
+        "print([name for name in added if name.startswith(('kvevents.testing', 'kvevents.cli'))])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines() == ["[]", "[]"]

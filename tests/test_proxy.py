@@ -1,0 +1,520 @@
+"""`kvevents.testing.proxy`, and the ZMTP splitter beneath it, between real sockets."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import zmq
+
+from kvevents.errors import ClosedError, ConfigError, EndpointError
+from kvevents.testing import FaultProxy, TapePlayer, lanes
+from kvevents.testing import proxy as proxy_module
+from kvevents.testing.zmtp import Piece, ZmtpSplitter
+from kvevents.wire import replay_request_frames
+
+SECONDS = 10
+"""Deadline of every wait; nothing waits for it unless it fails."""
+
+Socket = zmq.Socket[bytes]
+Open = Callable[..., Socket]
+
+
+def address(proxy: FaultProxy) -> tuple[str, int]:
+    return "127.0.0.1", int(proxy.endpoint.rpartition(":")[2])
+
+
+def batches(count: int, size: int = 20) -> list[tuple[bytes, int, bytes]]:
+    return [(b"kv", seq, bytes([seq % 256]) * size) for seq in range(count)]
+
+
+def receive(source: Socket) -> list[bytes]:
+    assert source.poll(1000 * SECONDS), "nothing came"
+    return source.recv_multipart()
+
+
+def seqs(source: Socket, count: int) -> list[int]:
+    return [int.from_bytes(receive(source)[1]) for _ in range(count)]
+
+
+def join(tape: TapePlayer, sub: Socket) -> None:
+    """Wait until subscribed; a SUB that reconnects subscribes again when it is polled."""
+    deadline = time.monotonic() + SECONDS
+    while not tape.wait_for_subscriber(0.01):
+        assert time.monotonic() < deadline
+        sub.poll(10)
+
+
+def leave(tape: TapePlayer) -> None:
+    """Wait until the tape knows that its subscriber is gone."""
+    deadline = time.monotonic() + SECONDS
+    while tape.wait_for_subscriber(0):
+        assert time.monotonic() < deadline
+
+
+@pytest.fixture
+def connect() -> Iterator[Open]:
+    """A socket of a kind, connected; a SUB hears everything."""
+    context: zmq.Context[Socket] = zmq.Context()
+    opened: list[Socket] = []
+
+    def make(kind: int, endpoint: str, options: Mapping[int, int] = MappingProxyType({})) -> Socket:
+        made = context.socket(kind)
+        opened.append(made)
+        made.setsockopt(zmq.RCVHWM, 0)
+        for option, value in options.items():
+            made.setsockopt(option, value)
+        if kind == zmq.SUB:
+            made.subscribe(b"")
+        made.connect(endpoint)
+        return made
+
+    yield make
+    for one in opened:
+        one.close(0)
+    context.term()
+
+
+@pytest.fixture
+def tape() -> Iterator[TapePlayer]:
+    with TapePlayer(batches(1000)) as made:
+        yield made
+
+
+@pytest.fixture
+def proxy(tape: TapePlayer) -> Iterator[FaultProxy]:
+    with FaultProxy(tape.endpoint) as made:
+        yield made
+
+
+# Passing on
+
+
+def test_passes_live_and_replay_unchanged(tape: TapePlayer, connect: Open) -> None:
+    """SUB and DEALER behind proxies receive the frames that they receive without, and the proxies count them."""
+    assert tape.replay_endpoint is not None
+    with FaultProxy(tape.endpoint) as live, FaultProxy(tape.replay_endpoint) as replay:
+        near, far = connect(zmq.SUB, tape.endpoint), connect(zmq.SUB, live.endpoint)
+        assert tape.wait_for_subscriber(SECONDS, count=2)
+        tape.play()
+        assert [receive(far) for _ in range(1000)] == [receive(near) for _ in range(1000)]
+        answers = []
+        for endpoint in (tape.replay_endpoint, replay.endpoint):
+            dealer = connect(zmq.DEALER, endpoint)
+            dealer.send_multipart(replay_request_frames(10))
+            answers.append([receive(dealer) for _ in range(991)])
+        assert answers[0] == answers[1]
+        assert live.counts.down.messages == 1000
+        assert (replay.counts.up.messages, replay.counts.down.messages) == (1, 991)
+        assert repr(replay) == (
+            f"<FaultProxy {replay.endpoint} to {tape.replay_endpoint} 1 connections, down 991 (0 dropped), up 1 (0 dropped)>"
+        )
+
+
+def test_is_exact_to_the_byte() -> None:
+    """A greeting, commands, messages of every size of frame, and half a message at the end, in pieces of any length, arrive as
+    they were sent, both ways."""
+    stream = greeting() + command(b"READY") + message(b"kv", b"x" * 255, b"y" * 256, b"") + message(b"z" * 200_000)
+    stream += message(b"half")[:-2]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        FaultProxy(f"tcp://127.0.0.1:{server.getsockname()[1]}") as proxy,
+        socket.create_connection(address(proxy), SECONDS) as client,
+        server.accept()[0] as upstream,
+    ):
+        upstream.settimeout(SECONDS)
+        sender = threading.Thread(target=send_in_pieces, args=(client, stream))
+        sender.start()
+        assert read_all(upstream) == stream
+        sender.join(SECONDS)
+    assert proxy.counts.up.messages == 2
+    assert proxy.counts.up.bytes == len(stream)
+
+
+def send_in_pieces(client: socket.socket, stream: bytes) -> None:
+    """In pieces that end anywhere, as TCP delivers them, and then the end."""
+    chance = random.Random(3)
+    cuts = sorted({0, len(stream), *range(80), *chance.sample(range(len(stream)), 50)})
+    for start, end in pairwise(cuts):
+        client.sendall(stream[start:end])
+    client.shutdown(socket.SHUT_WR)
+
+
+def read_all(source: socket.socket) -> bytes:
+    received = bytearray()
+    while data := source.recv(65536):
+        received += data
+    return bytes(received)
+
+
+def test_a_peer_that_leaves_takes_the_connection_along(connect: Open) -> None:
+    """What an engine sent before it died is delivered, then the connection ends on the other side too."""
+    with TapePlayer(batches(3000, size=500)) as tape, FaultProxy(tape.endpoint) as proxy:
+        sub = connect(zmq.SUB, proxy.endpoint)
+        join(tape, sub)
+        tape.play()
+        tape.stop()
+        assert seqs(sub, 3000) == list(range(3000))
+        assert proxy.wait_until(lambda counts: counts.open == 0, SECONDS)
+        tape.restart()
+        join(tape, sub)
+        tape.play(1)
+        assert seqs(sub, 1) == [0]
+
+
+def test_many_connections(connect: Open) -> None:
+    """Each has its own way through; none mixes with another."""
+    with TapePlayer(batches(100)) as tape, FaultProxy(str(tape.replay_endpoint)) as proxy:
+        tape.play()
+        dealers = [connect(zmq.DEALER, proxy.endpoint) for _ in range(40)]
+        for start, dealer in enumerate(dealers):
+            dealer.send_multipart(replay_request_frames(start))
+        for start, dealer in enumerate(dealers):
+            assert [int.from_bytes(receive(dealer)[2]) for _ in range(100 - start)] == list(range(start, 100))
+        assert (proxy.counts.connections, proxy.counts.open) == (40, 40)
+
+
+def test_a_slow_reader_is_felt_by_the_sender(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a reader is bounded; at the limit the sender is no longer read, and everything arrives in the end."""
+    monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 100_000)
+    with TapePlayer(batches(2000, size=10_000)) as tape, FaultProxy(tape.endpoint) as proxy:
+        sub = connect(zmq.SUB, proxy.endpoint)
+        join(tape, sub)
+        proxy.delay()
+        tape.play()
+        assert proxy.wait_until(lambda counts: counts.down.held >= 9, SECONDS)
+        proxy.heal()
+        assert seqs(sub, 2000) == list(range(2000))
+        assert proxy.counts.down.held == 0
+
+
+# Dropping
+
+
+def test_drops_the_next_messages(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """Whole messages are lost, the connection stays good, and what is lost is counted."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    tape.play(2)
+    assert seqs(sub, 2) == [0, 1]
+    proxy.drop(3)
+    tape.play(5)
+    assert seqs(sub, 2) == [5, 6]
+    assert (proxy.counts.down.messages, proxy.counts.down.dropped, proxy.counts.connections) == (7, 3, 1)
+
+
+def test_drops_a_share_the_same_way_each_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """Chance comes from the seed alone."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    runs = []
+    for first in (0, 1000, 2000):
+        before = proxy.counts.down.dropped
+        proxy.drop(0.1, seed=4)
+        tape.play()
+        messages = first + 1000
+        assert proxy.wait_until(lambda counts, messages=messages: counts.down.messages == messages, SECONDS)  # type: ignore[misc]
+        dropped = proxy.counts.down.dropped - before
+        runs.append([seq - first for seq in seqs(sub, 1000 - dropped)])
+    assert runs[0] == runs[1] == runs[2]
+    assert 800 < len(runs[0]) < 980
+
+
+def test_drops_by_a_rule(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """A function sees the frames of each message and decides."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    proxy.drop(lambda frames: frames[0] == b"kv" and frames[1][-1] % 2 == 1)
+    tape.play(4)
+    assert proxy.wait_until(lambda counts: counts.down.messages == 4, SECONDS)
+    assert seqs(sub, 2) == [0, 2]
+    proxy.drop(None)
+    tape.play(2)
+    assert seqs(sub, 2) == [4, 5]
+
+
+def test_drops_requests(tape: TapePlayer, connect: Open) -> None:
+    """The other direction has its own rules: a request that is lost is never answered, replies are not touched."""
+    with FaultProxy(str(tape.replay_endpoint)) as proxy:
+        tape.play(2)
+        dealer = connect(zmq.DEALER, proxy.endpoint)
+        proxy.drop(1, direction="up")
+        dealer.send_multipart(replay_request_frames(0))
+        dealer.send_multipart(replay_request_frames(1))
+        assert [receive(dealer)[-1] != b"" for _ in range(2)] == [True, False]
+        assert tape.requests == [1]
+
+
+def test_a_rule_that_raises_is_told(tape: TapePlayer, connect: Open) -> None:
+    """The mistake is the caller's: the connection ends, and the error comes out at the end instead of vanishing in a thread."""
+
+    def rule(frames: tuple[bytes, ...]) -> bool:
+        raise LookupError(frames[0])
+
+    proxy = FaultProxy(tape.endpoint)
+    join(tape, connect(zmq.SUB, proxy.endpoint))
+    proxy.drop(rule)
+    tape.play(1)
+    assert proxy.wait_until(lambda counts: counts.open == 0, SECONDS)
+    with pytest.raises(LookupError, match="kv"):
+        proxy.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("rule", [1.5, -0.5, -1])
+def test_impossible_rules(proxy: FaultProxy, rule: float) -> None:
+    """A share is from 0 to 1, a count at least 0; so are seconds."""
+    with pytest.raises(ConfigError):
+        proxy.drop(rule)
+    with pytest.raises(ConfigError):
+        proxy.delay(-1)
+
+
+# Delaying
+
+
+def test_holds_until_released(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """Held messages stay in order and go one by one when told to."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    proxy.delay()
+    tape.play(5)
+    assert proxy.wait_until(lambda counts: counts.down.held == 5, SECONDS)
+    assert not sub.poll(0)
+    proxy.release(2)
+    assert seqs(sub, 2) == [0, 1]
+    assert proxy.counts.down.held == 3
+    proxy.heal()
+    tape.play(1)
+    assert seqs(sub, 4) == [2, 3, 4, 5]
+
+
+def test_delays_by_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """Every message comes, late and in order; what is sent after the delay was ended does not overtake what is still held."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    proxy.delay(0.05)
+    tape.play(5)
+    assert proxy.wait_until(lambda counts: counts.down.messages == 5, SECONDS)
+    proxy.delay(0)
+    tape.play(5)
+    assert seqs(sub, 10) == list(range(10))
+
+
+def test_subscriptions_and_heartbeats_pass_while_messages_are_held(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """Peers with heartbeats do not give a delayed connection up: ping and pong overtake what is held."""
+    proxy.delay()
+    proxy.delay(direction="up")
+    sub = connect(zmq.SUB, proxy.endpoint, {zmq.HEARTBEAT_IVL: 5, zmq.HEARTBEAT_TIMEOUT: 1000 * SECONDS})
+    join(tape, sub)
+    tape.play(1)
+    assert proxy.wait_until(lambda counts: counts.down.held == 1, SECONDS)
+    sent = proxy.counts
+    assert proxy.wait_until(lambda now: now.down.bytes > sent.down.bytes + 20 and now.up.bytes > sent.up.bytes + 20, SECONDS)
+    assert not sub.poll(0)
+    proxy.heal()
+    assert seqs(sub, 1) == [0]
+
+
+# Stalling and cutting
+
+
+def test_a_stalled_connection_stays_open(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """Nothing passes and nobody is told; after healing everything arrives, in order."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    proxy.stall()
+    tape.play(3)
+    other = connect(zmq.SUB, proxy.endpoint)
+    assert not tape.wait_for_subscriber(0.05, count=2)
+    assert not sub.poll(0)
+    assert proxy.counts.open == 1
+    proxy.heal()
+    assert seqs(sub, 3) == [0, 1, 2]
+    assert tape.wait_for_subscriber(SECONDS, count=2)
+    tape.play(1)
+    assert seqs(other, 1) == seqs(sub, 1) == [3]
+
+
+def test_heartbeats_notice_a_stall(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """A half-open connection is found out by heartbeats alone; the subscriber comes back when the network does."""
+    sub = connect(zmq.SUB, proxy.endpoint, {zmq.HEARTBEAT_IVL: 50, zmq.HEARTBEAT_TIMEOUT: 50})
+    join(tape, sub)
+    with sub.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        proxy.stall()
+        assert monitor.poll(1000 * SECONDS)
+        sub.disable_monitor()
+    proxy.heal()
+    # The tape may for a moment still count the connection that is gone, so what proves it is a message that gets through.
+    deadline = time.monotonic() + SECONDS
+    while not sub.poll(10):
+        assert time.monotonic() < deadline
+        tape.send_raw([b"kv"])
+    assert receive(sub) == [b"kv"]
+
+
+def test_cut_connections_come_back(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """A cut closes both sides at once, loses what was held, and the peer reconnects to the same port."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    proxy.delay()
+    tape.play(2)
+    assert proxy.wait_until(lambda counts: counts.down.held == 2, SECONDS)
+    proxy.cut()
+    assert (proxy.counts.open, proxy.counts.down.held) == (0, 0)
+    proxy.heal()
+    leave(tape)
+    join(tape, sub)
+    tape.play(1)
+    assert seqs(sub, 1) == [2]
+    assert proxy.counts.connections == 2
+
+
+def test_a_cut_can_refuse_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """The port refuses, as that of a dead host's process, stays the proxy's, and takes connections again after healing."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    for _ in range(2):
+        proxy.cut(refuse=True)
+        assert proxy.counts.open == 0
+        leave(tape)
+        with socket.socket() as probe:
+            assert probe.connect_ex(address(proxy)) == errno.ECONNREFUSED
+    proxy.heal()
+    proxy.heal()
+    join(tape, sub)
+    tape.play(1)
+    assert seqs(sub, 1) == [0]
+
+
+def test_an_upstream_that_is_not_there(connect: Open) -> None:
+    """Connections are accepted and closed again, as often as the peer tries, and work once upstream is there."""
+    with TapePlayer(batches(1)) as tape, FaultProxy(tape.endpoint) as proxy:
+        tape.stop()
+        sub = connect(zmq.SUB, proxy.endpoint)
+        assert proxy.wait_until(lambda counts: counts.refused >= 2, SECONDS)
+        tape.restart()
+        join(tape, sub)
+        tape.play()
+        assert seqs(sub, 1) == [0]
+
+
+def test_connections_are_limited(tape: TapePlayer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit a connection is closed at once."""
+    monkeypatch.setattr(proxy_module, "MAX_CONNECTIONS", 1)
+    with socket.create_connection(address(proxy), SECONDS), socket.create_connection(address(proxy), SECONDS):
+        assert proxy.wait_until(lambda counts: (counts.open, counts.refused) == (1, 1), SECONDS)
+
+
+# Ending
+
+
+def test_closing_is_idempotent(tape: TapePlayer, connect: Open) -> None:
+    """Twice, from two threads, with held messages and a stall under way: it ends, and says so from then on."""
+    proxy = FaultProxy(tape.endpoint)
+    join(tape, connect(zmq.SUB, proxy.endpoint))
+    proxy.delay()
+    tape.play(10)
+    assert proxy.wait_until(lambda counts: counts.down.held == 10, SECONDS)
+    proxy.stall()
+    closers = [threading.Thread(target=proxy.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(SECONDS)
+    proxy.close()
+    assert "closed" in repr(proxy)
+    with pytest.raises(ClosedError):
+        proxy.heal()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_is_left_behind() -> None:
+    """No thread and no file descriptor outlives a proxy, with open connections, and none a proxy that could not listen."""
+    server = socket.create_server(("127.0.0.1", 0))  # not a tape, whose sockets libzmq closes when it has the time
+    upstream = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    before = threading.active_count(), open_files()
+    for _ in range(3):
+        with FaultProxy(upstream) as proxy:
+            with socket.create_connection(address(proxy), SECONDS):
+                assert proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
+                proxy.cut()
+            with pytest.raises(EndpointError, match="cannot listen"):
+                FaultProxy(upstream, proxy.endpoint)
+    assert (threading.active_count(), open_files()) == before
+    server.close()
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1", "nonsense"])
+def test_only_tcp_is_proxied(endpoint: str) -> None:
+    """Another transport is refused with a sentence."""
+    with pytest.raises(ConfigError, match=r"such as tcp://127\.0\.0\.1:5557"):
+        FaultProxy(endpoint)
+
+
+# The splitter
+
+
+def greeting(mechanism: bytes = b"NULL", major: int = 3) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f" + bytes([major, 1]) + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def command(body: bytes) -> bytes:
+    return bytes([4, len(body)]) + body
+
+
+def message(*frames: bytes) -> bytes:
+    raw = b""
+    for at, body in enumerate(frames):
+        more = at < len(frames) - 1
+        raw += bytes([more, len(body)]) + body if len(body) < 256 else bytes([2 + more]) + len(body).to_bytes(8) + body
+    return raw
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 100_000])
+def test_messages_are_found_however_they_arrive(step: int) -> None:
+    """Commands and whole messages come out as pieces, in order, whatever the reads were; together they are the stream."""
+    parts = [command(b"READY"), message(b"a"), message(b"", b"x" * 300, b""), command(b"PING"), message(b"")]
+    stream = greeting() + b"".join(parts)
+    splitter = ZmtpSplitter()
+    pieces = [piece for at in range(0, len(stream), step) for piece in splitter.feed(stream[at : at + step])]
+    assert b"".join(piece.raw for piece in pieces) + splitter.rest() == stream
+    assert [piece for piece in pieces if piece.kind != "raw"] == [
+        Piece("command", parts[0]),
+        Piece("message", parts[1], (b"a",)),
+        Piece("message", parts[2], (b"", b"x" * 300, b"")),
+        Piece("command", parts[3]),
+        Piece("message", parts[4], (b"",)),
+    ]
+
+
+@pytest.mark.parametrize("opening", [greeting(b"CURVE"), greeting(major=2), b"GET / HTTP/1.1\r\n" * 10])
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_what_cannot_be_told_apart_passes_unread(opening: bytes, step: int) -> None:
+    """CURVE, old protocols and foreign ones have no messages, and lose no byte."""
+    stream = opening + message(b"a") + b"\xff" * 50
+    splitter = ZmtpSplitter()
+    pieces = [piece for at in range(0, len(stream), step) for piece in splitter.feed(stream[at : at + step])]
+    assert {piece.kind for piece in pieces} == {"raw"}
+    assert b"".join(piece.raw for piece in pieces) + splitter.rest() == stream
+
+
+def test_a_message_beyond_the_limit_passes_unread() -> None:
+    """Memory is bounded: what is too long to be kept together goes on as it comes, and all that follows it."""
+    splitter = ZmtpSplitter(max_message_bytes=100)
+    small, large = message(b"a", b"b"), message(b"x" * 60, b"y" * 60)
+    pieces = splitter.feed(greeting() + small + large[:70])
+    assert [piece.kind for piece in pieces] == ["raw", "message", "raw"]
+    assert splitter.feed(large[70:] + small) == [Piece("raw", large[70:] + small)]
+    assert pieces[-1].raw == large[:70]

@@ -1,0 +1,317 @@
+"""Publishing on real sockets: what arrives, with which numbers, and what is said about what does not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvevents.publisher import EventPublisher, NullEventPublisher, PublisherStats, ZmqEventPublisher
+from kvevents.publisher.episode import QUIET, Episode
+from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    DEADLINE,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    dealer,
+    held,
+    numbers,
+    publishing,
+    quick_publishers,
+    read_reply,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+Context = zmq.Context[Socket]
+
+
+def test_live_frames_are_topic_number_payload(context: Context) -> None:
+    """Three frames, numbers from 0, the payload as `encode_batch` makes it."""
+    with publishing(topic="kv@pod@model") as publisher:
+        subscriber = subscribe(context, publisher, b"kv@")
+        for number in range(3):
+            publisher.publish(batch(number))
+        for number in range(3):
+            expected = batch(number)
+            expected.data_parallel_rank = 0
+            assert subscriber.recv_multipart() == [b"kv@pod@model", number.to_bytes(8, "big"), encode_batch(expected)]
+
+
+def test_a_batch_without_rank_gets_the_publishers(context: Context) -> None:
+    """Visible on the batch as soon as `publish` returns, as in the engines; a rank that is there stays."""
+    with publishing(3) as publisher:
+        subscriber = subscribe(context, publisher)
+        own, others = EventBatch(0.0, []), EventBatch(0.0, [], 7)
+        publisher.publish(own)
+        publisher.publish(others)
+        assert (own.data_parallel_rank, others.data_parallel_rank) == (3, 7)
+        assert [decode_batch(receive(subscriber)[1]).batch.data_parallel_rank for _ in range(2)] == [3, 7]
+
+
+class SGLangLike(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    attn_dp_rank: int | None = None
+
+
+class WithoutRank(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+
+
+class Frozen(msgspec.Struct, array_like=True, frozen=True):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+def test_users_own_batch_types_publish(context: Context) -> None:
+    """SGLang's name for the rank is understood; a batch without any rank, or that cannot be changed, is sent as it is."""
+    with publishing(2) as publisher:
+        subscriber = subscribe(context, publisher)
+        for made in (SGLangLike(1.0, []), WithoutRank(1.0, []), Frozen(1.0, [])):
+            publisher.publish(made)
+        assert [msgspec.msgpack.decode(receive(subscriber)[1]) for _ in range(3)] == [[1.0, [], 2], [1.0, []], [1.0, [], None]]
+
+
+def test_users_own_event_types_publish(context: Context) -> None:
+    """Any type that msgspec can encode, beside ours, in the order given."""
+
+    @dataclass
+    class Note:
+        text: str
+
+    with publishing() as publisher:
+        subscriber = subscribe(context, publisher)
+        publisher.publish(EventBatch(1.0, [Note("mine"), AllBlocksCleared(), {"type": "Other"}]))
+        found = msgspec.msgpack.decode(receive(subscriber)[1])
+        assert found == [1.0, [{"text": "mine"}, {"type": "AllBlocksCleared"}, {"type": "Other"}], 0]
+
+
+@pytest.mark.parametrize("dialect", dialects(), ids=str)
+def test_any_dialect_is_spoken(context: Context, dialect: Dialect) -> None:
+    """A publisher of a release sends that release's bytes, and a decoder reads the same events back."""
+    events = [
+        BlockStored([5, 2**64 - 1], 4, list(range(32)), 16, medium="GPU"),
+        BlockRemoved([5], medium="GPU"),
+        AllBlocksCleared(),
+    ]
+    with publishing(1, dialect=dialect) as publisher:
+        subscriber = subscribe(context, publisher)
+        publisher.publish(EventBatch(1.0, events))
+        payload = receive(subscriber)[1]
+    assert payload == encode_batch(EventBatch(1.0, events, 1), dialect)
+    found = decode_batch(payload)
+    assert not found.rejected
+    assert [event.__class__ for event in found.batch.events] == [event.__class__ for event in events]
+
+
+def test_a_dialect_is_given_by_name() -> None:
+    """Engine and release; a name that no row covers is refused before any socket is opened."""
+    with publishing(dialect="sglang-0.5.17", replay_endpoint=ANY) as publisher:
+        assert publisher._dialect is not None
+        assert publisher._dialect.name == "sglang-0.5.9"
+    with pytest.raises(UnknownDialectError, match="orca"):
+        ZmqEventPublisher(0, ANY, dialect="orca-1.0")
+
+
+def test_what_was_seen_live_can_be_replayed(context: Context) -> None:
+    """A batch is in the replay buffer before it is on the wire: whoever saw it and asks at once gets it."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+        for number in range(100):
+            publisher.publish(batch(number))
+            seq, payload = receive(subscriber)
+            ask(replay, seq)
+            assert (seq, payload) in read_reply(replay)
+
+
+def test_a_full_queue_drops_visibly_and_never_blocks(context: Context) -> None:
+    """What does not fit is refused at once and counted; its numbers are missing on the wire, at the place where it would be."""
+    with publishing(max_queue_size=10) as publisher:
+        subscriber = subscribe(context, publisher)
+        with held(publisher):  # burns number 0
+            for number in range(1, 18):
+                publisher.publish(batch(number))
+            stats = publisher.stats()
+            assert stats.dropped["queue_full"] == 7
+            assert (stats.accepted, stats.next_seq) == (11, 18)
+        wait_until(lambda: publisher.stats().queued == 0, "the queue to drain")
+        publisher.publish(batch(18))
+        seqs = [receive(subscriber) for _ in range(11)]
+        assert [seq for seq, _ in seqs] == [*range(1, 11), 18]
+        assert [decode_batch(payload).batch.ts for _, payload in seqs] == [*map(float, range(1, 11)), 18.0]
+
+
+def test_dropping_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One line when it starts, however many batches follow."""
+    with publishing(max_queue_size=1) as publisher:
+        with caplog.at_level(logging.WARNING), held(publisher):
+            for number in range(500):
+                publisher.publish(batch(number))
+        wait_until(lambda: "queue of 1 batches is full" in caplog.text, "a line in the log")
+    assert len([record for record in caplog.records if "is full" in record.message]) == 1
+
+
+def test_an_episode_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    """A line at the first loss, one when there was none for `QUIET` seconds, and again from the start after that."""
+    episode = Episode(logging.getLogger("kvevents"), "losses")
+    with caplog.at_level(logging.WARNING):
+        for now, count in ((0.0, 0), (1.0, 3), (2.0, 3), (QUIET, 8), (2 * QUIET, 8), (2 * QUIET + 1, 8), (3 * QUIET + 2, 8)):
+            episode.watch(count, now)
+        assert [record.message for record in caplog.records] == [
+            "losses; consumers see a gap, further ones are counted",
+            "losses: over after 8 batches",
+        ]
+        episode.watch(9, 100 * QUIET, "detail")
+        assert caplog.records[-1].message == "losses: detail; consumers see a gap, further ones are counted"
+
+
+def test_a_batch_without_bytes_burns_its_number(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted and told, the thread goes on, and consumers see the hole."""
+    with publishing(replay_endpoint=ANY) as publisher, caplog.at_level(logging.WARNING):
+        subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+        publisher.publish(batch(0))
+        publisher.publish(EventBatch(1.0, [object()]))
+        publisher.publish(EventBatch(1.0, [2**70]))
+        publisher.publish(batch(3))
+        assert [receive(subscriber)[0] for _ in range(2)] == [0, 3]
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [0, 3]
+        assert publisher.stats().dropped == {"queue_full": 0, "encode_failed": 2}
+        wait_until(lambda: "cannot be encoded" in caplog.text, "a line in the log")
+        assert "number" in caplog.text
+
+
+def test_many_threads_may_publish(context: Context) -> None:
+    """Every batch is either received once or counted as dropped, and each thread's stay in order."""
+    threads, each = 4, 2_000
+    with publishing(max_queue_size=500) as publisher:
+        subscriber = subscribe(context, publisher)
+
+        def publish(thread: int) -> None:
+            for number in range(each):
+                publisher.publish(EventBatch(float(number), [thread]))
+
+        workers = [threading.Thread(target=publish, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        wait_until(lambda: publisher.stats().queued == 0, "the queue to drain")
+        stats = publisher.stats()
+        assert stats.accepted + stats.dropped["queue_full"] == threads * each == stats.next_seq
+        seen = [receive(subscriber) for _ in range(stats.published)]
+        assert subscriber.poll(0) == 0
+    assert [seq for seq, _ in seen] == sorted({seq for seq, _ in seen})
+    order: dict[int, list[float]] = {}
+    for _, payload in seen:
+        ts, (thread,), _ = msgspec.msgpack.decode(payload)
+        order.setdefault(thread, []).append(ts)
+    assert all(times == sorted(set(times)) for times in order.values())
+
+
+def test_publish_wakes_a_sleeping_thread(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it sleeps, only `publish` can be what wakes it: its sleep is longer than the test may take."""
+    with publishing() as publisher:
+        subscriber = subscribe(context, publisher)
+        monkeypatch.setattr("kvevents.publisher.zmq.SLEEP", 10 * DEADLINE)
+        for number in range(20):
+            wait_until(lambda: publisher._asleep, "the thread to sleep")
+            publisher.publish(batch(number))
+            assert receive(subscriber)[0] == number
+
+
+def test_stats_account_for_every_batch(context: Context) -> None:
+    """Nothing is unaccounted for: accepted is published, queued or failed; the buffer's bytes are those of the payloads."""
+    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+        assert publisher.stats() == PublisherStats(dropped={"queue_full": 0, "encode_failed": 0})
+        subscriber = subscribe(context, publisher)
+        for number in range(5):
+            publisher.publish(batch(number))
+        payloads = [receive(subscriber)[1] for _ in range(5)]
+        wait_until(lambda: publisher.stats().queued == 0, "the last batch to be counted")
+        stats = publisher.stats()
+        assert (stats.accepted, stats.published, stats.next_seq, stats.subscribers) == (5, 5, 5, 1)
+        assert (stats.buffered_batches, stats.buffered_bytes) == (2, sum(map(len, payloads[-2:])))
+
+
+def test_subscriptions_are_counted_down_too(context: Context) -> None:
+    """A consumer that leaves is not counted any more; one of two topics counts twice."""
+    with publishing() as publisher:
+        subscriber = subscribe(context, publisher, b"one")
+        subscriber.subscribe(b"two")
+        wait_until(lambda: publisher.stats().subscribers == 2, "the second topic")
+        other = subscribe(context, publisher, b"one")
+        assert publisher.stats().subscribers == 3
+        other.close()
+        subscriber.close()
+        wait_until(lambda: publisher.stats().subscribers == 0, "both to be gone")
+
+
+def test_the_repr_tells_an_operator() -> None:
+    """Rank, where to connect, and the counters that matter."""
+    with publishing(1, replay_endpoint=ANY) as publisher:
+        publisher.publish(batch())
+        wait_until(lambda: publisher.stats().published == 1, "the batch to be sent")
+        shown = (
+            f"<ZmqEventPublisher rank 1 at {publisher.endpoint}, replay at {publisher.replay_endpoint}: "
+            "{}1 published, 0 queued, 0 dropped, 0 subscribers>"
+        )
+        assert repr(publisher) == shown.format("")
+    assert repr(publisher) == shown.format("closed, ")
+
+
+@pytest.mark.parametrize("name", ["data_parallel_rank", "buffer_steps", "hwm", "max_queue_size"])
+def test_counts_cannot_be_negative(name: str) -> None:
+    """Said with the name of the parameter."""
+    with pytest.raises(ConfigError, match=f"{name} is -1"):
+        ZmqEventPublisher(**{"endpoint": ANY, name: -1})  # type: ignore[arg-type]
+
+
+def test_a_queue_of_zero_is_unlimited() -> None:
+    """As `queue.Queue(maxsize=0)` in the engines."""
+    with publishing(max_queue_size=0) as publisher:
+        with held(publisher):
+            for number in range(1_000):
+                publisher.publish(batch(number))
+        wait_until(lambda: publisher.stats().published == 1_000, "all to be sent")
+        assert publisher.stats().dropped["queue_full"] == 0
+
+
+def test_the_null_publisher_does_nothing() -> None:
+    """With or without a rank; even after shutdown."""
+    for publisher in (NullEventPublisher(), NullEventPublisher(3)):
+        publisher.publish(batch())
+        publisher.shutdown()
+        publisher.publish(batch())
+        assert publisher.stats() == PublisherStats()
+        assert repr(publisher) == "<NullEventPublisher>"
+
+
+def test_the_base_class_keeps_the_rank() -> None:
+    """Publishers of users' own need only `publish` and `shutdown`."""
+
+    class Mine(EventPublisher):
+        def publish(self, events: Any) -> None:
+            assert events is not None
+
+        def shutdown(self) -> None:
+            pass
+
+    assert Mine(4)._data_parallel_rank == 4
+    assert Mine().stats() == PublisherStats()
+    with pytest.raises(TypeError):
+        EventPublisher()  # type: ignore[abstract]

@@ -1,0 +1,275 @@
+"""Where publishers stand: endpoints of ranks, binding and connecting, contexts, keys, and refusals in words."""
+
+from __future__ import annotations
+
+import socket as plain
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvevents.config import Curve
+from kvevents.errors import ConfigError, EndpointError
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    dealer,
+    last_endpoint,
+    numbers,
+    open_consumer,
+    publishing,
+    quick_publishers,
+    read_reply,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+Context = zmq.Context[Socket]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "expected"),
+    [
+        (None, 3, None),
+        ("", 3, ""),
+        ("tcp://*:5557", 0, "tcp://*:5557"),
+        ("tcp://*:5557", 3, "tcp://*:5560"),
+        ("tcp://[::1]:5557", 1, "tcp://[::1]:5558"),
+        ("tcp://host:5557", 2, "tcp://host:5559"),
+        ("tcp://*:0", 3, "tcp://*:0"),
+        ("tcp://127.0.0.1:*", 3, "tcp://127.0.0.1:*"),
+        ("tcp://*:65535", 0, "tcp://*:65535"),
+        ("inproc://cache", 1, "inproc://cache_dp1"),
+        ("ipc:///tmp/events", 2, "ipc:///tmp/events_dp2"),
+        ("ipc://*", 2, "ipc://*"),
+    ],
+)
+def test_a_ranks_endpoint(endpoint: str | None, rank: int, expected: str | None) -> None:
+    """Ports plus rank, names with a suffix, what the OS chooses unchanged."""
+    assert offset_endpoint_port(endpoint, rank) == expected
+    assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
+
+
+def test_endpoints_no_rank_can_have() -> None:
+    """Other transports with the engines' own phrase; ports that do not exist."""
+    with pytest.raises(ValueError, match="Invalid endpoint: must contain 'inproc' or 'tcp'"):
+        offset_endpoint_port("udp://nowhere", 1)
+    with pytest.raises(ConfigError, match=r"rank 2 of tcp://\*:65534 would need port 65536"):
+        offset_endpoint_port("tcp://*:65534", 2)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "binds"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://0.0.0.0:5557", True),
+        ("tcp://[::]:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("tcp://127.0.0.1:0", True),
+        ("tcp://127.0.0.1:*", True),
+        ("ipc:///tmp/x", True),
+        ("inproc://x", True),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://router:5557", False),
+    ],
+)
+def test_what_binds(endpoint: str, binds: bool) -> None:
+    """The engines' rule, and port 0, to which nothing connects."""
+    assert should_bind(endpoint) is binds
+
+
+def test_small_arithmetic() -> None:
+    """Wildcards are reachable on loopback; brackets mean IPv6."""
+    assert connectable("tcp://0.0.0.0:7") == "tcp://127.0.0.1:7"
+    assert connectable("tcp://[::]:7") == "tcp://[::1]:7"
+    assert connectable("tcp://10.0.0.1:7") == "tcp://10.0.0.1:7"
+    assert connectable("ipc:///tmp/x") == "ipc:///tmp/x"
+    assert needs_ipv6("tcp://[::1]:7")
+    assert not needs_ipv6("tcp://host:7")
+    assert not needs_ipv6("ipc:///tmp/::")
+
+
+@pytest.mark.parametrize(
+    ("events", "replay", "rank", "sentence"),
+    [
+        (5557, 5558, 1, "rank 1's event port 5558 is rank 0's replay port"),
+        (5557, 5557, 0, "rank 0's event port 5557 is rank 0's replay port"),
+        (5557, 5559, 3, "rank 3's event port 5560 is rank 1's replay port"),
+        (5558, 5557, 1, "rank 1's replay port 5558 is rank 0's event port"),
+    ],
+)
+def test_ports_of_ranks_that_collide(events: int, replay: int, rank: int, sentence: str) -> None:
+    """The sentence names rank, role and port on both sides; the publisher refuses with it before opening anything."""
+    found = port_collision(f"tcp://*:{events}", f"tcp://*:{replay}", rank)
+    assert found is not None
+    assert found.startswith(sentence)
+    with pytest.raises(ConfigError, match="put replay_endpoint at least as many ports"):
+        ZmqEventPublisher(rank, f"tcp://*:{events}", f"tcp://*:{replay}")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "rank"),
+    [
+        ("tcp://*:5557", "tcp://*:5558", 0),
+        ("tcp://*:5557", "tcp://*:5561", 3),
+        ("tcp://*:5557", None, 3),
+        ("tcp://127.0.0.1:5557", "tcp://127.0.0.2:5557", 3),
+        ("tcp://*:0", "tcp://*:0", 3),
+        ("ipc:///tmp/x", "tcp://*:5557", 3),
+        ("inproc://x", "inproc://y", 3),
+    ],
+)
+def test_ports_of_ranks_that_do_not_collide(endpoint: str, replay: str | None, rank: int) -> None:
+    """Far enough apart, on other hosts, chosen by the OS, or no ports at all."""
+    assert port_collision(endpoint, replay, rank) is None
+
+
+def test_ports_chosen_by_the_os_are_told(context: Context) -> None:
+    """`endpoint` and `replay_endpoint` are what a consumer connects to, also for wildcards."""
+    with publishing(2, endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
+        assert publisher.endpoint.startswith("tcp://127.0.0.1:")
+        subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+        publisher.publish(batch())
+        assert receive(subscriber)[0] == 0
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [0]
+
+
+def test_ranks_share_an_ipc_path(context: Context, tmp_path: Path) -> None:
+    """Each rank has a path of its own, which the engines refuse to make."""
+    paths = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    with publishing(0, **paths) as first, publishing(1, **paths) as second:
+        assert second.endpoint == f"ipc://{tmp_path}/e_dp1"
+        for publisher in (first, second):
+            subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
+            publisher.publish(batch())
+            assert receive(subscriber)[0] == 0
+            ask(replay, 0)
+            assert numbers(read_reply(replay)) == [0]
+
+
+def test_inproc_is_reachable_in_this_process() -> None:
+    """As in the engines, through the process's own context; ranks have names of their own."""
+    shared: Context = zmq.Context.instance()
+    with (
+        publishing(1, endpoint="inproc://events", replay_endpoint="inproc://replay") as publisher,
+        open_consumer(shared, zmq.SUB) as subscriber,
+        open_consumer(shared, zmq.DEALER) as replay,
+    ):
+        subscriber.connect("inproc://events_dp1")
+        subscriber.subscribe(b"")
+        wait_until(lambda: publisher.stats().subscribers, "a subscription")
+        publisher.publish(batch())
+        assert receive(subscriber)[0] == 0
+        replay.connect("inproc://replay_dp1")
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [0]
+    assert not shared.closed
+
+
+def test_a_publisher_may_connect(context: Context) -> None:
+    """To a subscriber that binds, by the heuristic or when told."""
+    subscriber = open_consumer(context, zmq.SUB)
+    subscriber.bind(ANY)
+    subscriber.subscribe(b"")
+    endpoint = last_endpoint(subscriber)
+    for bind in (None, False):
+        with publishing(endpoint=endpoint, bind=bind) as publisher:
+            # A socket that bound accepts a peer only while somebody reads from it.
+            while not publisher.stats().subscribers:
+                assert subscriber.poll(1) == 0
+            publisher.publish(batch())
+            assert receive(subscriber)[0] == 0
+
+
+def test_a_concrete_address_may_be_bound() -> None:
+    """`bind=True` overrides the heuristic, under which this would connect."""
+    with plain.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with publishing(endpoint=endpoint, bind=True) as publisher:
+        assert publisher.endpoint == endpoint
+        with pytest.raises(EndpointError):
+            ZmqEventPublisher(0, endpoint, bind=True)
+
+
+@pytest.mark.skipif(not plain.has_ipv6, reason="needs IPv6")
+def test_ipv6(context: Context) -> None:
+    """The socket option is set when the endpoint asks for it."""
+    try:
+        with plain.socket(plain.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    with publishing(endpoint="tcp://[::1]:0") as publisher:
+        subscriber = open_consumer(context, zmq.SUB)
+        subscriber.ipv6 = True
+        subscriber.connect(publisher.endpoint)
+        subscriber.subscribe(b"")
+        wait_until(lambda: publisher.stats().subscribers, "a subscription")
+        publisher.publish(batch())
+        assert receive(subscriber)[0] == 0
+
+
+def test_a_port_in_use_is_said_in_words() -> None:
+    """Endpoint, role, the system's words and a hint; the error is an OSError and ZeroMQ's own, with its number."""
+    with publishing() as first:
+        for kind in (EndpointError, OSError, zmq.ZMQError):
+            with pytest.raises(kind, match="another process or rank uses it") as caught:
+                ZmqEventPublisher(0, ANY, first.endpoint)
+            assert f"cannot bind the replay socket to {first.endpoint}" in str(caught.value)
+            assert getattr(caught.value, "errno", None) == zmq.EADDRINUSE
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "hint"),
+    [
+        ("tcp://192.0.2.1:0", "no such address"),
+        ("ipc:///nonexistent/directory/x", "directory does not exist"),
+        ("tcp://*:http", "not a valid endpoint"),
+        ("carrier-pigeon://*", "does not know this transport"),
+    ],
+)
+def test_endpoints_that_cannot_be_opened(endpoint: str, hint: str) -> None:
+    """Each common mistake has its hint."""
+    with pytest.raises(EndpointError, match=hint):
+        ZmqEventPublisher(0, endpoint)
+
+
+def _keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def test_curve_lets_only_those_in_who_know_the_key(context: Context) -> None:
+    """A consumer with the publisher's key gets everything; one without keys fails the handshake and gets nothing."""
+    public, secret = _keys()
+    client = Curve(**dict(zip(("public_key", "secret_key"), _keys(), strict=True)), server_key=public)
+    with publishing(replay_endpoint=ANY, curve=Curve(public_key=public, secret_key=secret)) as publisher:
+        stranger = open_consumer(context, zmq.SUB)
+        watch = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        stranger.connect(publisher.endpoint)
+        stranger.subscribe(b"")
+        friend, replay = open_consumer(context, zmq.SUB), open_consumer(context, zmq.DEALER)
+        for socket in (friend, replay):
+            client.apply(socket)
+        friend.connect(publisher.endpoint)
+        friend.subscribe(b"")
+        assert watch.poll(20_000), "the stranger was not turned away"
+        wait_until(lambda: publisher.stats().subscribers == 1, "the friend")
+        publisher.publish(batch())
+        assert receive(friend)[0] == 0
+        assert publisher.replay_endpoint is not None
+        replay.connect(publisher.replay_endpoint)
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [0]
+        assert publisher.stats().subscribers == 1
+        assert stranger.poll(0) == 0
+        stranger.disable_monitor()
+        watch.close()

@@ -1,0 +1,121 @@
+"""The queue and its numbers, without threads or sockets, against a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import ClosedError
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.intake import BURST, QueuedPublisher
+from publisher_cases import DEADLINE, batch, wait_until
+
+
+class Plain(QueuedPublisher):
+    """Takes batches out when told to."""
+
+    def __init__(self, max_queue_size: int) -> None:
+        super().__init__(0, max_queue_size)
+        self.faults: list[int] = []
+
+    def take(self) -> list[tuple[int, Any]]:
+        return self._take_burst(self._encode)
+
+    def _encode(self, made: Any) -> bytes:
+        if made.ts % 5 == 3:
+            raise ValueError("every fifth has no bytes")
+        return str(int(made.ts)).encode()
+
+    def _unencodable(self, seq: int, error: Exception) -> None:
+        assert "fifth" in str(error)
+        self.faults.append(seq)
+
+    def shutdown(self) -> None:
+        self._close_intake("this is a test")
+
+
+@given(steps=st.lists(st.integers(0, 12) | st.none(), max_size=40), size=st.integers(1, 10))
+def test_a_batchs_number_is_its_place_in_the_calls(steps: list[int | None], size: int) -> None:
+    """However publishing (so many batches) and taking (None) alternate: the n-th call to `publish` has number n or a hole."""
+    publisher = Plain(size)
+    called = waiting = 0
+    refused: set[int] = set()
+    taken: list[tuple[int, bytes]] = []
+    for step in steps:
+        for _ in range(step or 0):
+            before = publisher._refused
+            publisher.publish(batch(called))
+            if publisher._refused > before:
+                refused.add(called)
+            else:
+                waiting += 1
+            called += 1
+        if step is None:
+            taken += publisher.take()
+            waiting = 0
+        assert publisher._numbers() == (called, called - len(refused))
+    while publisher._queue:
+        taken += publisher.take()
+    unencodable = {number for number in range(called) if number % 5 == 3} - refused
+    assert taken == [(number, str(number).encode()) for number in range(called) if number not in refused | unencodable]
+    assert set(publisher.faults) == unencodable
+    assert publisher._numbers() == (called, called - len(refused))
+
+
+def test_a_burst_is_bounded() -> None:
+    """A long queue is taken in pieces, so that the first batches do not wait for the last."""
+    publisher = Plain(0)
+    for _ in range(BURST + 5):
+        publisher.publish(batch(0))
+    assert [len(publisher.take()) for _ in range(3)] == [BURST, 5, 0]
+
+
+def test_sleeping_ends_with_a_batch_a_close_or_the_time() -> None:
+    """Each of the three."""
+    publisher = Plain(1)
+    publisher._sleep(0.001)
+    assert not publisher._asleep
+    publisher.publish(batch(0))
+    publisher._sleep(DEADLINE)  # returns at once: there is something to do
+    publisher.take()
+    wakes: list[Callable[[], None]] = [lambda: publisher.publish(batch(1)), publisher.shutdown]
+    for wake in wakes:
+        sleeper = threading.Thread(target=publisher._sleep, args=(10 * DEADLINE,))
+        sleeper.start()
+        wait_until(lambda: publisher._asleep, "it to sleep")
+        wake()
+        sleeper.join(DEADLINE)
+        assert not sleeper.is_alive()
+        publisher.take()
+    publisher._sleep(10 * DEADLINE)  # returns at once: closed
+
+
+def test_a_closed_intake_raises() -> None:
+    """As the engines, a RuntimeError that says it is closed; here with the reason."""
+    publisher = Plain(3)
+    publisher.shutdown()
+    with pytest.raises(ClosedError, match="Publisher is closed: this is a test"):
+        publisher.publish(batch())
+    with pytest.raises(RuntimeError):
+        publisher.publish(batch())
+
+
+@given(
+    numbers=st.sets(st.integers(0, 60), max_size=40),
+    steps=st.integers(0, 20),
+    start=st.integers(0, 2**64 - 1) | st.integers(0, 65),
+)
+def test_a_replay_buffer_against_a_list(numbers: set[int], steps: int, start: int) -> None:
+    """What is kept is the last `steps`, what is found is what is kept from `start` on, holes or not."""
+    batches = [(number, bytes([number])) for number in sorted(numbers)]
+    buffer = ReplayBuffer(steps)
+    for position in range(0, len(batches), 7):
+        buffer.extend(batches[position : position + 7])
+    kept = batches[-steps:] if steps else []
+    assert buffer.since(start) == [item for item in kept if item[0] >= start]
+    assert buffer.size() == (len(kept), len(kept)) == (len(buffer), len(kept))

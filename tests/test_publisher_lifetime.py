@@ -1,0 +1,229 @@
+"""How a publisher ends: shutdown in all its variants, forks, interpreter exit, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvevents.errors import ClosedError, EndpointError
+from kvevents.publisher import ShutdownReport, ZmqEventPublisher
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    DEADLINE,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    dealer,
+    held,
+    last_endpoint,
+    open_consumer,
+    publishing,
+    quick_publishers,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+Context = zmq.Context[Socket]
+
+
+def test_shutdown_sends_what_is_queued(context: Context) -> None:
+    """All of it, and the report says so."""
+    publisher = ZmqEventPublisher(0, ANY)
+    subscriber = subscribe(context, publisher)
+    for number in range(3_000):
+        publisher.publish(batch(number))
+    report = publisher.shutdown(timeout=DEADLINE)
+    assert report == ShutdownReport(sent=3_000, flushed=True)
+    assert report.complete
+    assert [receive(subscriber)[0] for _ in range(3_000)] == list(range(3_000))
+
+
+def test_shutdown_may_be_repeated() -> None:
+    """The same report each time, also from threads that come at once; `publish` then raises."""
+    publisher = ZmqEventPublisher(0, ANY, ANY)
+    reports: list[ShutdownReport] = []
+    barrier = threading.Barrier(4)
+
+    def shut() -> None:
+        barrier.wait(DEADLINE)
+        reports.append(publisher.shutdown())
+
+    threads = [threading.Thread(target=shut) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert reports == [publisher.shutdown()] * 4
+    with pytest.raises(ClosedError, match=r"Publisher is closed: shutdown\(\) was called"):
+        publisher.publish(batch())
+    assert publisher.stats().accepted == 0
+
+
+def test_what_could_not_be_sent_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """With the thread held up, shutdown returns all the same, counts what is left, and warns once."""
+    publisher = ZmqEventPublisher(0, ANY)
+    with held(publisher), caplog.at_level(logging.WARNING):
+        for number in range(5):
+            publisher.publish(batch(number))
+        report = publisher.shutdown(timeout=0.01)
+        assert report.unsent == 6  # the batch that is being encoded is not sent either
+        assert not report.complete
+        assert publisher.shutdown() is report
+    assert len([record for record in caplog.records if "unsent=6" in record.message]) == 1
+    publisher._thread.join(DEADLINE)
+    assert not publisher._thread.is_alive()
+    publisher._ctx.term()
+
+
+def test_a_subscriber_that_does_not_read_is_not_waited_for(context: Context) -> None:
+    """ZeroMQ gets the time that is left to flush, no more, and the report says that it did not."""
+    publisher = ZmqEventPublisher(0, ANY)
+    stalled = open_consumer(context, zmq.SUB)
+    stalled.rcvhwm, stalled.rcvbuf = 1, 4096
+    stalled.connect(publisher.endpoint)
+    stalled.subscribe(b"")
+    wait_until(lambda: publisher.stats().subscribers, "a subscription")
+    for number in range(5_000):
+        publisher.publish(batch(number, blocks=64))
+    report = publisher.shutdown(timeout=0.5)
+    assert report.flushed is False
+    assert not report.complete
+
+
+def test_replies_in_progress_are_cut_at_the_deadline(context: Context) -> None:
+    """A reader that does not read holds shutdown up until the deadline, and is counted."""
+    publisher = ZmqEventPublisher(0, ANY, ANY)
+    for number in range(5_000):
+        publisher.publish(batch(number, blocks=64))
+    wait_until(lambda: publisher.stats().queued == 0, "all to be kept")
+    stalled = open_consumer(context, zmq.DEALER)
+    stalled.rcvhwm, stalled.rcvbuf = 1, 4096
+    assert publisher.replay_endpoint is not None
+    stalled.connect(publisher.replay_endpoint)
+    ask(stalled, 0)
+    wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
+    report = publisher.shutdown(timeout=0.05)
+    assert report.replays_cut == 1
+    assert publisher.stats().replay.abandoned == 1
+
+
+def test_a_context_ended_by_others_closes_the_publisher(caplog: pytest.LogCaptureFixture) -> None:
+    """No traceback and no spinning thread: it is closed, and `publish` says why."""
+    own: Context = zmq.Context()
+    publisher = ZmqEventPublisher(0, ANY, ANY, context=own)
+    own.term()
+    wait_until(lambda: not publisher._thread.is_alive(), "the thread to end")
+    with pytest.raises(ClosedError, match="context was terminated"):
+        publisher.publish(batch())
+    assert publisher.shutdown().sent == 0
+
+
+def test_a_given_context_is_left_alone(context: Context) -> None:
+    """Its owner ends it; what was sent is still flushed by it."""
+    with publishing(context=context) as publisher:
+        subscriber = subscribe(context, publisher)
+        publisher.publish(batch(0))
+        report = publisher.shutdown()
+    assert not context.closed
+    assert report.flushed is None
+    assert report.complete
+    assert receive(subscriber)[0] == 0
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_is_left_behind(context: Context) -> None:
+    """Threads and file descriptors are back where they were, after use and after a failure to start."""
+    with publishing(replay_endpoint=ANY) as blocker:
+        gc.collect()
+        threads, files = threading.active_count(), open_files()
+        for _ in range(5):
+            with publishing(replay_endpoint=ANY) as publisher:
+                publisher.publish(batch())
+            with pytest.raises(EndpointError):
+                ZmqEventPublisher(0, ANY, blocker.replay_endpoint)
+        assert (threading.active_count(), open_files()) == (threads, files)
+
+
+def _in_child(publisher: ZmqEventPublisher) -> list[str]:
+    faults = []
+    try:
+        publisher.publish(batch())
+        faults.append("publish did not raise")
+    except ClosedError as error:
+        if f"it belongs to process {os.getppid()}" not in str(error):
+            faults.append(f"publish said: {error}")
+    if publisher.shutdown() != publisher.shutdown():
+        faults.append("shutdown changed its mind")
+    if "closed" not in repr(publisher):
+        faults.append(repr(publisher))
+    publisher.stats()
+    with publishing() as own:
+        own.publish(batch())
+    if own.shutdown().sent != 1:
+        faults.append("a publisher of the child's own did not work")
+    return faults
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_no_publisher(context: Context) -> None:
+    """In the child `publish` says whose it is and `shutdown` touches nothing; a new one works, and the parent's goes on."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        subscriber = subscribe(context, publisher)
+        publisher.publish(batch(0))
+        reading, writing = os.pipe()
+        # In the middle of the slow way: locks are held that nobody will release in the child.
+        with publisher._lock, publisher._buffer._lock:
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    faults = _in_child(publisher)
+                    os.write(writing, "; ".join(faults).encode())
+                    status = len(faults)
+                finally:
+                    os._exit(status)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            assert said.read() == ""
+        assert os.waitpid(child, 0)[1] == 0
+        publisher.publish(batch(1))
+        assert [receive(subscriber)[0] for _ in range(2)] == [0, 1]
+
+
+def test_interpreter_exit_sends_what_is_queued(context: Context) -> None:
+    """A program that forgets `shutdown` ends cleanly and loses nothing: all is received by a subscriber that binds."""
+    subscriber = open_consumer(context, zmq.SUB)
+    subscriber.bind(ANY)
+    subscriber.subscribe(b"")
+    endpoint = last_endpoint(subscriber)
+    program = f"""
+import threading
+from kvevents.events import EventBatch
+from kvevents.publisher import ZmqEventPublisher
+publisher = ZmqEventPublisher(0, {endpoint!r})
+pause = threading.Event()
+while not publisher.stats().subscribers:
+    pause.wait(0.001)
+for number in range(2000):
+    publisher.publish(EventBatch(float(number), []))
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:  # noqa: S603  the interpreter that runs this test
+        # A socket that bound accepts a peer only while somebody reads from it.
+        assert [receive(subscriber)[0] for _ in range(2_000)] == list(range(2_000))
+        assert child.communicate(timeout=DEADLINE)[0] == ""
+    assert child.returncode == 0

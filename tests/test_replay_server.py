@@ -1,0 +1,258 @@
+"""Replay over real sockets: complete for every reader, beside live batches, whatever else readers do."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher.replay import MAX_WAITING_REQUESTS
+from kvevents.wire import END_SEQ, encode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    dealer,
+    numbers,
+    open_consumer,
+    publishing,
+    quick_publishers,
+    read_reply,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+Context = zmq.Context[Socket]
+
+
+def fill(publisher: ZmqEventPublisher, count: int, blocks: int = 1) -> None:
+    for number in range(count):
+        publisher.publish(batch(number, blocks))
+    wait_until(lambda: publisher.stats().queued == 0, "all to be published")
+
+
+def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 0) -> Socket:
+    """A consumer with small buffers that has asked and reads nothing; the reply is longer than any buffer on its way."""
+    socket = open_consumer(context, zmq.DEALER)
+    socket.rcvhwm, socket.rcvbuf = 1, 4096
+    assert publisher.replay_endpoint is not None
+    socket.connect(publisher.replay_endpoint)
+    ask(socket, start)
+    return socket
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(0, range(10, 30)), (9, range(10, 30)), (10, range(10, 30)), (25, range(25, 30)), (29, [29]), (30, []), (2**63, [])],
+)
+def test_a_reply_holds_what_is_kept_from_the_start_on(context: Context, start: int, expected: range | list[int]) -> None:
+    """From the oldest kept when the start is older (exactly `buffer_steps` are kept); the end alone when it is newer."""
+    with publishing(replay_endpoint=ANY, buffer_steps=20) as publisher:
+        fill(publisher, 30)
+        replay = dealer(context, publisher)
+        ask(replay, start)
+        found = read_reply(replay)
+        assert numbers(found) == list(expected)
+        for seq, payload in found:
+            same = batch(seq)
+            same.data_parallel_rank = 0
+            assert payload == encode_batch(same)
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_topic"),
+    [
+        ({}, True),
+        ({"dialect": "vllm-0.24.0"}, False),
+        ({"dialect": "vllm-0.26.0"}, True),
+        ({"dialect": "sglang-0.5.17"}, False),
+        ({"dialect": "sglang-0.5.23"}, True),
+        ({"dialect": "sglang-0.5.17", "replay_topic": True}, True),
+        ({"replay_topic": False}, False),
+    ],
+    ids=str,
+)
+def test_either_shape_of_reply(context: Context, settings: dict[str, object], with_topic: bool) -> None:
+    """With the topic or without it, batches and end marker alike, as the dialect has it or as told."""
+    with publishing(replay_endpoint=ANY, topic="t", **settings) as publisher:
+        fill(publisher, 1)
+        replay = dealer(context, publisher)
+        ask(replay, 0)
+        first, end = replay.recv_multipart(), replay.recv_multipart()
+        assert first[:-1] == ([b"", b"t", bytes(8)] if with_topic else [b"", bytes(8)])
+        assert end == ([b"", b"", END_SEQ, b""] if with_topic else [b"", END_SEQ, b""])
+
+
+def test_a_slow_reader_gets_everything_while_live_batches_go_on(context: Context) -> None:
+    """Its reply stands still, 10,000 batches of 32 blocks are more than all buffers hold; others are served meanwhile."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 10_000, blocks=32)
+        slow = stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
+        subscriber, quick = subscribe(context, publisher), dealer(context, publisher)
+        for number in range(10_000, 10_010):
+            publisher.publish(batch(number))
+            assert receive(subscriber)[0] == number
+        ask(quick, 0)
+        assert numbers(read_reply(quick)) == list(range(10, 10_010))
+        assert publisher.stats().replay.active == 1
+        assert numbers(read_reply(slow)) == list(range(10_000))
+        wait_until(lambda: publisher.stats().replay.finished == 2, "both to be counted")
+        stats = publisher.stats().replay
+        assert (stats.requests, stats.batches, stats.active, stats.abandoned, stats.gone) == (2, 20_000, 0, 0, 0)
+
+
+def test_a_reader_that_goes_is_forgotten(context: Context) -> None:
+    """In the middle of its reply; nothing is kept for it, and the next reader is served."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 5_000, blocks=64)
+        leaving = stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
+        leaving.close()
+        wait_until(lambda: publisher.stats().replay.gone == 1, "the reader to be missed")
+        assert publisher.stats().replay.active == 0
+        replay = dealer(context, publisher)
+        ask(replay, 4_990)
+        assert numbers(read_reply(replay)) == list(range(4_990, 5_000))
+
+
+def test_a_reader_that_stands_still_too_long_is_given_up(
+    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After `REPLAY_STALL_TIMEOUT` without progress: counted, told, and its batches are let go."""
+    monkeypatch.setattr("kvevents.publisher.replay.REPLAY_STALL_TIMEOUT", 0.05)
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 5_000, blocks=64)
+        stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reader to be given up")
+        wait_until(lambda: "gave up a replay" in caplog.text, "a line in the log")
+        assert publisher.stats().replay.active == 0
+
+
+GOOD = bytes(8)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"x"],
+        [b"", b""],
+        [b"x", GOOD],
+        [b"", GOOD, GOOD],
+        [b""] * 8,
+        [b"", b"1234"],
+        [b"", GOOD + GOOD],
+        [b"", GOOD, b""],
+    ],
+    ids=repr,
+)
+def test_malformed_requests_are_counted_and_ignored(context: Context, frames: list[bytes]) -> None:
+    """1 to 9 frames as the ROUTER sees them, numbers of 0, 4 and 16 bytes; the same consumer's next request is answered."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 1)
+        replay = dealer(context, publisher)
+        replay.send_multipart(frames)
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [0]
+        assert (publisher.stats().replay.malformed, publisher.stats().replay.requests) == (1, 1)
+
+
+def test_a_huge_request_ends_its_connection_only(context: Context) -> None:
+    """It never reaches memory; others are served."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 1)
+        huge, good = dealer(context, publisher), dealer(context, publisher)
+        watch = huge.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        huge.send_multipart([b"", bytes(1_000_000)])
+        assert watch.poll(20_000), "the connection was not ended"
+        ask(good, 0)
+        assert numbers(read_reply(good)) == [0]
+        assert publisher.stats().replay.requests == 1
+        huge.disable_monitor()
+        watch.close()
+
+
+def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> None:
+    """A second one waits for the first; a REQ's habit of one answer for each does not matter to a DEALER."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 100)
+        replay = dealer(context, publisher)
+        for start in (0, 50, 100, 99):
+            ask(replay, start)
+        assert [numbers(read_reply(replay)) for _ in range(4)] == [list(range(100)), list(range(50, 100)), [], [99]]
+
+
+def test_a_flood_of_requests_is_refused_beyond_a_number(context: Context) -> None:
+    """While its first reply goes on, `MAX_WAITING_REQUESTS` wait, the rest is counted; what waits is answered."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 5_000, blocks=64)
+        flooding = stalled_reader(context, publisher)
+        for _ in range(50):
+            ask(flooding, 5_000)
+        wait_until(lambda: publisher.stats().replay.requests == 51, "all requests to be read")
+        assert publisher.stats().replay.refused == 50 - MAX_WAITING_REQUESTS
+        assert numbers(read_reply(flooding)) == list(range(5_000))
+        assert [read_reply(flooding) for _ in range(MAX_WAITING_REQUESTS)] == [[]] * MAX_WAITING_REQUESTS
+
+
+def test_readers_beyond_the_limit_wait_their_turn(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two replies allowed at once and both standing still, two more readers wait in ZeroMQ and lose nothing."""
+    monkeypatch.setattr("kvevents.publisher.replay.MAX_REPLAY_SESSIONS", 2)
+    with publishing(replay_endpoint=ANY) as publisher:
+        fill(publisher, 5_000, blocks=64)
+        readers = [stalled_reader(context, publisher) for _ in range(4)]
+        wait_until(lambda: publisher.stats().replay.active == 2, "two replies to begin")
+        poller = zmq.Poller()
+        found: dict[Socket, list[int]] = {}
+        for reader in readers:
+            poller.register(reader, zmq.POLLIN)
+        while len(found) < 4:
+            ready = [socket for socket, _ in poller.poll(20_000) if isinstance(socket, zmq.Socket)]
+            assert ready, "a reader was forgotten"
+            for reader in ready:
+                poller.unregister(reader)
+                found[reader] = numbers(read_reply(reader))
+        assert list(found.values()) == [list(range(5_000))] * 4
+        assert publisher.stats().replay.requests == 4
+
+
+def test_a_req_client_gets_one_answer_and_may_ask_again(context: Context) -> None:
+    """The engines' example asks with REQ, which ZeroMQ gives the first message of a reply only."""
+    with publishing(replay_endpoint=ANY, replay_topic=False) as publisher:
+        fill(publisher, 3)
+        req = open_consumer(context, zmq.REQ)
+        assert publisher.replay_endpoint is not None
+        req.connect(publisher.replay_endpoint)
+        for start in (0, 2):
+            req.send(start.to_bytes(8, "big"))
+            assert int.from_bytes(req.recv_multipart()[0], "big") == start
+
+
+@pytest.mark.parametrize("with_topic", [True, False])
+def test_the_engines_example_subscriber_reads_us(context: Context, with_topic: bool) -> None:
+    """Its loop, in both forms: a SUB on a topic, a gap found by the number, a request on REQ, the reply until the end marker.
+
+    Of the reply a REQ client reads one message, which is the example's fault; with a gap of one batch that is enough.
+    """
+    with publishing(replay_endpoint=ANY, topic="kv-events", replay_topic=with_topic) as publisher:
+        subscriber, req = subscribe(context, publisher, b"kv-events"), open_consumer(context, zmq.REQ)
+        assert publisher.replay_endpoint is not None
+        req.connect(publisher.replay_endpoint)
+        seen: list[int] = []
+        for number in range(6):
+            publisher.publish(batch(number))
+            _, seq_bytes, _ = subscriber.recv_multipart()
+            if number == 3:
+                continue  # lost on the way
+            seq = int.from_bytes(seq_bytes, "big")
+            if seen and seq > seen[-1] + 1:
+                req.send((seen[-1] + 1).to_bytes(8, "big"))
+                *_, missed, payload = req.recv_multipart()
+                assert payload
+                seen.append(int.from_bytes(missed, "big"))
+            seen.append(seq)
+        assert seen == list(range(6))
