@@ -47,7 +47,7 @@ def environment(**more: str) -> dict[str, str]:
 def run(*args: object, stdin: bytes = b"") -> Ended:
     """`kvevents` with these arguments, from beginning to end."""
     command = [*KVEVENTS, *map(str, args)]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=SECONDS, env=environment(), check=False)  # noqa: S603
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=SECONDS, env=environment(), check=False)
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
@@ -84,14 +84,25 @@ class Lines:
         self._stream.close()
 
 
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """For children that are to be interrupted: in the background of a shell, SIGINT is ignored, which children inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Program:
     """A process under test that goes on until it is told to stop."""
 
     def __init__(self, *args: object, command: Sequence[str] = KVEVENTS, **env: str) -> None:
         argv = [*command, *map(str, args)]
-        self.process = subprocess.Popen(  # noqa: S603
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
-        )
+        with heeding_interrupts():
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
+            )
         assert self.process.stdout
         assert self.process.stderr
         self.out = Lines(self.process.stdout)

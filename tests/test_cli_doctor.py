@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -153,12 +154,12 @@ def test_a_garbage_publisher() -> None:
 
 def test_messages_that_are_no_batches_at_all() -> None:
     with tape_of((b"", 0, b"x")) as tape, Program("doctor", tape.endpoint, "--no-replay", *LOOK) as program:
-        assert tape.wait_for_subscriber(SECONDS)
-        for _ in range(20):
+        while program.process.poll() is None:
             tape.send_raw([b"only one frame"])
+            threading.Event().wait(0.01)
         ended = program.end()
     assert ended.code == 1
-    assert "20 of 20 messages are not [topic, number, payload]: not 3 frames (20)" in ended.out
+    assert re.search(r"([\d,]+) of \1 messages are not \[topic, number, payload\]: not 3 frames \(\1\)", ended.out)
 
 
 def test_an_idle_engine_is_no_fault_and_replay_tells_what_it_speaks() -> None:

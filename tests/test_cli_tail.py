@@ -88,7 +88,10 @@ def test_json_lines_are_a_promise() -> None:
     head = '"source":"pod","rank":1,"incarnation":2,'
     batch = '{"kind":"batch",' + head + f'"seq":3,"ts":1.5,"replayed":true,"events":[{stored},{{"type":"AllBlocksCleared"}}],'
     batch += '"rejected":[{"reason":"unknown-tag","detail":"BlockMoved","index":1,"count":1}]}'
-    assert objects.encode(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected)).decode() == batch
+    assert (
+        objects.encode(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)).decode()
+        == batch
+    )
     assert objects.encode(Gap("pod", 1, 4, 6, 2)).decode() == '{"kind":"gap",' + head + '"first":4,"last":6}'
     assert objects.encode(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
     trust = objects.encode_trust("pod", 1, Trust.STALE.because("gone"))
@@ -207,7 +210,7 @@ def test_a_closed_pipe_ends_it_quietly_even_when_nothing_more_comes() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
         command = [*KVEVENTS, *map(str, tail(tape))]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())  # noqa: S603
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
         with process:
             assert process.stdout
             assert process.stdout.readline()
@@ -221,7 +224,7 @@ def output_on_a_terminal(tape: TapePlayer, **env: str) -> bytes:
     master, slave = pty.openpty()
     try:
         command = [*KVEVENTS, *map(str, tail(tape, "--count", 4))]
-        subprocess.run(command, stdout=slave, timeout=SECONDS, env=environment(TERM="xterm", **env), check=True, stderr=-3)  # noqa: S603
+        subprocess.run(command, stdout=slave, timeout=SECONDS, env=environment(TERM="xterm", **env), check=True, stderr=-3)
         return os.read(master, 1 << 16)
     finally:
         os.close(slave)

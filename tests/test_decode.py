@@ -145,14 +145,15 @@ def test_a_timestamp_is_in_seconds_whatever_its_unit_was(sent: float, seconds: f
 def test_a_timestamp_that_is_none_costs_the_timestamp_and_not_the_events(sent: Any) -> None:
     decoded = decode_batch(pack([sent, [stored()], 3]))
     assert decoded.batch == KVEventBatch(0.0, [GOOD], 3)
-    assert reasons(decoded) == [(None, "bad-field")]
+    assert reasons(decoded) == [(None, "bad-timestamp")]
+    assert not any(rejected.costs_events for rejected in decoded.rejected)
 
 
 @pytest.mark.parametrize("rank", ["0", 0.0, True, [0], b"\0"])
 def test_a_rank_that_is_none_costs_the_rank_and_not_the_events(rank: Any) -> None:
     decoded = decode_batch(pack([1.5, [stored()], rank]))
     assert decoded.batch == KVEventBatch(1.5, [GOOD])
-    assert reasons(decoded) == [(None, "bad-field")]
+    assert reasons(decoded) == [(None, "bad-rank")]
 
 
 @pytest.mark.parametrize(

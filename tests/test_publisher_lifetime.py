@@ -222,7 +222,7 @@ for number in range(2000):
     publisher.publish(EventBatch(float(number), []))
 """
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:  # noqa: S603  the interpreter that runs this test
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         # A socket that bound accepts a peer only while somebody reads from it.
         assert [receive(subscriber)[0] for _ in range(2_000)] == list(range(2_000))
         assert child.communicate(timeout=DEADLINE)[0] == ""

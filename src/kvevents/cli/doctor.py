@@ -21,6 +21,7 @@ from kvevents.cli.checkup.trust import check_trust
 from kvevents.cli.command import FAILED, OK, Command
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.sources import replay_candidates
+from kvevents.cli.stopping import Stop
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 
@@ -57,8 +58,8 @@ class Examination:
                 return
         self._look_for_replay()
         replay, reply = check_replay(self.replay, self._tried)
-        with Sample(self._args.endpoint, bind=self._args.bind) as sample:
-            status = self._watch(sample)
+        with Stop() as stop, Sample(self._args.endpoint, bind=self._args.bind) as sample:
+            status = self._watch(sample, stop)
         yield from self._traffic(sample, reply, status.trust != Trust.CONNECTING)
         yield from replay
         yield check_trust(status, self._args.seconds)
@@ -68,19 +69,20 @@ class Examination:
             self._tried = replay_candidates(self._args.endpoint)
             self.replay = first_to_answer(self._tried)
 
-    def _watch(self, sample: Sample) -> StreamStatus:
+    def _watch(self, sample: Sample, stop: Stop) -> StreamStatus:
         """Take the sample and follow the stream, at the same time where both can connect."""
         if self._args.bind:
-            self._until_over(lambda: sample.take(TURN))
+            self._until_over(stop, lambda: sample.take(TURN))
             # Only one socket can listen at an address; the engine comes back to the next one.
             sample.close()
         with Subscriber(self._source()) as subscriber:
-            self._until_over(lambda: self._turn(subscriber, sample))
+            self._until_over(stop, lambda: self._turn(subscriber, sample))
             return subscriber.statuses()[0]
 
-    def _until_over(self, turn: Callable[[], None]) -> None:
+    def _until_over(self, stop: Stop, turn: Callable[[], None]) -> None:
         until = time.monotonic() + self._args.seconds
         while time.monotonic() < until:
+            stop.check()
             turn()
 
     def _turn(self, subscriber: Subscriber, sample: Sample) -> None:

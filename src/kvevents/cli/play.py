@@ -13,6 +13,7 @@ from kvevents.cli.command import INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.lines import plural
 from kvevents.cli.serving import nobody_came, stay
+from kvevents.cli.stopping import Stop
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, Stream, read_recording
 from kvevents.testing import TapePlayer
@@ -70,28 +71,24 @@ def run(args: Namespace) -> int:
         return _list(streams, console)
     batches = choose(streams, args.run_name, console)
     tape = batches if args.speed == "max" else at_speed(batches, args.speed)
-    with TapePlayer(tape, endpoint=args.endpoint, replay_endpoint=args.replay_endpoint, log=REMEMBERED) as player:
+    ends = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
+    with Stop() as stop, TapePlayer(tape, **ends, log=REMEMBERED) as player:
         console.note(f"serving {player.endpoint}, replay {player.replay_endpoint}")
-        _wait_for_subscriber(player, args.wait_for_subscriber)
-        return _play(player, args, console)
+        try:
+            with stop.raising():
+                _play(player, args, console)
+        except KeyboardInterrupt:
+            return _say(player, console, INTERRUPTED if player.counts.published < len(batches) * args.times else OK)
+        return _say(player, console, OK)
 
 
-def _play(player: TapePlayer, args: Namespace, console: Console) -> int:
+def _play(player: TapePlayer, args: Namespace, console: Console) -> None:
+    _wait_for_subscriber(player, args.wait_for_subscriber)
     rate: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
-    future = player.start_playing(rate=rate, times=args.times)
-    try:
-        _watch(player, future, console)
-        if args.stay is not None:
-            _say(player, console)
-            console.note("answering replay requests; Ctrl-C ends it")
-            stay(args.stay)
-    except KeyboardInterrupt:
-        if not future.done():
-            _say(player, console)
-            return INTERRUPTED
-    if args.stay is None:
-        _say(player, console)
-    return OK
+    _watch(player, player.start_playing(rate=rate, times=args.times), console)
+    if args.stay is not None:
+        console.note("everything is played; answering replay requests, Ctrl-C ends it")
+        stay(args.stay)
 
 
 def _watch(player: TapePlayer, future: Future[int], console: Console) -> None:
@@ -103,11 +100,11 @@ def _watch(player: TapePlayer, future: Future[int], console: Console) -> None:
             continue
 
 
-def _say(player: TapePlayer, console: Console) -> None:
+def _say(player: TapePlayer, console: Console, code: int) -> int:
     counts = player.counts
-    console.note(
-        f"played {plural(counts.published, 'batch')}, {counts.replayed} replayed for {plural(counts.requests, 'request')}"
-    )
+    played = plural(counts.published, "batch")
+    console.note(f"played {played}, {counts.replayed} replayed for {plural(counts.requests, 'request')}")
+    return code
 
 
 def _wait_for_subscriber(player: TapePlayer, seconds: float | None) -> None:

@@ -16,6 +16,7 @@ from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.lines import plural
 from kvevents.cli.serving import nobody_came, stay
+from kvevents.cli.stopping import Stop
 from kvevents.config import resolve_dialect
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
@@ -68,6 +69,7 @@ class Feed:
 
     def __init__(self, publisher: ZmqEventPublisher, dialect: Dialect | None, rate: float | None, console: Console) -> None:
         self.bad = 0
+        self.finished = False
         self._publisher = publisher
         self._dialect = dialect
         self._pause = 0.0 if rate is None else 1.0 / rate
@@ -85,6 +87,7 @@ class Feed:
             self._publisher.publish(batch)
             if number % LOOK_EVERY == 0:
                 self._wait_for_room()
+        self.finished = True
 
     def _read(self, number: int, line: bytes) -> KVEventBatch | None:
         try:
@@ -108,26 +111,28 @@ class Feed:
 def run(args: Namespace) -> int:
     """Publish all lines, stay as long as wanted, and report."""
     console = Console()
-    interrupted = False
-    with _opened(args.file) as file:
-        publisher = ZmqEventPublisher(
-            endpoint=args.endpoint, replay_endpoint=args.replay_endpoint, topic=args.topic, dialect=args.dialect
-        )
+    ends = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
+    with _opened(args.file) as file, Stop() as stop:
+        publisher = ZmqEventPublisher(**ends, topic=args.topic, dialect=args.dialect)
         feed = Feed(publisher, args.dialect, args.rate, console)
-        done = False
         try:
             console.note(f"publishing at {publisher.endpoint}, replay {publisher.replay_endpoint}")
-            _wait_for_subscriber(publisher, args.wait_for_subscriber)
-            feed.run(file)
-            done = True
-            if args.stay is not None:
-                console.note("everything is published; answering replay requests, Ctrl-C ends it")
-                stay(args.stay)
+            with stop.raising():
+                _wait_for_subscriber(publisher, args.wait_for_subscriber)
+                feed.run(file)
+                _stay(args.stay, console)
         except KeyboardInterrupt:
-            interrupted = not done
+            if not feed.finished:
+                return INTERRUPTED
         finally:
             complete = _report(publisher, feed, console)
-    return INTERRUPTED if interrupted else OK if complete and not feed.bad else FAILED
+    return OK if complete and not feed.bad else FAILED
+
+
+def _stay(seconds: float | None, console: Console) -> None:
+    if seconds is not None:
+        console.note("everything is published; answering replay requests, Ctrl-C ends it")
+        stay(seconds)
 
 
 @contextmanager

@@ -15,11 +15,10 @@ from kvevents.cli.following import Following, nothing_arrived
 from kvevents.cli.lines import plural
 from kvevents.cli.sources import find_replay, sources_of
 from kvevents.cli.stopping import Stop
-from kvevents.cli.topics import TopicTap
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source
-from kvevents.subscriber import Subscriber, ZmqTransport
+from kvevents.subscriber import Subscriber
 from kvevents.wire import live_frames
 
 FLUSH_SECONDS: Final = 1.0
@@ -29,10 +28,9 @@ FLUSH_SECONDS: Final = 1.0
 class Recorder:
     """Writes deliveries as frames of their streams; each life of a publisher is a run of its own."""
 
-    def __init__(self, writer: RecordingWriter, sources: Iterable[Source], topics: TopicTap) -> None:
+    def __init__(self, writer: RecordingWriter, sources: Iterable[Source]) -> None:
         self.bytes = 0
         self._writer = writer
-        self._topics = topics
         self._sources = {(source.label, source.rank): source for source in sources}
         self._flushed_at = 0.0
         for key, source in self._sources.items():
@@ -42,7 +40,7 @@ class Recorder:
         """Write one delivery. Raises `RecordingError` when the file cannot take it."""
         key = (delivery.source, delivery.rank)
         if isinstance(delivery, Batch):
-            frames = tuple(live_frames(self._topics.of(*key, delivery.incarnation), delivery.seq, delivery.payload))
+            frames = tuple(live_frames(delivery.topic, delivery.seq, delivery.payload))
             self._write(key, delivery.incarnation, frames)
             self.bytes += len(delivery.payload)
         elif isinstance(delivery, Reset):
@@ -82,11 +80,10 @@ def run(args: Namespace) -> int:
         if not go_on:
             return OK if stop.requested else nothing_arrived(args.endpoint, args.idle, console)
         sources = sources_of(args, replay)
-        topics = TopicTap(ZmqTransport(), args.topic.encode())
         if _holds_something(args.file):
             args.file.unlink()
-        with RecordingWriter(args.file) as writer, Subscriber(sources, transport=topics) as subscriber:
-            recorder = Recorder(writer, sources, topics)
+        with RecordingWriter(args.file) as writer, Subscriber(sources) as subscriber:
+            recorder = Recorder(writer, sources)
             following = Following(subscriber, args, stop)
             _follow(following, recorder, console, args.count)
             code = following.summarize(console)

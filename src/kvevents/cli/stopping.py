@@ -33,10 +33,11 @@ def interrupting() -> Iterator[None]:
 
 
 class Stop:
-    """Both signals as a flag, for commands that are meant to be stopped this way; a second signal interrupts at once."""
+    """Both signals as a flag, while sockets are open that must not be left half made; a second signal interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        self._raises = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -48,6 +49,21 @@ class Stop:
             signal.signal(number, action)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if again or self._raises:
+            raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come."""
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Inside, a signal raises KeyboardInterrupt: for waits that may be broken off anywhere."""
+        self._raises = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._raises = False

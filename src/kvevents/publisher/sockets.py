@@ -84,4 +84,4 @@ def _attempt(action: Callable[[str], Any], endpoint: str, failure: str) -> None:
         action(endpoint)
     except zmq.ZMQError as error:
         hint = _HINTS.get(error.errno or 0, "check the endpoint")
-        raise SocketError(error.errno, f"{failure}: {error.strerror}; {hint}") from error
+        raise SocketError(error.errno, f"{failure}: {zmq.strerror(error.errno or 0)}; {hint}") from error

@@ -25,6 +25,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """Whether it came by replay rather than live."""
     payload: bytes = b""
     """The bytes as the engine sent them."""
+    topic: bytes = b""
+    """The topic it came with; for replayed ones of engines that do not repeat it, the newest one seen or the source's."""
     rejected: tuple[Rejected, ...] = ()
     """Events of this batch that could not be read."""
 

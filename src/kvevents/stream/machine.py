@@ -64,6 +64,7 @@ class Stream:
         self._decode = decode
         self._name = source.label
         self._rank = source.rank
+        self._topic = source.topic.encode()
         self._out: list[Delivery] = []
         self._pending = Pending(limits)
         self._suspects: list[Live] = []
@@ -200,6 +201,7 @@ class Stream:
             self.counters.live += 1
             self._heard_at = now
             self._probes = 0
+            self._topic = frames[0]
             self._follow_in_order(self._expected, frames[2])
             return
         live = parse_live(frames)
@@ -209,6 +211,7 @@ class Stream:
         self.counters.live += 1
         self._now = self._heard_at = now
         self._probes = 0
+        self._topic = live.topic
         if self.phase is Phase.FOLLOWING or self.phase is Phase.CATCHING_UP:
             self._follow(live)
         else:
@@ -230,6 +233,8 @@ class Stream:
             self._distrust_replay()
         else:
             self._replay_seen = True
+            if reply.topic is not None:
+                self._topic = reply.topic
             self._replayed(ask, reply)
             if self._ask is ask and ask.useless > self._limits.max_useless_replies:
                 self._unanswered(ask)
@@ -508,7 +513,8 @@ class Stream:
     def _anchor_missing(self, ask: OpenAsk, anchor: Anchor) -> None:
         """The answer ended without the batch that would prove who is speaking."""
         ask.fruitless += 1
-        reason = f"identity cannot be proven: the replay endpoint no longer holds number {anchor.seq}"
+        forgotten = "replay starts after it" if ask.beyond else "replay ends before it"
+        reason = f"publisher restarted, or forgot number {anchor.seq}: {forgotten}"
         if ask.fruitless < self._limits.max_fruitless:
             self._ask_again(ask)
         elif not self._replay_seen and ask.start > 0:
@@ -598,6 +604,7 @@ class Stream:
                 batch.events,
                 replayed,
                 payload,
+                self._topic,
                 decoded.rejected,
             )
         )
@@ -626,9 +633,10 @@ class Stream:
             self._doubts -= HEALED_BY_CLEAR
 
     def _reject(self, decoded: Decoded) -> None:
-        self._doubts.add(Doubt.REJECTED)
+        if any(rejected.costs_events for rejected in decoded.rejected):
+            self._doubts.add(Doubt.REJECTED)
         for rejected in decoded.rejected:
-            self._count(self.counters.rejected, rejected.reason)
+            self._count(self.counters.rejected, rejected.reason, rejected.count)
 
     def _drain(self) -> None:
         while (found := self._pending.take(self._expected)) is not None:
@@ -665,5 +673,5 @@ class Stream:
         self.phase = phase
 
     @staticmethod
-    def _count(counter: dict[str, int], reason: str) -> None:
-        counter[reason] = counter.get(reason, 0) + 1
+    def _count(counter: dict[str, int], reason: str, count: int = 1) -> None:
+        counter[reason] = counter.get(reason, 0) + count

@@ -29,7 +29,7 @@ class SocketOptions:
     receive_hwm: int = 100_000
     """Live messages that wait in the socket while the application is busy; beyond it the publisher drops; replay mends that."""
     max_message_bytes: int = 256 * 1024 * 1024
-    """A larger message makes libzmq close the connection: four times what the decoder accepts, so only abuse reaches it."""
+    """A larger message makes libzmq close the connection: eight times what the decoder accepts, so only abuse reaches it."""
     reconnect_ms: int = 100
     reconnect_max_ms: int = 5_000
     """Pause between attempts to connect: doubles, jittered, up to this."""
@@ -143,7 +143,8 @@ class ZmqTransport:
             link.close()
         self._selector.close()
         if self._owned:
-            self._context.term()
+            # Not term(): a socket that an exception left half made would block it for ever.
+            self._context.destroy(linger=0)
 
     def watch(self, socket: zmq.Socket[bytes], link: ZmqLink) -> None:
         """Wake `wait` when `socket` has news."""

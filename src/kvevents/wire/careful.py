@@ -86,7 +86,7 @@ def _timestamp(raw: msgspec.Raw, aside: _Aside) -> float:
             return float(value)
         if SECONDS_BELOW < value <= SECONDS_BELOW * 1000:
             return value / 1000
-    aside.add(RefusedError("bad-field", "the timestamp is neither seconds nor milliseconds since the epoch"), raw)
+    aside.add(RefusedError("bad-timestamp", "the timestamp is neither seconds nor milliseconds since the epoch"), raw)
     return 0.0
 
 
@@ -95,7 +95,7 @@ def _rank(raw: msgspec.Raw, aside: _Aside) -> int | None:
         value = scalar(raw, "the data-parallel rank")
         if value is None or type(value) is int:
             return value
-    aside.add(RefusedError("bad-field", "the data-parallel rank is not an integer"), raw)
+    aside.add(RefusedError("bad-rank", "the data-parallel rank is not an integer"), raw)
     return None
 
 

@@ -17,7 +17,7 @@ class Rejected(msgspec.Struct, frozen=True):
 
     reason: str
     """One of: oversized, malformed, not-a-batch, too-many-events, too-many-hashes, too-many-fields, too-deep, unknown-tag,
-    bad-field, more."""
+    bad-field, bad-timestamp, bad-rank, more."""
     detail: str
     index: int | None = None
     """Position of the event in its batch; None when the batch itself, its timestamp or its rank is meant."""
@@ -25,6 +25,11 @@ class Rejected(msgspec.Struct, frozen=True):
     """The first bytes of it."""
     count: int = 1
     """How many this entry stands for; above 1 only with the reason `more`, the last entry of a batch with very many."""
+
+    @property
+    def costs_events(self) -> bool:
+        """Whether events are missing because of it; a bad timestamp or rank costs none."""
+        return self.index is not None or self.reason not in {"bad-timestamp", "bad-rank"}
 
 
 class RefusedError(Exception):
