@@ -223,7 +223,7 @@ def test_a_port_in_use_is_said_in_words() -> None:
         for kind in (EndpointError, OSError, zmq.ZMQError):
             with pytest.raises(kind, match="another process or rank uses it") as caught:
                 ZmqEventPublisher(0, ANY, first.endpoint)
-            assert f"cannot bind the replay socket to {first.endpoint}" in str(caught.value)
+            assert f"cannot bind the replay socket to {first.endpoint}: Address already in use;" in str(caught.value)
             assert getattr(caught.value, "errno", None) == zmq.EADDRINUSE
 
 

@@ -2,7 +2,7 @@
 
 Theory of operation. A request opens a session: the batches it asks for, as they are in the buffer at that moment, and the end
 marker. Sessions take turns, a slice each. ROUTER_MANDATORY makes ZeroMQ say when a consumer's pipe is full, where the engines'
-sockets drop without a word; the session then keeps its place and is tried again after `RETRY_WAIT`. It also says when a
+sockets drop without a word; the session then keeps its place and is tried again after `RETRY_WAITS`. It also says when a
 consumer is gone. So a reply goes at its reader's pace and loses nothing, and live batches, on another socket and thread, never
 wait for it. Only this thread touches the socket.
 """
@@ -35,16 +35,16 @@ MAX_REPLAY_SESSIONS: Final = 256
 MAX_WAITING_REQUESTS: Final = 8
 """Requests of one consumer that wait for its present reply; they are answered in order, and more are refused."""
 REPLAY_SEND_LIMIT: Final = 256
-"""Batches in one consumer's pipe (ZMQ_SNDHWM): enough to keep TCP busy for a `RETRY_WAIT`, little enough to bound memory."""
+"""Batches in one consumer's pipe (ZMQ_SNDHWM): enough to keep TCP busy for a millisecond, little enough to bound memory."""
 SLICE: Final = 32
 """Batches sent for one session before the next one has its turn."""
 REQUESTS_AT_ONCE: Final = 64
 """Requests read before replies have their turn, so that a flood of requests does not stop them."""
 PAUSE: Final = 0.0001
-"""Seconds between slices in which other threads get the interpreter. A thread that sends without a pause gives the lock up for
-each send and has it back before a waiting thread wakes, which then waits its 5 ms (`sys.getswitchinterval`)."""
-RETRY_WAIT: Final = 0.001
-"""Seconds to wait when every consumer's pipe is full."""
+"""Seconds between slices in which other threads get the interpreter. A thread that sends without a pause gives its lock up for
+each send and can have it back before a waiting thread wakes, which then waits again (5 ms, `sys.getswitchinterval`)."""
+RETRY_WAITS: Final = (0.001, 0.002, 0.004, 0.008)
+"""Seconds to wait when every consumer's pipe is full: longer each time, the last one from then on."""
 IDLE_WAIT: Final = 1.0
 """Seconds the idle thread sleeps at most; requests and `stop` wake it at once."""
 
@@ -83,7 +83,7 @@ class ReplayServer:
         self._topic = topic
         self._sessions: dict[bytes, _Session] = {}
         self._deadline: float | None = None
-        self._progressed = False
+        self._retries = 0
         self.cut = 0
         """Replies that a stop left unfinished."""
         self.flush_until = float("inf")
@@ -124,28 +124,33 @@ class ReplayServer:
 
     def turn(self) -> None:
         """Wait for something to do, accept requests, send one slice for each session."""
-        self._wait(self._progressed)
+        self._wait()
         if self._deadline is None:
             self._accept()
         now = monotonic()
-        self._progressed = False
+        self._retries += 1
         for session in list(self._sessions.values()):
             if self._serve(session):
                 session.progressed = now
-                self._progressed = True
+                self._retries = 0
                 sleep(PAUSE)
             elif now - session.progressed > REPLAY_STALL_TIMEOUT:
                 self._end(session, "abandoned")
                 logger.warning("gave up a replay: its consumer read nothing for %g seconds", REPLAY_STALL_TIMEOUT)
 
-    def _wait(self, busy: bool) -> None:
+    def _wait(self) -> None:
         watched: list[tuple[Socket | int, int]] = []
         if self._deadline is None:
             watched.append((self._wake_read, zmq.POLLIN))
         if self._has_room():
             watched.append((self._socket, zmq.POLLIN))
-        timeout = 0.0 if busy else RETRY_WAIT if self._sessions else IDLE_WAIT
-        zmq.zmq_poll(watched, int(timeout * 1000))
+        zmq.zmq_poll(watched, int(self._patience() * 1000))
+
+    def _patience(self) -> float:
+        """Seconds to wait for a request before the next turn."""
+        if not self._sessions:
+            return IDLE_WAIT
+        return RETRY_WAITS[min(self._retries, len(RETRY_WAITS)) - 1] if self._retries else 0.0
 
     def _has_room(self) -> bool:
         return self._deadline is None and len(self._sessions) < MAX_REPLAY_SESSIONS

@@ -21,7 +21,8 @@ MAX_REQUEST_BYTES: Final = 64 * 1024
 connection before it takes memory."""
 KEEPALIVE: Final = (30, 10, 3)
 """Seconds of silence before TCP probes a peer, seconds between probes, probes: a vanished consumer is noticed in a minute.
-ZMTP heartbeats would be quicker, but not every consumer's ZeroMQ knows them; consumers may send them, and are answered."""
+ZMTP heartbeats would be quicker, but came with ZMTP 3.1, and a consumer may speak an older one. Consumers may send them and are
+answered."""
 FLUSH_GRACE: Final = 0.1
 """Seconds that ZeroMQ has to flush a closed socket when no more time was left."""
 

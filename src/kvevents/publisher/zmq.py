@@ -3,7 +3,8 @@
 Theory of operation. `publish` queues (`intake`). One thread, `zmq-publisher`, owns the event socket: in bursts it encodes what
 waits, puts it into the replay buffer, and only then sends it, so that whatever a consumer saw can be asked for again. While
 batches come quickly it dozes, looking at the queue after each of `NAPS`, since waking a sleeping thread is the dearest thing
-`publish` could do; when they come slowly it sleeps until woken. Another thread, `zmq-replay`, owns the replay socket (`replay`).
+that `publish` could do; when they come slowly it sleeps until woken. Another thread, `zmq-replay`, owns the replay socket
+(`replay`).
 `docs/adr/0002-publisher-thread.md` has the measurements.
 """
 
