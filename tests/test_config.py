@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvevents.config import Curve, KVEventsConfig, resolve_dialect, split_tcp
+from kvevents.config import Curve, KVEventsConfig, resolve_dialect
+from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
 from kvevents.wire import dialect_for

@@ -466,3 +466,13 @@ def test_a_wrong_source_is_refused_with_a_sentence(arguments: dict[str, object],
     """Settings are checked where they are given."""
     with pytest.raises(ConfigError, match=message):
         Source(**arguments)  # type: ignore[arg-type]
+
+
+def test_ranks_count_ports_up_and_share_a_name() -> None:
+    """Both endpoints move together; the name stays, so that `trust(name, rank)` finds each."""
+    ranks = Source("tcp://engine:5557", "tcp://engine:5600").ranks(3)
+    assert [(each.endpoint, each.replay_endpoint, each.label, each.rank) for each in ranks] == [
+        ("tcp://engine:5557", "tcp://engine:5600", "tcp://engine:5557", 0),
+        ("tcp://engine:5558", "tcp://engine:5601", "tcp://engine:5557", 1),
+        ("tcp://engine:5559", "tcp://engine:5602", "tcp://engine:5557", 2),
+    ]

@@ -10,27 +10,13 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.wire.dialects import Dialect, dialect_for
 
-MAX_PORT: Final = 65535
 _CURVE_KEY_CHARACTERS: Final = 40
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")
-
-
-def split_tcp(endpoint: str) -> tuple[str, int] | None:
-    """Host and port of a `tcp://` endpoint; None for another transport or without a readable port.
-
-    The port `*`, which ZeroMQ understands as "any", comes out as 0.
-    """
-    transport, separator, address = endpoint.partition("://")
-    host, colon, port = address.rpartition(":")
-    if transport != "tcp" or not separator or not colon or not host:
-        return None
-    if port == "*":
-        return host, 0
-    return (host, int(port)) if port.isascii() and port.isdecimal() else None
 
 
 def resolve_dialect(value: Dialect | str | None) -> Dialect | None:

@@ -11,7 +11,7 @@ import time
 from contextlib import closing
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from kvevents.config import split_tcp
+from kvevents.endpoints import split_tcp
 
 TIMEOUT: Final = 3.0
 """Seconds for everything: connecting across a continent, and a peer that swaps."""

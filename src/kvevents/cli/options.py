@@ -6,7 +6,7 @@ import argparse
 from argparse import ArgumentParser
 from typing import Final
 
-from kvevents.config import MAX_PORT, split_tcp
+from kvevents.endpoints import MAX_PORT, split_tcp
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """How long `--wait-for-subscriber` waits unless told otherwise."""

@@ -11,8 +11,7 @@ from typing import Final
 from kvevents.cli.asking import first_to_answer
 from kvevents.cli.console import Console, Span
 from kvevents.cli.stopping import Stop
-from kvevents.config import MAX_PORT, split_tcp
-from kvevents.publisher.endpoints import offset_endpoint_port
+from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.stream import Source
 
 DEFAULT_REPLAY_PORT: Final = 5558
@@ -30,18 +29,7 @@ def name_of(args: Namespace) -> str:
 
 def sources_of(args: Namespace, replay: str | None) -> list[Source]:
     """One source per rank; ports of both endpoints count up from rank 0. Raises `ConfigError` when they run out."""
-    name = name_of(args)
-    return [
-        Source(
-            offset_endpoint_port(args.endpoint, rank) or args.endpoint,
-            offset_endpoint_port(replay, rank),
-            topic=args.topic,
-            name=name,
-            rank=rank,
-            bind=args.bind,
-        )
-        for rank in range(args.ranks)
-    ]
+    return Source(args.endpoint, replay, topic=args.topic, name=name_of(args), bind=args.bind).ranks(args.ranks)
 
 
 def replay_candidates(endpoint: str, ranks: int = 1) -> list[str]:

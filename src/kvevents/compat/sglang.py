@@ -27,7 +27,7 @@ from kvevents.compat.sglang_scheduler import (
     namespaced_block_hash,
     select_kv_publisher_dp_rank,
 )
-from kvevents.publisher.endpoints import connectable
+from kvevents.endpoints import connectable
 
 __all__ = [
     "LOAD_TOPIC",

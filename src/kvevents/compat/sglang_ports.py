@@ -9,7 +9,7 @@ from __future__ import annotations
 from ipaddress import IPv6Address
 from typing import Final, TypeAlias
 
-from kvevents.config import MAX_PORT
+from kvevents.endpoints import MAX_PORT
 
 _BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - names to recognise in what users write
 

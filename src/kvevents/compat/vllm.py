@@ -17,7 +17,7 @@ import msgspec
 from kvevents import events, publisher
 from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
 from kvevents.compat.lax import Field, read_bool, read_fields, read_int, read_str
-from kvevents.config import split_tcp
+from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch
 

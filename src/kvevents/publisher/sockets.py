@@ -11,8 +11,8 @@ from typing import Any, Final, cast
 import zmq
 
 from kvevents.config import Curve
+from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
-from kvevents.publisher.endpoints import needs_ipv6
 
 Socket = zmq.Socket[bytes]
 

@@ -22,10 +22,10 @@ import zmq
 import zmq.backend
 
 from kvevents.config import Curve, resolve_dialect
+from kvevents.endpoints import connectable, offset_endpoint_port, port_collision, should_bind
 from kvevents.errors import ConfigError
 from kvevents.publisher import lifetime, sockets
 from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.endpoints import connectable, offset_endpoint_port, port_collision, should_bind
 from kvevents.publisher.episode import Episode
 from kvevents.publisher.intake import Encode, QueuedPublisher
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvevents.config import Curve
+from kvevents.endpoints import offset_endpoint_port
 from kvevents.errors import ConfigError
 
 
@@ -32,6 +33,22 @@ class Source:
                 raise ConfigError(f"endpoint {endpoint!r} has no transport; write tcp://host:port, ipc://path or inproc://name")
         if self.rank < 0:
             raise ConfigError(f"rank {self.rank} of {self.label} is negative; ranks count from 0")
+
+    def ranks(self, count: int) -> list[Source]:
+        """The source once for each of `count` data-parallel ranks: ports count up from this one's, as in the engines.
+
+        Raises `ConfigError` when a port would be above 65535.
+        """
+        return [
+            replace(
+                self,
+                endpoint=offset_endpoint_port(self.endpoint, rank) or self.endpoint,
+                replay_endpoint=offset_endpoint_port(self.replay_endpoint, rank),
+                name=self.label,
+                rank=self.rank + rank,
+            )
+            for rank in range(count)
+        ]
 
     @property
     def label(self) -> str:

@@ -12,10 +12,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import zmq
 
+from kvevents.endpoints import connectable
 from kvevents.errors import EndpointError, UsageError
 from kvevents.recording import LiveBatch
 from kvevents.testing.faults import Faults, Reply
-from kvevents.testing.ports import HeldPort, connectable, hold_port
+from kvevents.testing.ports import HeldPort, hold_port
 from kvevents.testing.reel import Reel
 from kvevents.wire import Malformed, live_frames, parse_replay_request
 

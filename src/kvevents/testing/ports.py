@@ -35,8 +35,3 @@ def hold_port(endpoint: str) -> HeldPort:
         holder.close()
         return HeldPort(endpoint, None)
     return HeldPort(f"{_TCP}{host}:{holder.getsockname()[1]}", holder)
-
-
-def connectable(endpoint: str) -> str:
-    """The endpoint to connect to, of one that was bound to every interface."""
-    return endpoint.replace("://0.0.0.0:", "://127.0.0.1:").replace("://*:", "://127.0.0.1:").replace("://[::]:", "://[::1]:")

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
+from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.lanes import Lane, LaneCounts, Rule, Way
-from kvevents.testing.ports import HeldPort, connectable, hold_port
+from kvevents.testing.ports import HeldPort, hold_port
 
 MAX_CONNECTIONS: Final = 1_024
 """Open at once; each is two file descriptors. Further ones are closed as soon as they are accepted."""

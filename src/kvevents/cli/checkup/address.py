@@ -7,7 +7,7 @@ from typing import Final
 
 from kvevents.cli.checkup.findings import Finding, fail, ok
 from kvevents.cli.handshake import Handshake, Outcome, shake_hands
-from kvevents.config import MAX_PORT, split_tcp
+from kvevents.endpoints import MAX_PORT, split_tcp
 
 MAX_RANKS_LOOKED_FOR: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvevents.config import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
 
+MAX_PORT: Final = 65535
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - a name to recognise in what users write
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """Where each wildcard host can be reached from this one."""
+
+
+def split_tcp(endpoint: str) -> tuple[str, int] | None:
+    """Host and port of a `tcp://` endpoint; None for another transport or without a readable port.
+
+    The port `*`, which ZeroMQ understands as "any", comes out as 0.
+    """
+    transport, separator, address = endpoint.partition("://")
+    host, colon, port = address.rpartition(":")
+    if transport != "tcp" or not separator or not colon or not host:
+        return None
+    if port == "*":
+        return host, 0
+    return (host, int(port)) if port.isascii() and port.isdecimal() else None
 
 
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

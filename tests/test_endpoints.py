@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from kvevents.config import Curve
+from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.publisher.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
