@@ -40,7 +40,7 @@ SLICE: Final = 32
 """Batches sent for one session before the next one has its turn."""
 REQUESTS_AT_ONCE: Final = 64
 """Requests read before replies have their turn, so that a flood of requests does not stop them."""
-PAUSE: Final = 0.0001
+PAUSE: Final = 0.001
 """Seconds between slices in which other threads get the interpreter. A thread that sends without a pause gives its lock up for
 each send and can have it back before a waiting thread wakes, which then waits again (5 ms, `sys.getswitchinterval`)."""
 RETRY_WAITS: Final = (0.001, 0.002, 0.004, 0.008)
