@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit bench fuzz clean
 
 demo: $(STAMP)  ## Play a recorded vLLM run over real sockets, with losses and a restart, and tail it live
 	$(BIN)/python examples/demo.py
@@ -22,13 +22,15 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-bench: $(STAMP)  ## Ratios against the engines' own classes, loaded from their wheels (downloads about 370 MB once)
+bench: $(STAMP)  ## Ratios against the engines' released classes, loaded from their wheels (downloads about 365 MB once)
 	$(BIN)/python -m benchmarks
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable . --group dev
+fuzz: $(STAMP)  ## The property tests with many more examples: about ten minutes
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --timeout 3600 \
+	  tests/test_decode.py tests/test_encode.py tests/test_shape.py tests/test_stream_model.py
+
+$(STAMP): pyproject.toml tools/setup
+	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
 
 clean:

@@ -72,9 +72,12 @@ def live(port: int) -> None:
 
 
 def replay(port: int, pace: str) -> None:
-    """Ask once for everything from 0, read at a pace, and say what came. The socket has pyzmq's default limits."""
+    """Ask once for everything from 0 when told, read at a pace, and say what came. The socket has pyzmq's default limits."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{port}")
+    say("ready")
+    if heed() is None:
+        return
     started = time.monotonic()
     socket.send_multipart([b"", bytes(8)])
     if pace == "late":

@@ -125,12 +125,14 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
     with Peer("peers", "live", port) as peer:
         _connected(contender, publisher, peer)
         for pace in ("quiet", "fast", "slow", "late"):
-            peer.tell("forget")
-            peer.hear()
             if pace == "quiet":
+                _forget(peer)
                 _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > QUIET)
             else:
+                # Starting a process stops this one for milliseconds, so the reader is there before anything is measured.
                 with Peer("peers", "replay", replay_port, pace) as reader:
+                    reader.hear()
+                    _forget(peer)
                     outcome = _publish_until(publisher, pool, per_second, reader)
                 result[f"lost_{pace}"] = count - outcome["received"]
                 result[f"seconds_{pace}"] = outcome["seconds"]
@@ -138,6 +140,11 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
             result[f"stall_{pace}"] = peer.hear()["longest"] * 1e3
     publisher.shutdown()
     return result | {"stall": max(result["stall_fast"], result["stall_slow"], result["stall_late"])}
+
+
+def _forget(peer: Peer) -> None:
+    peer.tell("forget")
+    peer.hear()
 
 
 def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough: Callable[[float], bool]) -> None:
@@ -158,6 +165,7 @@ def _publish_until(publisher: Publisher, pool: list[Any], per_second: int, reade
     outcome: dict[str, Any] = {}
     hearing = Thread(target=lambda: outcome.update(reader.hear()))
     hearing.start()
+    reader.tell("ask")
     _publish_for(publisher, pool, per_second, lambda _: not hearing.is_alive())
     hearing.join()
     return outcome

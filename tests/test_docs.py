@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 from kvevents.stream import TRANSITIONS
 
@@ -17,3 +20,23 @@ def test_the_picture_of_the_phases_is_the_table() -> None:
         f"{phase.name:<12} -> {after.name:<12} {why}" for phase, ways in TRANSITIONS.items() for after, why in ways.items()
     )
     assert picture == table
+
+
+def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/testing.md does what it says, one after the other."""
+    monkeypatch.chdir(DOCS.parent)
+    names: dict[str, object] = {}
+    for block in python_blocks(DOCS / "testing.md"):
+        exec(block, names)  # noqa: S102 - our own document
+
+
+def test_the_examples_of_the_readme_are_python() -> None:
+    """They compile, and import only names that exist."""
+    for block in python_blocks(DOCS.parent / "README.md"):
+        compile(block, "README.md", "exec")
+        imports = [line for line in block.splitlines() if line.startswith(("from ", "import "))]
+        exec("\n".join(imports), {})  # noqa: S102 - our own document
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)

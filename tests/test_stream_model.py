@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -99,5 +99,5 @@ class StreamMachine(RuleBasedStateMachine):
 
 TestStream = StreamMachine.TestCase
 TestStream.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=max(300, settings.default.max_examples if settings.default else 0), stateful_step_count=40
 )
