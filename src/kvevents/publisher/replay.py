@@ -40,10 +40,10 @@ SLICE: Final = 32
 """Batches sent for one session before the next one has its turn."""
 REQUESTS_AT_ONCE: Final = 64
 """Requests read before replies have their turn, so that a flood of requests does not stop them."""
-PAUSE: Final = 0.001
+PAUSE: Final = 0.0001
 """Seconds between slices in which other threads get the interpreter, and other processes a CPU. A thread that sends without a
 pause gives the lock up for each send and has it back before a waiting thread wakes, which then waits its 5 ms
-(`sys.getswitchinterval`). At this pace a full buffer of 10,000 batches takes 0.4 s."""
+(`sys.getswitchinterval`). At this pace a full buffer of 10,000 batches takes 0.1 s."""
 RETRY_WAITS: Final = (0.001, 0.002, 0.004, 0.008)
 """Seconds to wait when every consumer's pipe is full: longer each time, the last one from then on."""
 IDLE_WAIT: Final = 1.0
