@@ -114,3 +114,41 @@ def test_an_engine_must_be_started_first(transport: FakeTransport) -> None:
     """A typing mistake in an endpoint is told at once."""
     with pytest.raises(EndpointError, match="no fake engine at"):
         Subscriber("tcp://other:1", transport=transport)
+
+
+def two_engines(transport: FakeTransport) -> tuple[FakeEngine, FakeEngine, Subscriber]:
+    """A mute engine that holds the only place for a replay, and a healthy one that waits for it."""
+    mute = transport.engine("tcp://mute:5557", "tcp://mute:5558")
+    mute.answers_replay = False
+    engine = transport.engine(ENDPOINT, REPLAY)
+    sources = [Source(mute.endpoint, mute.replay_endpoint, name="mute"), Source(ENDPOINT, REPLAY, name="e")]
+    subscriber = Subscriber(sources, transport=transport, clock=transport.clock, max_concurrent_replays=1)
+    while not mute.requests:
+        subscriber.receive(0.01)
+    return mute, engine, subscriber
+
+
+def test_a_replay_that_waits_gets_the_place_of_a_removed_source(transport: FakeTransport) -> None:
+    """Removing a source frees its place at once."""
+    _mute, engine, subscriber = two_engines(transport)
+    with subscriber:
+        engine.publish(BlockRemoved([1]), lost=True)
+        subscriber.remove("mute")
+        assert isinstance(subscriber.receive(0.5), Batch)
+
+
+def test_a_stream_that_no_longer_waited_is_served_when_it_asks_again(transport: FakeTransport) -> None:
+    """A live batch can make a waiting request needless; the next one must not be taken for it."""
+    mute, engine, subscriber = two_engines(transport)
+    with subscriber:
+        engine.publish(BlockRemoved([1]))
+        assert isinstance(subscriber.receive(0.5), Batch)
+        assert subscriber.trust("e") == Trust.EXACT
+        while subscriber.trust("mute") != Trust.DEGRADED:
+            assert subscriber.receive(1.0) is None
+        asked = len(mute.requests)
+        while len(mute.requests) == asked:
+            assert subscriber.receive(0.01) is None
+        engine.publish(BlockRemoved([2]), lost=True)
+        engine.publish(BlockRemoved([3]))
+        assert [item.seq for item in take(subscriber, 20.0) if isinstance(item, Batch)] == [1, 2]

@@ -113,7 +113,7 @@ class Hub:
 
     def timeout(self, now: float) -> float | None:
         """Seconds until something is due; None when nothing is."""
-        if self._hungry:
+        if self._hungry or (self._queue and len(self._replaying) < self._max_replays):
             return 0.0
         return max(0.0, self._timers[0][0] - now) if self._timers else None
 
@@ -131,6 +131,7 @@ class Hub:
             if self._by_link.get(entry.link) is entry:
                 entry.stream.tick(now)
                 self._serve(entry, now)
+        self._start_waiting_replays(now)
 
     def _serve(self, entry: _Entry, now: float) -> None:
         """Take from a stream what feeding it has brought."""
@@ -138,7 +139,8 @@ class Hub:
         if entry.stream.asking:
             self._ask(entry, now)
         elif entry in self._replaying:
-            self._end_replay(entry, now)
+            self._replaying.discard(entry)
+            entry.link.end_replay()
         self._schedule(entry)
 
     def _ask(self, entry: _Entry, now: float) -> None:
@@ -155,13 +157,11 @@ class Hub:
             # Sending may swallow the signal of something that arrived meanwhile.
             self._hungry.add(entry)
 
-    def _end_replay(self, entry: _Entry, now: float) -> None:
-        self._replaying.discard(entry)
-        entry.link.end_replay()
+    def _start_waiting_replays(self, now: float) -> None:
         while self._queue and len(self._replaying) < self._max_replays:
             following = self._queue.popleft()
-            if following.waits_for_turn and following.stream.asking:
-                following.waits_for_turn = False
+            waited, following.waits_for_turn = following.waits_for_turn, False
+            if waited and following.stream.asking:
                 self._ask(following, now)
                 self._schedule(following)
 
