@@ -7,9 +7,8 @@ block, replay does not lose batches or delay live ones, `ipc://` endpoints work 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +27,7 @@ from kvevents.compat.sglang_scheduler import (
     select_kv_publisher_dp_rank,
 )
 from kvevents.endpoints import connectable
+from kvevents.publisher.factory import PublisherRegistry
 
 __all__ = [
     "LOAD_TOPIC",
@@ -194,20 +194,10 @@ def _reachable(endpoint: str | None) -> str | None:
     return None if parse_advertisable_tcp(endpoint) is None or endpoint is None else connectable(endpoint)
 
 
-class EventPublisherFactory:
+class EventPublisherFactory(PublisherRegistry):
     """Makes the publisher that a configuration asks for."""
 
-    _registry: ClassVar[dict[str, Callable[..., publisher.EventPublisher]]] = {
-        "null": NullEventPublisher,
-        "zmq": ZmqEventPublisher,
-    }
-
-    @classmethod
-    def register_publisher(cls, name: str, ctor: Callable[..., publisher.EventPublisher]) -> None:
-        """Add a publisher. Raises KeyError when the name is taken."""
-        if name in cls._registry:
-            raise KeyError(f"publisher '{name}' already registered")
-        cls._registry[name] = ctor
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
     def create(cls, config: str | None, attn_dp_rank: int = 0) -> publisher.EventPublisher:
@@ -220,6 +210,4 @@ class EventPublisherFactory:
         settings = KVEventsConfig.from_cli(config).model_dump()
         del settings["format"]
         kind = settings.pop("publisher")
-        if kind not in cls._registry:
-            raise ValueError(f"Unknown event publisher '{kind}'")
-        return cls._registry[kind](attn_dp_rank=attn_dp_rank, **settings)
+        return cls._constructor(kind)(attn_dp_rank=attn_dp_rank, **settings)

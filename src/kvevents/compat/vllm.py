@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,7 @@ from kvevents.compat.lax import Field, read_bool, read_fields, read_int, read_st
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch
+from kvevents.publisher.factory import PublisherRegistry
 
 __all__ = [
     "MEDIUM_CPU",
@@ -235,20 +236,10 @@ def _node_address() -> str:
         return address
 
 
-class EventPublisherFactory:
+class EventPublisherFactory(PublisherRegistry):
     """Makes the publisher that a configuration asks for."""
 
-    _registry: ClassVar[dict[str, Callable[..., publisher.EventPublisher]]] = {
-        "null": NullEventPublisher,
-        "zmq": ZmqEventPublisher,
-    }
-
-    @classmethod
-    def register_publisher(cls, name: str, ctor: Callable[..., publisher.EventPublisher]) -> None:
-        """Add a publisher. Raises KeyError when the name is taken."""
-        if name in cls._registry:
-            raise KeyError(f"publisher '{name}' already registered")
-        cls._registry[name] = ctor
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> publisher.EventPublisher:
@@ -258,6 +249,4 @@ class EventPublisherFactory:
         settings = asdict(config)
         del settings["enable_kv_cache_events"]
         kind = settings.pop("publisher")
-        if kind not in cls._registry:
-            raise ValueError(f"Unknown event publisher '{kind}'")
-        return cls._registry[kind](data_parallel_rank=data_parallel_rank, **settings)
+        return cls._constructor(kind)(data_parallel_rank=data_parallel_rank, **settings)

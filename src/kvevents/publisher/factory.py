@@ -14,23 +14,32 @@ _ENGINES_OWN: Final = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "ma
 _OURS: Final = ("bind", "dialect", "replay_topic", "curve")
 
 
-class EventPublisherFactory:
-    """Makes the publisher that a configuration asks for."""
+class PublisherRegistry:
+    """Constructors by name; the factory of each surface (ours, vLLM's, SGLang's) has one of its own."""
 
-    _registry: ClassVar[dict[str, Callable[..., EventPublisher]]] = {
-        "null": NullEventPublisher,
-        "zmq": ZmqEventPublisher,
-    }
+    _registry: ClassVar[dict[str, Callable[..., EventPublisher]]]
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Add a publisher. `ctor` is called with `data_parallel_rank` and the fields of the configuration, by name.
+        """Add a publisher. `ctor` is called with the rank and the fields of the configuration, by name.
 
         Raises KeyError when the name is taken.
         """
         if name in cls._registry:
             raise KeyError(f"publisher '{name}' already registered")
         cls._registry[name] = ctor
+
+    @classmethod
+    def _constructor(cls, kind: str) -> Callable[..., EventPublisher]:
+        if kind not in cls._registry:
+            raise ValueError(f"Unknown event publisher '{kind}'; registered: {', '.join(sorted(cls._registry))}")
+        return cls._registry[kind]
+
+
+class EventPublisherFactory(PublisherRegistry):
+    """Makes the publisher that a configuration asks for."""
+
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
@@ -40,13 +49,7 @@ class EventPublisherFactory:
         """
         if config is None or not config.enable_kv_cache_events or config.publisher in {None, "null"}:
             return NullEventPublisher(data_parallel_rank)
-        kind = config.publisher or ""
-        try:
-            constructor = cls._registry[kind]
-        except KeyError:
-            known = ", ".join(sorted(cls._registry))
-            raise ValueError(f"Unknown event publisher '{kind}'; registered: {known}") from None
         settings = {name: getattr(config, name) for name in _ENGINES_OWN}
         # Ours only when set: a publisher written for an engine does not know them.
         settings |= {name: getattr(config, name) for name in _OURS if getattr(config, name) is not None}
-        return constructor(data_parallel_rank=data_parallel_rank, **settings)
+        return cls._constructor(config.publisher or "")(data_parallel_rank=data_parallel_rank, **settings)
