@@ -117,6 +117,12 @@ def test_replies_in_progress_are_cut_at_the_deadline(context: Context) -> None:
     assert publisher.stats().replay.abandoned == 1
 
 
+def test_an_inproc_name_is_free_after_shutdown() -> None:
+    """As after any other shutdown, the next publisher can be where the last one was, at once."""
+    for _ in range(200):
+        ZmqEventPublisher(0, "inproc://lifetime-test", "inproc://lifetime-test-replay").shutdown()
+
+
 def test_a_context_ended_by_others_closes_the_publisher(caplog: pytest.LogCaptureFixture) -> None:
     """No traceback and no spinning thread: it is closed, and `publish` says why."""
     own: Context = zmq.Context()

@@ -98,7 +98,7 @@ def test_a_slow_reader_gets_everything_while_live_batches_go_on(context: Context
             assert receive(subscriber)[0] == number
         ask(quick, 0)
         assert numbers(read_reply(quick)) == list(range(10, 10_010))
-        assert publisher.stats().replay.active == 1
+        wait_until(lambda: publisher.stats().replay.active == 1, "the quick one to be counted")
         assert numbers(read_reply(slow)) == list(range(10_000))
         wait_until(lambda: publisher.stats().replay.finished == 2, "both to be counted")
         stats = publisher.stats().replay

@@ -169,8 +169,8 @@ class ReplayServer:
                 self._count["malformed"] += 1
                 logger.debug("ignored a replay request: %s", request.reason)
                 continue
-            self._count["requests"] += 1
             self._open(request.identity, request.start)
+            self._count["requests"] += 1
 
     def _open(self, identity: bytes, start: int) -> None:
         session = self._sessions.get(identity)
@@ -216,12 +216,13 @@ class ReplayServer:
         send(last)
 
     def _next(self, session: _Session) -> None:
-        self._count["finished"] += 1
         if session.waiting:
             session.restart(self._buffer.since(session.waiting.popleft()))
         else:
             del self._sessions[session.identity]
+        self._count["finished"] += 1
 
     def _end(self, session: _Session, reason: str) -> None:
-        self._count[reason] += 1
+        # Gone before it is counted: whoever sees the count finds it gone.
         del self._sessions[session.identity]
+        self._count[reason] += 1

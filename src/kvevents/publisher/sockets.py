@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -76,8 +76,17 @@ def close_by(socket: Socket, deadline: float | None) -> float:
     """Close, giving ZeroMQ until `deadline` (monotonic seconds; None for no time) to flush; returns when it will give up."""
     now = monotonic()
     linger = 0.0 if deadline is None else max(deadline - now, FLUSH_GRACE)
+    _free_name(socket)
     socket.close(linger=int(linger * 1000))
     return now + int(linger * 1000) / 1000
+
+
+def _free_name(socket: Socket) -> None:
+    """An inproc name, that is: close() frees it some time later, from another thread, and the next publisher may want it."""
+    with suppress(zmq.ZMQError):  # of a context that was ended, where nothing has a name any more
+        bound = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
+        if bound.startswith("inproc://"):
+            socket.unbind(bound)
 
 
 def _attempt(action: Callable[[str], Any], endpoint: str, failure: str) -> None:

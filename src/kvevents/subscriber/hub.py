@@ -60,7 +60,8 @@ class Hub:
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._by_link: dict[Link, _Entry] = {}
-        self._hungry: set[_Entry] = set()
+        self._hungry: dict[_Entry, None] = {}
+        """A set that keeps its order, so that equal inputs give equal runs."""
         self._timers: list[tuple[float, int, _Entry]] = []
         self._tie = 0
         self._replaying: set[_Entry] = set()
@@ -76,14 +77,14 @@ class Hub:
         entry = _Entry(Stream(source, self._limits), self.transport.open(source))
         self._entries[key] = entry
         self._by_link[entry.link] = entry
-        self._hungry.add(entry)
+        self._hungry[entry] = None
 
     def remove(self, name: str, rank: int) -> None:
         """Stop following a source."""
         entry = self._entry(name, rank)
         del self._entries[name, rank]
         del self._by_link[entry.link]
-        self._hungry.discard(entry)
+        self._hungry.pop(entry, None)
         self._replaying.discard(entry)
         entry.waits_for_turn = False
         entry.link.close()
@@ -119,11 +120,11 @@ class Hub:
 
     def turn(self, links: Iterable[Link], now: float) -> None:
         """Read from links that have something, and do what is due."""
-        self._hungry.update(entry for link in links if (entry := self._by_link.get(link)) is not None)
-        hungry, self._hungry = self._hungry, set()
+        self._hungry.update((entry, None) for link in links if (entry := self._by_link.get(link)) is not None)
+        hungry, self._hungry = self._hungry, {}
         for entry in hungry:
             if entry.link.pump(entry.stream, now, MESSAGES_PER_TURN):
-                self._hungry.add(entry)
+                self._hungry[entry] = None
             self._serve(entry, now)
         while self._timers and self._timers[0][0] <= now:
             entry = heapq.heappop(self._timers)[2]
@@ -155,7 +156,7 @@ class Hub:
         if ask is not None:
             entry.link.send(ask)
             # Sending may swallow the signal of something that arrived meanwhile.
-            self._hungry.add(entry)
+            self._hungry[entry] = None
 
     def _start_waiting_replays(self, now: float) -> None:
         while self._queue and len(self._replaying) < self._max_replays:
