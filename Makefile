@@ -25,7 +25,7 @@ types: $(STAMP)
 bench: $(STAMP)  ## Ratios against the engines' released classes, loaded from their wheels (downloads about 365 MB once)
 	$(BIN)/python -m benchmarks
 
-fuzz: $(STAMP)  ## The property tests with many more examples: about ten minutes
+fuzz: $(STAMP)  ## The property tests with many more, and new, examples
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --timeout 3600 \
 	  tests/test_decode.py tests/test_encode.py tests/test_shape.py tests/test_stream_model.py
 

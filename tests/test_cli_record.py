@@ -104,6 +104,14 @@ def test_an_older_recording_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert len(frames_of(path)) == 3
 
 
+def test_a_folder_that_is_missing_is_told_before_the_wait(tmp_path: Path) -> None:
+    """With no engine and no limit to the wait, only a check beforehand can end this."""
+    with refusing() as nowhere:
+        refused = run("record", tmp_path / "no" / "run.jsonl", nowhere)
+    assert refused.code == 1
+    assert "there is no folder" in refused.err
+
+
 def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("precious")

@@ -418,6 +418,14 @@ def test_after_close_receiving_is_an_error() -> None:
         subscriber.receive(0)
 
 
+def test_closing_does_not_wait_for_a_socket_that_was_left_half_made() -> None:
+    """An interrupt may leave a socket that no link knows; closing takes it along instead of hanging."""
+    transport = ZmqTransport()
+    forgotten = transport._context.socket(zmq.DEALER)
+    transport.close()
+    assert forgotten.closed
+
+
 def test_iterating_in_both_worlds() -> None:
     """`for` and `async for` hand out the same as `receive`."""
 

@@ -73,6 +73,9 @@ def run_name(source: str, rank: int, incarnation: int) -> str:
 def run(args: Namespace) -> int:
     """Record until told to stop."""
     console = Console()
+    if not args.file.absolute().parent.is_dir():
+        # Said now: the wait for an engine may be long.
+        raise UsageError(f"{args.file} cannot be written: there is no folder {args.file.absolute().parent}")
     if _holds_something(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or give --force to replace it")
     with Stop() as stop:
