@@ -88,7 +88,12 @@ def test_raw_frames_and_no_replay(transport: FakeTransport) -> None:
         assert batch.rejected
         assert engine.requests == []
         assert engine.next_seq == 1
-        assert subscriber.status("e").counters.malformed == {"not 3 frames": 1}
+        before = subscriber.status("e").counters
+        assert before.malformed == {"not 3 frames": 1}
+        engine.send_raw([b"garbage"])
+        assert subscriber.receive(0.1) is None
+        assert subscriber.status("e").counters.malformed == {"not 3 frames": 2}
+        assert before.malformed == {"not 3 frames": 1}, "a status is a picture of its moment"
 
 
 def test_asyncio_subscribers_too(transport: FakeTransport, engine: FakeEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 
@@ -108,3 +108,7 @@ class StreamCounters:
     """Live batches that found no room to wait; they are replayed later."""
     discarded: int = 0
     """Waiting batches of a life that ended."""
+
+    def copy(self) -> StreamCounters:
+        """The counters as they are now."""
+        return replace(self, malformed=dict(self.malformed), rejected=dict(self.rejected))

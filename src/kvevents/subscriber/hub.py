@@ -201,5 +201,5 @@ def _status(stream: Stream) -> StreamStatus:
         incarnation=stream.incarnation,
         last_seq=stream.last_seq,
         waiting=stream.waiting,
-        counters=stream.counters,
+        counters=stream.counters.copy(),
     )
