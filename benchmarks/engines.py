@@ -1,4 +1,4 @@
-"""The engines' own publishers, executed from their released wheels.
+"""What is compared with, from its released wheels; the engines' own publishers are executed out of theirs.
 
 A wheel is looked for in the directory that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded
 there with `pip download --no-deps` (vLLM's is 326 MB, SGLang's 39 MB). One or two modules of it are extracted, and executed as
@@ -24,30 +24,45 @@ CHECKOUT: Final = Path(__file__).resolve().parent.parent
 CACHE: Final = CHECKOUT / ".cache"
 
 
+# Wheels of one fixed platform, whatever this machine is: only pure Python is taken out of the engines'.
+_ANYWHERE: Final = (
+    *("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
+    *("--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"),
+)
+
+
 @dataclass(frozen=True)
-class Engine:
-    """A release to compare with, and where in its wheel the publisher is."""
+class Release:
+    """A release to compare with."""
 
     package: str
     release: str
-    module: str
-    """Dotted name of the module to execute."""
-    also: tuple[str, ...] = ()
-    """Modules that it imports and that run without the engine."""
+    platform: tuple[str, ...] = ()
+    """Options of pip, where not this machine's wheel is wanted."""
 
     @property
     def title(self) -> str:
         return f"{self.package} {self.release}"
 
+    @property
+    def wheels(self) -> str:
+        """The pattern of its wheels' names."""
+        return f"{self.package.replace('-', '_')}-{self.release}-*.whl"
 
-VLLM: Final = Engine("vllm", "0.32.0", "vllm.distributed.kv_events", also=("vllm.config.kv_events",))
-SGLANG: Final = Engine("sglang", "0.5.23", "sglang.srt.disaggregation.kv_events")
 
-# Wheels of one fixed platform, whatever this machine is: only pure Python is taken out of them.
-_PLATFORM: Final = (
-    *("--only-binary=:all:", "--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
-    *("--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"),
-)
+@dataclass(frozen=True, kw_only=True)
+class Engine(Release):
+    """One whose publisher is executed."""
+
+    platform: tuple[str, ...] = _ANYWHERE
+    module: str
+    """Dotted name of the module with the publisher."""
+    also: tuple[str, ...] = ()
+    """Modules that it imports and that run without the engine."""
+
+
+VLLM: Final = Engine(package="vllm", release="0.32.0", module="vllm.distributed.kv_events", also=("vllm.config.kv_events",))
+SGLANG: Final = Engine(package="sglang", release="0.5.23", module="sglang.srt.disaggregation.kv_events")
 
 
 def load(engine: Engine) -> types.ModuleType:
@@ -64,28 +79,30 @@ def extracted(engine: Engine, module: str) -> Path:
     inner = module.replace(".", "/") + ".py"
     target = CACHE / "engines" / f"{engine.package}-{engine.release}" / inner
     if not target.exists():
-        with zipfile.ZipFile(_wheel(engine)) as wheel:
-            source = wheel.read(inner)
+        with zipfile.ZipFile(wheel(engine)) as archive:
+            source = archive.read(inner)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source)
     return target
 
 
-def _wheel(engine: Engine) -> Path:
+def wheel(release: Release) -> Path:
+    """The wheel of a release, downloaded when nobody has put it there. Raises `SystemExit` with a sentence without one."""
     for folder in (Path(os.environ.get("KVEVENTS_WHEELS", "")), CACHE / "wheels"):
-        found = sorted(folder.glob(f"{engine.package}-{engine.release}-*.whl"))
+        found = sorted(folder.glob(release.wheels))
         if found:
             return found[0]
-    return _download(engine, CACHE / "wheels")
+    return _download(release, CACHE / "wheels")
 
 
-def _download(engine: Engine, folder: Path) -> Path:
-    wanted = f"{engine.package}=={engine.release}"
-    print(f"downloading the wheel of {engine.title} once", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", *_PLATFORM, "--dest", str(folder), wanted]
+def _download(release: Release, folder: Path) -> Path:
+    wanted = f"{release.package}=={release.release}"
+    print(f"downloading the wheel of {release.title} once", file=sys.stderr)
+    options = ("--no-deps", "--only-binary=:all:", *release.platform, "--dest", str(folder))
+    command = [sys.executable, "-m", "pip", "download", *options, wanted]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # noqa: S603 - pip, with our own words
-        sys.exit(f"no wheel of {engine.title}: pip could not download it; put it into a folder and set KVEVENTS_WHEELS to that")
-    return next(folder.glob(f"{engine.package}-{engine.release}-*.whl"))
+        sys.exit(f"no wheel of {release.title}: pip could not download it; put it into a folder that KVEVENTS_WHEELS names")
+    return next(folder.glob(release.wheels))
 
 
 def _execute(name: str, source: Path) -> None:

@@ -19,9 +19,9 @@ PATIENCE: Final = 120.0
 class Peer:
     """A role of `benchmarks.<module>` in a process of its own."""
 
-    def __init__(self, module: str, *arguments: object) -> None:
-        command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - this interpreter, with our own words
+    def __init__(self, module: str, *arguments: object, python: str = sys.executable) -> None:
+        command = [python, "-m", f"benchmarks.{module}", *map(str, arguments)]
+        self._process: subprocess.Popen[str] = subprocess.Popen(  # noqa: S603 - an interpreter, with our own words
             command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
@@ -72,9 +72,9 @@ def heed() -> Any:
     return json.loads(line) if line else None
 
 
-def run(module: str, *arguments: object) -> dict[str, Any]:
+def run(module: str, *arguments: object, python: str = sys.executable) -> dict[str, Any]:
     """One line from a process that is run for it."""
-    with Peer(module, *arguments) as peer:
+    with Peer(module, *arguments, python=python) as peer:
         alarm = Timer(PATIENCE, peer.kill)
         alarm.start()
         try:

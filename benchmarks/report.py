@@ -11,7 +11,7 @@ from statistics import median
 
 import zmq
 
-from benchmarks.figures import TITLES, Row
+from benchmarks.trials import TITLES, Row
 
 
 def machine() -> str:
@@ -50,7 +50,8 @@ def _spread(values: list[float], unit: str) -> str:
     if not values:
         return ""
     middle, least, most = (_number(value) for value in (median(values), min(values), max(values)))
-    return f"{middle} {unit} ({least} - {most})" if unit else f"{middle} ({least} - {most})"
+    spread = f" ({least} - {most})" if len(values) > 1 else ""
+    return f"{middle} {unit}{spread}" if unit else f"{middle}{spread}"
 
 
 def _number(value: float) -> str:
@@ -61,5 +62,11 @@ def _reach(row: Row) -> str:
     reach = row.figure.reach
     if reach is None:
         return ""
-    words = {"ratio at most": f"<= {reach:.2f}", "ratio at least": f">= {reach:.1f}", "below": f"< {reach:g} {row.figure.unit}"}
+    alone = f"{reach:g} {row.figure.unit}"
+    words = {
+        "ratio at most": f"<= {reach:.2f}",
+        "ratio at least": f">= {reach:.1f}",
+        "at most": f"<= {alone}",
+        "below": f"< {alone}",
+    }
     return words.get(row.figure.judge, "none")

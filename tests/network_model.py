@@ -1,24 +1,31 @@
 """A publisher, its lives, and the network between it and one stream, small enough to check by eye.
 
 It does what released engines and real networks do, and nothing else: PUB drops whole messages; a replay reply loses messages
-after its first ones and maybe its end marker; the buffer is bounded; numbers are burnt; a restart cuts every connection.
+after its first ones and maybe its end marker; the buffer is bounded; numbers are burnt; a restart cuts every connection; an
+event may be one that nobody can read.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.stream import Ask, Batch, Gap, Reset, Stream, Trust
+from kvevents.stream import Ask, Batch, Doubt, Gap, RawBatch, Reset, Source, Stream, StreamLimits, Trust
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 
 TOPIC = b"kv"
 
 
-def payload_of(life: int, seq: int, *, clear: bool) -> bytes:
+def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) -> bytes:
+    ts = float(life * 1_000_000 + seq)
+    if unreadable:
+        return msgspec.msgpack.encode([ts, [["Unheard", seq], *([["AllBlocksCleared"]] if clear else [])]])
     event = AllBlocksCleared() if clear else BlockStored([life * 1_000_000 + seq], None, [seq], 1)
-    return encode_batch(KVEventBatch(float(life * 1_000_000 + seq), [event]))
+    return encode_batch(KVEventBatch(ts, [event]))
 
 
 @dataclass
@@ -43,13 +50,13 @@ class Publisher:
     def restart(self) -> None:
         self.lives.append(Life(len(self.lives), deque(maxlen=self.buffer_steps)))
 
-    def publish(self, *, burnt: bool = False, clear: bool = False) -> tuple[int, bytes] | None:
+    def publish(self, *, burnt: bool = False, clear: bool = False, unreadable: bool = False) -> tuple[int, bytes] | None:
         life = self.life
         seq = life.next_seq
         life.next_seq += 1
         if burnt:
             return None
-        payload = payload_of(life.number, seq, clear=clear)
+        payload = payload_of(life.number, seq, clear=clear, unreadable=unreadable)
         life.payloads[seq] = payload
         if clear:
             life.clears.add(seq)
@@ -71,9 +78,10 @@ class Observer:
         self.next_seq = 0
         self.known = False
         self.gap_since_clear = False
+        self.unreadable_since_clear = False
         self.batches = 0
 
-    def take(self, deliveries: list[Batch | Gap | Reset]) -> None:
+    def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> None:
         for delivery in deliveries:
             if isinstance(delivery, Reset):
                 self._reset(delivery)
@@ -92,6 +100,7 @@ class Observer:
         self.next_seq = 0
         self.known = False
         self.gap_since_clear = False
+        self.unreadable_since_clear = False
 
     def _batch(self, batch: Batch) -> None:
         assert batch.seq == self.next_seq, f"{batch.seq} delivered where {self.next_seq} was due"
@@ -107,12 +116,102 @@ class Observer:
         self.batches += 1
         if seq in self.publisher.lives[life].clears:
             self.gap_since_clear = False
+            self.unreadable_since_clear = False
+        if batch.rejected:
+            self.unreadable_since_clear = True
+
+
+def clears(batch: Batch) -> bool:
+    return any(isinstance(event, AllBlocksCleared) for event in batch.events)
+
+
+class Twins:
+    """A stream that delivers raw batches and one that decodes, fed alike; reports to the first come when a test lets them.
+
+    It has the face of a stream. Both must deliver and ask the same; once everything is reported they must doubt the same.
+    """
+
+    def __init__(self, source: Source, limits: StreamLimits) -> None:
+        self.source = source
+        self.raw = Stream(source, limits, decode=None)
+        self.decoding = Stream(source, limits)
+        self.unreported: list[tuple[RawBatch, Batch]] = []
+
+    @property
+    def trust(self) -> Trust:
+        return self.raw.trust
+
+    @property
+    def waiting(self) -> int:
+        return self.raw.waiting
+
+    @property
+    def last_seq(self) -> int:
+        return self.raw.last_seq
+
+    @property
+    def asking(self) -> bool:
+        return self.raw.asking
+
+    def connected(self, now: float) -> None:
+        self.raw.connected(now)
+        self.decoding.connected(now)
+
+    def disconnected(self) -> None:
+        self.raw.disconnected()
+        self.decoding.disconnected()
+
+    def receive_live(self, frames: Sequence[bytes], now: float) -> None:
+        self.decoding.receive_live(frames, now)
+        if frames[1] in self.raw.coming(1) and frames[0] == self.raw.topic:
+            self.raw.receive_run([frames[2]], now)
+        else:
+            self.raw.receive_live(frames, now)
+
+    def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
+        self.raw.receive_replay(frames, now)
+        self.decoding.receive_replay(frames, now)
+
+    def tick(self, now: float) -> None:
+        self.raw.tick(now)
+        self.decoding.tick(now)
+
+    def ask(self, now: float) -> Ask | None:
+        ask = self.raw.ask(now)
+        assert ask == self.decoding.ask(now)
+        return ask
+
+    def deliveries(self) -> list[Batch | Gap | Reset]:
+        deliveries: list[Batch | Gap | Reset] = []
+        for delivery in self.raw.deliveries():
+            if isinstance(delivery, RawBatch):
+                batch = delivery.decode()
+                deliveries.append(batch)
+                if batch.rejected or clears(batch):
+                    self.unreported.append((delivery, batch))
+            else:
+                deliveries.append(delivery)
+        assert deliveries == self.decoding.deliveries()
+        assert self.decoding.doubts - {Doubt.REJECTED} <= self.raw.doubts, "healed by a clear that is older"
+        return deliveries
+
+    def report(self, which: int) -> None:
+        """Report one of the batches that wait for it."""
+        raw, batch = self.unreported.pop(which % len(self.unreported))
+        self.raw.report(raw.incarnation, raw.seq, batch.rejected, cleared=clears(batch))
+
+    def report_all(self) -> None:
+        while self.unreported:
+            self.report(-1)
+        assert self.raw.doubts == self.decoding.doubts
+        assert self.raw.counters == self.decoding.counters
+        assert self.raw.trust == self.decoding.trust
 
 
 class Network:
     """Carries frames between one publisher and one stream; every fault is asked for by the test."""
 
-    def __init__(self, publisher: Publisher, stream: Stream) -> None:
+    def __init__(self, publisher: Publisher, stream: Stream | Twins) -> None:
         self.publisher = publisher
         self.stream = stream
         # Without replay a new life that has already passed the old number cannot be told from the old one.
@@ -130,8 +229,8 @@ class Network:
 
     # --- the publisher's side
 
-    def publish(self, *, drop: bool = False, burnt: bool = False, clear: bool = False) -> None:
-        published = self.publisher.publish(burnt=burnt, clear=clear)
+    def publish(self, *, drop: bool = False, burnt: bool = False, clear: bool = False, unreadable: bool = False) -> None:
+        published = self.publisher.publish(burnt=burnt, clear=clear, unreadable=unreadable)
         if published is not None and self.up and not drop:
             self.live.append(live_frames(TOPIC, *published))
 
@@ -206,6 +305,7 @@ class Network:
         """EXACT is never claimed falsely: no gap counts, and nothing below the newest delivered number is missing."""
         if self.stream.trust == Trust.EXACT:
             assert not self.observer.gap_since_clear, "EXACT after a gap"
+            assert isinstance(self.stream, Twins) or not self.observer.unreadable_since_clear, "EXACT after an unreadable event"
             assert self.stream.waiting == 0, "EXACT while batches wait"
             assert self.stream.last_seq + 1 == self.observer.next_seq
 

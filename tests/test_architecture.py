@@ -19,7 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("wire",),
     ("config",),
     ("stream",),
-    ("recording", "aggregation", "publisher", "subscriber"),
+    ("_native",),
+    ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("compat", "testing"),
     ("cli", "__main__"),
 )
@@ -58,6 +59,12 @@ def test_imports_run_downward_only(module: Path) -> None:
         if other in {part, "errors"}:
             continue
         assert LEVEL.get(other, len(LAYERS)) < LEVEL[part], f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_only_the_index_needs_the_native_module(module: Path) -> None:
+    """What has no wheel for its platform publishes and subscribes all the same."""
+    assert part_of(module) == "index" or not any(name.startswith("kvevents._native") for name in imports_of(module))
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in CORE], ids=str)

@@ -37,6 +37,8 @@ def test_the_root_offers_exactly_these_names() -> None:
         "MEDIUM_GPU",
         "MEDIUM_STORAGE",
         "NullEventPublisher",
+        "RawBatch",
+        "RawDelivery",
         "Reset",
         "Source",
         "StreamLimits",

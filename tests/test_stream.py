@@ -6,8 +6,8 @@ import pytest
 
 from kvevents.errors import ConfigError
 from kvevents.events import BlockStored
-from kvevents.stream import TRANSITIONS, Batch, Doubt, Gap, Phase, Reset, Source, Stream, StreamLimits, Trust
-from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
+from kvevents.stream import TRANSITIONS, Batch, Doubt, Gap, Phase, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.wire import Rejected, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
 SOURCE = Source("tcp://engine:5557", "tcp://engine:5558", topic="kv", name="engine", rank=3)
@@ -438,6 +438,168 @@ def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
     assert wire.asked() == 0
     wire.answer(replayed(0))
     assert wire.taken() == ["r0", "b1"]
+
+
+# --- batches that the consumer reads itself --------------------------------------------------------------------------------
+
+BAD = (Rejected("unknown-tag", "never heard of", 0), Rejected("more", "and more", 1, count=4))
+
+
+class RawWire:
+    """A stream without decoding that has delivered batches 0 to 3."""
+
+    def __init__(self, source: Source = SOURCE) -> None:
+        self.stream = Stream(source, decode=None)
+        self.stream.connected(0.0)
+        self.stream.ask(0.0)
+        self.stream.receive_replay(END, 0.0)
+        self.run(0, 4)
+
+    def run(self, first: int, last: int) -> None:
+        self.stream.receive_run([payload(seq) for seq in range(first, last)], 0.0)
+
+    def lose(self, seq: int) -> None:
+        """Number `seq` is lost for good, the one after it arrives."""
+        self.stream.receive_live(live(seq + 1), 0.0)
+        while self.stream.ask(0.0) is not None:
+            self.stream.receive_replay(replayed(seq + 1), 0.0)
+            self.stream.receive_replay(END, 0.0)
+        assert Doubt.LOST in self.stream.doubts
+
+
+def test_raw_batches_carry_what_decoded_ones_do() -> None:
+    """Read later, by a run or message by message, live or replayed: the same batches."""
+    raw, decoding = Stream(SOURCE, decode=None), Stream(SOURCE)
+    for stream in (raw, decoding):
+        stream.connected(0.0)
+        stream.ask(0.0)
+        stream.receive_replay(replayed(0), 0.0)
+        stream.receive_replay(END, 0.0)
+    raw.receive_run([payload(1), payload(2)], 0.0)
+    raw.receive_live(live(3), 0.0)
+    decoding.receive_run([payload(1)], 0.0)
+    for seq in (2, 3):
+        decoding.receive_live(live(seq), 0.0)
+    delivered = raw.deliveries()
+    assert all(isinstance(batch, RawBatch) for batch in delivered)
+    assert [batch.decode() for batch in delivered if isinstance(batch, RawBatch)] == decoding.deliveries()
+    assert raw.counters == decoding.counters
+    assert raw.last_seq == 3
+
+
+def test_a_run_is_read_ahead_only_while_nothing_is_unsettled() -> None:
+    """`coming` names the next numbers of a healthy stream, and none of one that waits for something."""
+    fresh = Stream(SOURCE, decode=None)
+    assert list(fresh.coming(3)) == []
+    fresh.connected(0.0)
+    assert list(fresh.coming(3)) == []
+    stream = RawWire().stream
+    assert list(stream.coming(2)) == [(4).to_bytes(8, "big"), (5).to_bytes(8, "big")]
+    stream.receive_live(live(6), 0.0)
+    assert list(stream.coming(2)) == []
+
+
+def test_a_run_that_was_read_before_the_connection_was_lost_waits_for_the_verdict() -> None:
+    """As every live batch does after a disconnect: it may be of another life."""
+    wire = RawWire()
+    wire.stream.deliveries()
+    wire.stream.disconnected()
+    wire.run(4, 6)
+    assert wire.stream.deliveries() == []
+    wire.stream.connected(1.0)
+    wire.stream.ask(1.0)
+    wire.stream.receive_replay(replayed(3), 1.0)
+    assert [batch.seq for batch in wire.stream.deliveries() if isinstance(batch, RawBatch)] == [4, 5]
+
+
+def test_the_first_batch_of_a_run_after_replayed_history_is_asked_back() -> None:
+    """The comparison of replay and live stream is not skipped on the fast way."""
+    stream = Stream(SOURCE, decode=None)
+    stream.connected(0.0)
+    stream.ask(0.0)
+    stream.receive_replay(replayed(0), 0.0)
+    stream.receive_replay(END, 0.0)
+    stream.ask(0.0)
+    stream.receive_replay(END, 0.0)
+    stream.receive_run([payload(1), payload(2)], 0.0)
+    ask = stream.ask(0.0)
+    assert ask is not None
+    assert ask.start == 1
+
+
+def test_what_the_consumer_could_not_read_is_doubted_and_counted() -> None:
+    """As if the stream had decoded it."""
+    stream = RawWire().stream
+    assert stream.trust == Trust.EXACT
+    stream.report(0, 2, BAD)
+    assert stream.doubts == {Doubt.REJECTED}
+    assert stream.counters.rejected == {"unknown-tag": 1, "more": 4}
+    stream.report(0, 3, [Rejected("bad-timestamp", "nan")])
+    assert stream.counters.rejected["bad-timestamp"] == 1
+
+
+def test_a_clear_that_is_told_late_heals_only_what_is_older_than_it() -> None:
+    """A gap after batch 3 was declared before anyone said that batch 3 cleared everything; that gap still counts."""
+    wire = RawWire()
+    wire.lose(4)
+    wire.stream.report(0, 3, cleared=True)
+    assert wire.stream.doubts == {Doubt.LOST}
+    wire.stream.report(0, 5, cleared=True)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_an_identity_that_was_doubted_after_the_clear_stays_doubted() -> None:
+    """The clear was of the life before the reconnect; the next one may be another."""
+    wire = RawWire(Source("tcp://engine:5557", name="engine"))
+    wire.stream.disconnected()
+    wire.stream.connected(1.0)
+    wire.stream.report(0, 3, cleared=True)
+    assert Doubt.IDENTITY in wire.stream.doubts
+    wire.run(4, 5)
+    wire.stream.report(0, 4, cleared=True)
+    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+
+
+@pytest.mark.parametrize("clear_first", [True, False])
+def test_reports_may_come_in_any_order(clear_first: bool) -> None:
+    """Unreadable before the clear: healed. In the clear's own batch, or after it: doubted."""
+    for unreadable, doubts in ((1, set()), (2, {Doubt.REJECTED}), (3, {Doubt.REJECTED})):
+        stream = RawWire().stream
+        if clear_first:
+            stream.report(0, 2, cleared=True)
+            stream.report(0, 0, cleared=True)
+        stream.report(0, unreadable, BAD)
+        stream.report(0, 0, BAD)
+        if not clear_first:
+            stream.report(0, 0, cleared=True)
+            stream.report(0, 2, cleared=True)
+        assert stream.doubts == doubts, unreadable
+
+
+def test_a_report_about_a_life_that_has_ended_is_only_counted() -> None:
+    """Its batches are void: neither its clears nor its losses say anything about the new life."""
+    wire = RawWire()
+    wire.stream.receive_live(live(0, life=1), 0.0)
+    wire.stream.ask(0.0)
+    wire.stream.receive_replay(END, 0.0)
+    wire.stream.receive_live(live(1, life=1), 0.0)
+    wire.stream.report(0, 3, BAD, cleared=True)
+    assert wire.stream.incarnation == 1
+    assert wire.stream.trust == Trust.EXACT
+    assert wire.stream.counters.rejected == {"unknown-tag": 1, "more": 4}
+    wire.stream.report(1, 0, BAD)
+    assert wire.stream.doubts == {Doubt.REJECTED}
+    wire.stream.report(1, 1, cleared=True)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_report_about_what_was_never_delivered_is_void() -> None:
+    """It can only be about another subscriber's batch."""
+    stream = RawWire().stream
+    for incarnation, seq in ((0, 4), (1, 0)):
+        stream.report(incarnation, seq, BAD, cleared=True)
+    assert stream.trust == Trust.EXACT
+    assert stream.counters.rejected == {}
 
 
 def test_every_phase_can_be_left_and_every_transition_is_explained() -> None:

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvevents.stream import Source, Stream, StreamLimits, Trust
-from network_model import Network, Publisher
+from network_model import Network, Publisher, Twins
 
 LIMITS = StreamLimits(max_pending_batches=40, max_recent=8)
+KINDS = st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear", "unreadable", "unreadable clear"])
 
 
 class StreamMachine(RuleBasedStateMachine):
@@ -21,14 +22,19 @@ class StreamMachine(RuleBasedStateMachine):
     def begin(self, buffer_steps: int, replay: bool, up: bool) -> None:
         self.has_replay = replay
         source = Source("tcp://e:1", "tcp://e:2" if replay else None, topic="k", name="e")
-        self.network = Network(Publisher(buffer_steps), Stream(source, LIMITS))
+        self.network = Network(Publisher(buffer_steps), self.open(source))
         if up:
             self.network.connect()
 
-    @rule(kinds=st.lists(st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear"]), min_size=1, max_size=12))
+    def open(self, source: Source) -> Stream | Twins:
+        return Stream(source, LIMITS)
+
+    @rule(kinds=st.lists(KINDS, min_size=1, max_size=12))
     def publish(self, kinds: list[str]) -> None:
         for kind in kinds:
-            self.network.publish(drop=kind == "dropped", burnt=kind == "burnt", clear=kind == "clear")
+            self.network.publish(
+                drop=kind == "dropped", burnt=kind == "burnt", clear="clear" in kind, unreadable="unreadable" in kind
+            )
 
     @rule(count=st.integers(50, 120))
     def flood(self, count: int) -> None:
@@ -84,20 +90,49 @@ class StreamMachine(RuleBasedStateMachine):
             assert observer.next_seq > max(life.payloads), "the tail of an idle engine was not found"
         network.publish()
         network.quiesce()
+        self.told()
         assert observer.next_seq == life.next_seq, "the newest batch was not reached"
         assert observer.life == life.number
         if not self.has_replay:
             assert network.stream.trust == Trust.DEGRADED
         elif network.stream.trust != Trust.EXACT:
             assert network.stream.trust == Trust.DEGRADED
-            assert observer.gap_since_clear, f"degraded without a cause: {network.stream.trust}"
+            assert observer.gap_since_clear or observer.unreadable_since_clear, (
+                f"degraded without a cause: {network.stream.trust}"
+            )
+
+    def told(self) -> None:
+        """Everything that a consumer found has been reported."""
 
     def teardown(self) -> None:
         if hasattr(self, "network"):
             self.heal()
 
 
+class RawStreamMachine(StreamMachine):
+    """The same without decoding: what its consumer reports, late and in any order, leaves what decoding would have left."""
+
+    twins: Twins
+
+    def open(self, source: Source) -> Twins:
+        self.twins = Twins(source, LIMITS)
+        return self.twins
+
+    @precondition(lambda self: hasattr(self, "twins") and self.twins.unreported)
+    @rule(choices=st.lists(st.integers(0, 20), min_size=1, max_size=6))
+    def report(self, choices: list[int]) -> None:
+        for which in choices[: len(self.twins.unreported)]:
+            self.twins.report(which)
+        self.network.check_exact()
+
+    @precondition(lambda self: hasattr(self, "twins"))
+    @rule()
+    def told(self) -> None:
+        self.twins.report_all()
+
+
+SETTINGS = settings(max_examples=max(300, settings.default.max_examples if settings.default else 0), stateful_step_count=40)
 TestStream = StreamMachine.TestCase
-TestStream.settings = settings(
-    max_examples=max(300, settings.default.max_examples if settings.default else 0), stateful_step_count=40
-)
+TestStream.settings = SETTINGS
+TestRawStream = RawStreamMachine.TestCase
+TestRawStream.settings = SETTINGS

@@ -8,16 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
+import msgspec
 import pytest
 import zmq
 
 from kvevents.config import Curve
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
-from kvevents.events import BlockRemoved, EventBatch
+from kvevents.events import BlockRemoved, BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.stream import Batch, Delivery, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, Delivery, Doubt, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
 from kvevents.testing.faults import Faults
 from kvevents.testing.proxy import FaultProxy
@@ -39,6 +40,9 @@ class SyncDriver:
     def receive(self, timeout: float) -> Delivery | None:
         return self.subscriber.receive(timeout)
 
+    def receive_many(self, limit: int | None, timeout: float) -> list[Delivery]:
+        return self.subscriber.receive_many(limit, timeout)
+
     def close(self) -> None:
         self.subscriber.close()
 
@@ -53,6 +57,10 @@ class AsyncDriver:
     def receive(self, timeout: float) -> Delivery | None:
         assert self.runner is not None
         return self.runner.run(self.subscriber.receive(timeout))
+
+    def receive_many(self, limit: int | None, timeout: float) -> list[Delivery]:
+        assert self.runner is not None
+        return self.runner.run(self.subscriber.receive_many(limit, timeout))
 
     def close(self) -> None:
         if self.runner is not None:
@@ -407,6 +415,106 @@ def test_a_repr_for_operators(desk: Callable[..., Desk]) -> None:
     assert repr(at.subscriber).endswith("2 streams, 2 CONNECTING, 0 ready>")
     at.driver.close()
     assert repr(at.subscriber).endswith("ubscriber closed>")
+
+
+def test_many_deliveries_at_once(desk: Callable[..., Desk]) -> None:
+    """All of a turn, or as many as wanted and the rest later; nothing after the timeout."""
+    with TapePlayer(frames(100)) as tape:
+        at = desk(source_of(tape))
+        assert at.driver.receive_many(None, 0.05) == []
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play()
+        while len(at.taken) < 100:
+            some = at.driver.receive_many(3, DEADLINE)
+            assert 1 <= len(some) <= 3
+            at.taken += some + at.driver.receive_many(None, 0)
+        assert at.batches() == tape.batches()
+        with pytest.raises(ConfigError, match="limit is 0"):
+            at.driver.receive_many(0, 0)
+
+
+def test_raw_batches_arrive_as_they_were_sent(desk: Callable[..., Desk]) -> None:
+    """History by replay, then live batches with some dropped: the bytes of each, once and in order, none of them read."""
+    with TapePlayer(frames(1_000)) as tape:
+        tape.play(300)
+        at = desk(source_of(tape), decode=False)
+        at.until(lambda: len(at.taken) == 300)
+        tape.faults = Faults(drop=0.02, seed=3)
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play(699)
+        tape.faults = Faults()
+        tape.play()
+        at.until(lambda: len(at.taken) == 1_000)
+        raw: list[Any] = at.taken
+        assert all(isinstance(batch, RawBatch) for batch in raw)
+        assert [(batch.seq, batch.payload) for batch in raw] == tape.batches()
+        assert {batch.topic for batch in raw} == {b"kv"}
+        assert raw[-1].decode().events == [BlockStored([999], None, [999], 1)]
+        at.trusted(Trust.EXACT)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., Desk], decode: bool) -> None:
+    """One loop serves both modes: what decoding has told already is not told twice."""
+    unreadable = msgspec.msgpack.encode([3.0, [["Unheard", 1]]])
+    with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
+        at = desk(source_of(tape), decode=decode)
+        taken: list[Any] = at.taken
+        assert tape.wait_for_subscriber(DEADLINE)
+        tape.play(4)
+        at.until(lambda: len(taken) == 4)
+        at.trusted(Trust.DEGRADED if decode else Trust.EXACT)
+        at.subscriber.report(taken[3], (taken[3] if decode else taken[3].decode()).rejected)
+        assert at.subscriber.status("e").doubts == {Doubt.REJECTED}
+        assert at.subscriber.status("e").counters.rejected == {"unknown-tag": 1}
+        tape.play()
+        at.until(lambda: len(taken) == 5)
+        at.subscriber.report(taken[4], cleared=True)
+        at.trusted(Trust.EXACT)
+        at.subscriber.remove("e")
+        at.subscriber.report(taken[4], cleared=True)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_message_with_frames_too_many_does_not_confuse_what_follows(desk: Callable[..., Desk], decode: bool) -> None:
+    """Where a message ends is not asked while all is well; frames that do not fit are noticed and counted all the same."""
+    with TapePlayer(frames(8), faults=Faults(drop={2, 5})) as tape:
+        at = desk(source_of(tape), decode=decode)
+        assert tape.wait_for_subscriber(DEADLINE)
+        for seq, extra in ((2, [b"x"]), (5, [b"kv", b"x"])):
+            tape.play(2)
+            tape.send_raw([b"kv", seq.to_bytes(8, "big"), payload_of(0, seq, clear=False), *extra])
+            tape.play(1)
+        tape.play()
+        at.until(lambda: len(at.taken) == 8)
+        taken: list[Any] = at.taken
+        assert [(batch.seq, batch.payload) for batch in taken] == tape.batches()
+        assert sum(at.subscriber.status("e").counters.malformed.values()) == 2
+
+
+def test_type_checkers_know_what_is_delivered() -> None:
+    """`Subscriber` alone means decoded batches; `decode=False` changes the type."""
+    with (
+        Subscriber("tcp://127.0.0.1:9") as decoding,
+        Subscriber("tcp://127.0.0.1:9", decode=False, limits=LIMITS) as raw,
+        Subscriber("tcp://127.0.0.1:9", decode=bool(LIMITS)) as either,
+    ):
+        assert_type(decoding, Subscriber[Batch])
+        assert_type(decoding.receive(0), Batch | Reset | Gap | None)
+        assert_type(raw.receive(0), RawBatch | Reset | Gap | None)
+        assert_type(raw.receive_many(timeout=0), list[RawBatch | Reset | Gap])
+        assert_type(either.receive(0), Batch | RawBatch | Reset | Gap | None)
+        unnamed: Subscriber = decoding
+        delivery: RawDelivery | None = raw.receive(0)
+        assert (unnamed.receive(0), delivery) == (None, None)
+
+
+async def test_type_checkers_know_what_is_delivered_to_a_task() -> None:
+    """The same with `await`."""
+    async with AsyncSubscriber("tcp://127.0.0.1:9") as decoding, AsyncSubscriber("tcp://127.0.0.1:9", decode=False) as raw:
+        assert_type(decoding, AsyncSubscriber[Batch])
+        assert_type(await decoding.receive(0), Batch | Reset | Gap | None)
+        assert_type(await raw.receive_many(timeout=0), list[RawBatch | Reset | Gap])
 
 
 def test_after_close_receiving_is_an_error() -> None:

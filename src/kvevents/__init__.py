@@ -18,7 +18,7 @@ from kvevents.events import (
     KVEventBatch,
 )
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
-from kvevents.stream import Batch, Delivery, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, Delivery, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, StreamStatus, Subscriber
 from kvevents.wire import Decoded, Dialect, decode_batch, dialect_for, encode_batch
 
@@ -49,6 +49,8 @@ __all__ = [
     "KVEventsConfig",
     "KVEventsError",
     "NullEventPublisher",
+    "RawBatch",
+    "RawDelivery",
     "Reset",
     "Source",
     "StreamLimits",

@@ -12,7 +12,8 @@
     │   └── MissingDependencyError   an extra is not installed            (ImportError)
     └── PeerError                    something outside this process is at fault
         ├── EndpointError            a socket cannot be bound or opened   (OSError)
-        └── RecordingError           a recording cannot be read or written (ValueError)
+        ├── RecordingError           a recording cannot be read or written (ValueError)
+        └── SnapshotError            a snapshot cannot be read or written (ValueError)
 
 What a peer *sends* never raises: it is set aside with a reason and counted (`kvevents.wire.Rejected`).
 """
@@ -62,3 +63,7 @@ class EndpointError(PeerError, OSError):
 
 class RecordingError(PeerError, ValueError):
     """A recording cannot be read or written; the message names the file, and the line where there is one."""
+
+
+class SnapshotError(PeerError, ValueError):
+    """A snapshot cannot be read or written; the message names the file and what to do."""

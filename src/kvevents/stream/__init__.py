@@ -1,6 +1,6 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
-from kvevents.stream.deliveries import Batch, Delivery, Gap, Reset
+from kvevents.stream.deliveries import Batch, Delivery, Gap, RawBatch, RawDelivery, Reset
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.machine import Stream
 from kvevents.stream.source import Source
@@ -16,6 +16,8 @@ __all__ = [
     "Doubt",
     "Gap",
     "Phase",
+    "RawBatch",
+    "RawDelivery",
     "Reset",
     "Source",
     "Stream",

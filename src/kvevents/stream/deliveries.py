@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from kvevents.events import KVEvent
-from kvevents.wire import Rejected
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
@@ -31,6 +31,34 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """Events of this batch that could not be read."""
 
 
+class RawBatch(msgspec.Struct, frozen=True, gc=False):
+    """A `Batch` whose payload nobody has looked at yet: what a subscriber with `decode=False` delivers in its place."""
+
+    source: str
+    rank: int
+    incarnation: int
+    seq: int
+    replayed: bool
+    payload: bytes
+    topic: bytes = b""
+
+    def decode(self, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> Batch:
+        """The batch with its events. What could not be read is in its `rejected`."""
+        decoded = decode_batch(self.payload, limits)
+        return Batch(
+            self.source,
+            self.rank,
+            self.incarnation,
+            self.seq,
+            decoded.batch.ts,
+            decoded.batch.events,
+            self.replayed,
+            self.payload,
+            self.topic,
+            decoded.rejected,
+        )
+
+
 class Reset(msgspec.Struct, frozen=True, gc=False):
     """Forget everything this stream told you: the publisher began a new life, or its identity cannot be proven."""
 
@@ -52,3 +80,16 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
 
 
 Delivery: TypeAlias = Batch | Reset | Gap
+"""What is delivered unless asked otherwise."""
+RawDelivery: TypeAlias = RawBatch | Reset | Gap
+"""What is delivered with `decode=False`."""
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    B = TypeVar("B", bound=Batch | RawBatch, default=Batch)
+else:
+    from typing import TypeVar
+
+    # A default is news of Python 3.13, and for type checkers only: `Subscriber` alone means `Subscriber[Batch]`.
+    B = TypeVar("B")

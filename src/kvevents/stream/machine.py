@@ -21,20 +21,25 @@ The phases, and what leads from one to the next, are a table: `kvevents.stream.s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from struct import Struct
+from typing import Any, Final, Generic, overload
 
 from kvevents.events import AllBlocksCleared
-from kvevents.stream.deliveries import Batch, Delivery, Gap, Reset
+from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
+from kvevents.stream.doubts import Doubts
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.pending import Pending
 from kvevents.stream.source import Source
 from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters
-from kvevents.stream.trust import HEALED_BY_CLEAR, Doubt, Trust
+from kvevents.stream.trust import Doubt, Trust
 from kvevents.wire import (
-    SEQ_BYTES,
+    MAX_SEQ,
     Decoded,
     Live,
     Malformed,
+    Rejected,
     ReplayBatch,
     ReplayEnd,
     decode_batch,
@@ -42,19 +47,37 @@ from kvevents.wire import (
     parse_replay_reply,
 )
 
+_pack_seq: Final = Struct(">Q").pack
 
-class Stream:
+
+class Stream(Generic[B]):
     """Feed it (`connected`, `disconnected`, `receive_live`, `receive_replay`, `tick`), then take `deliveries()` and `ask()`.
 
     `now` is any monotone clock in seconds. After each feeding call take the deliveries; send what `ask()` returns; call `tick`
     at `deadline()`. While `asking` is false no replay connection is needed.
+
+    With `decode=None` it delivers `RawBatch`, and what decoding would have told it, whoever decodes must `report`.
     """
 
+    @overload
+    def __init__(
+        self: Stream[Batch], source: Source, limits: StreamLimits = ..., decode: Callable[[bytes], Decoded] = ...
+    ) -> None: ...
+    @overload
+    def __init__(self: Stream[RawBatch], source: Source, limits: StreamLimits = ..., *, decode: None) -> None: ...
+    @overload
+    def __init__(
+        self: Stream[Batch | RawBatch],
+        source: Source,
+        limits: StreamLimits = ...,
+        *,
+        decode: Callable[[bytes], Decoded] | None,
+    ) -> None: ...
     def __init__(
         self,
         source: Source,
         limits: StreamLimits = DEFAULT_STREAM_LIMITS,
-        decode: Callable[[bytes], Decoded] = decode_batch,
+        decode: Callable[[bytes], Decoded] | None = decode_batch,
     ) -> None:
         self.source = source
         self.counters = StreamCounters()
@@ -64,14 +87,15 @@ class Stream:
         self._decode = decode
         self._name = source.label
         self._rank = source.rank
-        self._topic = source.topic.encode()
-        self._out: list[Delivery] = []
+        self.topic = source.topic.encode()
+        """The topic of the newest message."""
+        self._out: list[Any] = []
         self._pending = Pending(limits)
         self._suspects: list[Live] = []
         self._suspect_bytes = 0
         self._old_suspects = 0
         self._ask: OpenAsk | None = None
-        self._doubts: set[Doubt] = set() if source.replay_endpoint else {Doubt.NO_REPLAY}
+        self._doubts = Doubts()
         self._now = 0.0
         self._heard_at = 0.0
         self._probed_at = 0.0
@@ -79,6 +103,8 @@ class Stream:
         self._conflicts = 0
         self._replay_seen = False
         self._begin_life()
+        if not source.replay_endpoint:
+            self._doubt(Doubt.NO_REPLAY)
 
     def _begin_life(self) -> None:
         self._expected = 0
@@ -92,6 +118,7 @@ class Stream:
         self._unconfirmed = False
         self._recent: dict[int, bytes] = {}
         self._emitted = False
+        self._doubts.begin_life()
 
     # --- what can be observed --------------------------------------------------------------------------------------------
 
@@ -105,7 +132,7 @@ class Stream:
         if self.phase is not Phase.FOLLOWING:
             return Trust.REPLAYING.because(self.phase.value)
         if self._doubts:
-            return Trust.DEGRADED.because("; ".join(doubt.value for doubt in Doubt if doubt in self._doubts))
+            return Trust.DEGRADED.because("; ".join(doubt.value for doubt in self._doubts))
         return Trust.EXACT
 
     @property
@@ -125,7 +152,7 @@ class Stream:
 
     # --- take ------------------------------------------------------------------------------------------------------------
 
-    def deliveries(self) -> list[Delivery]:
+    def deliveries(self) -> list[B | Reset | Gap]:
         """What became deliverable since the last call, in order."""
         out, self._out = self._out, []
         return out
@@ -172,7 +199,7 @@ class Stream:
         anchor = self._anchor = self._anchor or self._last()
         if not self._can_replay:
             if self._emitted:
-                self._doubts.add(Doubt.IDENTITY)
+                self._doubt(Doubt.IDENTITY)
             self._enter(Phase.FOLLOWING)
             self._admit_suspects()
         elif anchor is None:
@@ -191,27 +218,46 @@ class Stream:
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message from the SUB socket, whatever they are."""
-        if (
-            self.phase is Phase.FOLLOWING
-            and len(frames) == 3
-            and len(frames[1]) == SEQ_BYTES
-            and int.from_bytes(frames[1], "big") == self._expected == self._newest + 1
-        ):
-            # Nearly every message of a healthy stream: in order, with nothing waiting behind it.
-            self.counters.live += 1
-            self._heard_at = now
-            self._probes = 0
-            self._topic = frames[0]
-            self._follow_in_order(self._expected, frames[2])
-            return
         live = parse_live(frames)
         if isinstance(live, Malformed):
             self._count(self.counters.malformed, live.reason)
-            return
+        else:
+            self._receive(live, now)
+
+    def coming(self, limit: int) -> Iterable[bytes]:
+        """Number frames of the next live batches, at most `limit`, for whoever reads ahead for `receive_run`.
+
+        Empty while anything is unsettled: then each message must go to `receive_live`.
+        """
+        if self.phase is Phase.FOLLOWING and self._expected > self._newest:
+            return map(_pack_seq, range(self._expected, min(self._expected + limit, MAX_SEQ)))
+        return ()
+
+    def receive_run(self, payloads: Sequence[bytes], now: float) -> None:
+        """Take live messages with the topic `topic` and the numbers that `coming` said.
+
+        Nearly every message of a healthy stream comes this way.
+        """
+        count = len(payloads)
+        first, topic = self._expected, self.topic
+        if self.phase is not Phase.FOLLOWING:
+            # The connection was lost after they had been read.
+            for seq, payload in enumerate(payloads, first):
+                self._receive(Live(topic, seq, payload), now)
+        elif count:
+            self.counters.live += count
+            self._heard_at = now
+            self._probes = 0
+            self._deliver_run(first, payloads)
+            self._last_live = first + count - 1
+            if self._unconfirmed:
+                self._confirm_soon(first, payloads[0])
+
+    def _receive(self, live: Live, now: float) -> None:
         self.counters.live += 1
         self._now = self._heard_at = now
         self._probes = 0
-        self._topic = live.topic
+        self.topic = live.topic
         if self.phase is Phase.FOLLOWING or self.phase is Phase.CATCHING_UP:
             self._follow(live)
         else:
@@ -234,7 +280,7 @@ class Stream:
         else:
             self._replay_seen = True
             if reply.topic is not None:
-                self._topic = reply.topic
+                self.topic = reply.topic
             self._replayed(ask, reply)
             if self._ask is ask and ask.useless > self._limits.max_useless_replies:
                 self._unanswered(ask)
@@ -249,6 +295,21 @@ class Stream:
         elif self.phase is Phase.FOLLOWING and self._can_replay and now >= self._probe_due():
             self._probe()
 
+    def report(self, incarnation: int, seq: int, rejected: Sequence[Rejected] = (), *, cleared: bool = False) -> None:
+        """What reading a delivered batch has shown: events that could not be read, or that it clears everything.
+
+        It may come late and in any order: a clear heals the doubts that are older than its batch, and no newer ones.
+        """
+        if (incarnation, seq) >= (self.incarnation, self._expected):
+            return
+        for each in rejected:
+            self._count(self.counters.rejected, each.reason, each.count)
+        if incarnation == self.incarnation:
+            if cleared:
+                self._doubts.clear(seq)
+            if any(each.costs_events for each in rejected):
+                self._doubts.reject(seq)
+
     # --- life and identity -----------------------------------------------------------------------------------------------
 
     def _last(self) -> Anchor | None:
@@ -257,7 +318,7 @@ class Stream:
 
     @property
     def _can_replay(self) -> bool:
-        return not self._doubts & {Doubt.NO_REPLAY, Doubt.REPLAY_FOREIGN}
+        return not (Doubt.NO_REPLAY in self._doubts or Doubt.REPLAY_FOREIGN in self._doubts)
 
     def _start_life(self) -> None:
         if self._can_replay:
@@ -273,7 +334,6 @@ class Stream:
             self.incarnation += 1
             self.counters.resets += 1
             self._out.append(Reset(self._name, self._rank, self.incarnation, reason))
-        self._doubts -= HEALED_BY_CLEAR
         self._begin_life()
         self._start_life()
 
@@ -282,15 +342,15 @@ class Stream:
         self.counters.conflicts += 1
         self._conflicts += 1
         if self._conflicts >= self._limits.max_conflicts:
-            self._doubts.add(Doubt.REPLAY_FOREIGN)
+            self._doubt(Doubt.REPLAY_FOREIGN)
             self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
         else:
-            self._doubts.add(Doubt.REPLAY_UNCONFIRMED)
+            self._doubt(Doubt.REPLAY_UNCONFIRMED)
         self._restart(reason)
 
     def _distrust_replay(self) -> None:
         """The reply itself names another topic: nothing of it can be used."""
-        self._doubts.add(Doubt.REPLAY_FOREIGN)
+        self._doubt(Doubt.REPLAY_FOREIGN)
         if self.phase is Phase.VERIFYING:
             self._unproven()
         else:
@@ -536,7 +596,7 @@ class Stream:
 
     def _unproven(self) -> None:
         self._ask = None
-        self._doubts.add(Doubt.IDENTITY)
+        self._doubt(Doubt.IDENTITY)
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.FOLLOWING)
             self._admit_suspects()
@@ -553,7 +613,7 @@ class Stream:
         if ask.unanswered < self._limits.max_unanswered:
             self._ask_again(ask, fresh=True)
             return
-        self._doubts.add(Doubt.REPLAY_SILENT)
+        self._doubt(Doubt.REPLAY_SILENT)
         self._probed_at = self._now
         self._probes += 1
         if self.phase is Phase.VERIFYING:
@@ -592,8 +652,36 @@ class Stream:
     # --- deliveries ------------------------------------------------------------------------------------------------------
 
     def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
-        decoded = self._decode(payload)
-        batch = decoded.batch
+        self._expected = seq + 1
+        self._newest = max(self._newest, seq)
+        self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
+        self._emitted = True
+        self.counters.delivered += 1
+        if replayed:
+            self._remember(seq, payload)
+        if self._decode is None:
+            self._out.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
+        else:
+            self._read(self._decode(payload), seq, payload, replayed)
+
+    def _deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
+        """The same for live payloads with nothing waiting behind them."""
+        if self._decode is not None:
+            for seq, payload in enumerate(payloads, first):
+                self._deliver(seq, payload, replayed=False)
+            return
+        count = len(payloads)
+        name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
+        self._out.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
+        self._expected = first + count
+        self._newest = self._last_seq = first + count - 1
+        self._last_payload, self._last_was_live = payloads[-1], True
+        self._emitted = True
+        self.counters.delivered += count
+
+    def _read(self, decoded: Decoded, seq: int, payload: bytes, replayed: bool) -> None:
+        """Hand out what was decoded, and note what it says about the stream."""
+        batch, rejected = decoded.batch, decoded.rejected
         self._out.append(
             Batch(
                 self._name,
@@ -604,21 +692,13 @@ class Stream:
                 batch.events,
                 replayed,
                 payload,
-                self._topic,
-                decoded.rejected,
+                self.topic,
+                rejected,
             )
         )
-        self._expected = seq + 1
-        self._newest = max(self._newest, seq)
-        self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
-        self._emitted = True
-        self.counters.delivered += 1
-        if replayed:
-            self._remember(seq, payload)
-        if self._doubts:
-            self._heal(decoded)
-        if decoded.rejected:
-            self._reject(decoded)
+        if self._doubts or rejected:
+            cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in batch.events)
+            self.report(self.incarnation, seq, rejected, cleared=cleared)
 
     def _remember(self, seq: int, payload: bytes) -> None:
         self.counters.replayed += 1
@@ -626,17 +706,6 @@ class Stream:
         self._recent[seq] = payload
         if len(self._recent) > self._limits.max_recent:
             del self._recent[next(iter(self._recent))]
-
-    def _heal(self, decoded: Decoded) -> None:
-        cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in decoded.batch.events)
-        if cleared:
-            self._doubts -= HEALED_BY_CLEAR
-
-    def _reject(self, decoded: Decoded) -> None:
-        if any(rejected.costs_events for rejected in decoded.rejected):
-            self._doubts.add(Doubt.REJECTED)
-        for rejected in decoded.rejected:
-            self._count(self.counters.rejected, rejected.reason, rejected.count)
 
     def _drain(self) -> None:
         while (found := self._pending.take(self._expected)) is not None:
@@ -650,9 +719,9 @@ class Stream:
         self._out.append(Gap(self._name, self._rank, self._expected, last, self.incarnation))
         self.counters.gaps += 1
         self.counters.lost += last - self._expected + 1
-        self._doubts.add(Doubt.LOST)
         self._emitted = True
         self._expected = last + 1
+        self._doubt(Doubt.LOST)
         self._drain()
 
     def _settle_if_complete(self) -> None:
@@ -666,6 +735,10 @@ class Stream:
         self._ask = None
         if self.phase is not Phase.FOLLOWING:
             self._enter(Phase.FOLLOWING)
+
+    def _doubt(self, doubt: Doubt) -> None:
+        """A doubt arises about everything delivered or given up so far, not about what follows."""
+        self._doubts.add(doubt, self._expected - 1)
 
     def _enter(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:

@@ -5,36 +5,70 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from kvevents.stream import Delivery
-from kvevents.subscriber.base import BaseSubscriber
+from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.stream.deliveries import B
+from kvevents.subscriber.base import BaseSubscriber, Options, Sources
 
 
-class AsyncSubscriber(BaseSubscriber):
+class AsyncSubscriber(BaseSubscriber[B]):
     """Follows one or many sources and hands out their deliveries in order.
 
-    Use it from one task of one event loop. Iterate over it with `async for`, or await `receive`.
+    Use it from one task of one event loop. Iterate over it with `async for`, or await `receive`. `decode=False` is as for
+    `Subscriber`.
     """
 
-    async def receive(self, timeout: float | None = None) -> Delivery | None:  # noqa: ASYNC109 - the same face as Subscriber
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: AsyncSubscriber[Batch], sources: Sources = ..., *, decode: Literal[True] = ..., **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: AsyncSubscriber[RawBatch], sources: Sources = ..., *, decode: Literal[False], **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: AsyncSubscriber[Batch | RawBatch], sources: Sources = ..., *, decode: bool, **options: Unpack[Options]
+        ) -> None: ...
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    async def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
         """The next delivery; None after `timeout` seconds without one (None waits without bound, 0 does not wait).
 
         Raises `ClosedError` after `close`. Cancelling it loses nothing.
         """
         ready = self._hub.ready
-        if ready:
+        if ready or await self._take_turns(timeout):
             return ready.popleft()
+        return None
+
+    async def receive_many(
+        self,
+        limit: int | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
+    ) -> list[B | Reset | Gap]:
+        """What `receive` would hand out without waiting any further, at most `limit`; empty after `timeout` seconds."""
+        self._check_limit(limit)
+        if self._hub.ready or await self._take_turns(timeout):
+            return self._hub.take(limit)
+        return []
+
+    async def _take_turns(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
+        """Wait until something is ready; False after `timeout`."""
         self._check_open()
-        end = None if timeout is None else self._clock() + timeout
+        hub, clock = self._hub, self._clock
+        end = None if timeout is None else clock() + timeout
         while True:
             await self._wait(end)
             self._check_open()
-            self._hub.turn(self._hub.transport.wait(0), self._clock())
-            if ready:
-                return ready.popleft()
-            if end is not None and self._clock() >= end:
-                return None
+            hub.turn(hub.transport.wait(0), clock())
+            if hub.ready:
+                return True
+            if end is not None and clock() >= end:
+                return False
 
     async def _wait(self, end: float | None) -> None:
         """Until a link has something, a timer is due, or `end`."""
@@ -51,11 +85,13 @@ class AsyncSubscriber(BaseSubscriber):
         else:
             await _readable(descriptor, pause)
 
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
+    async def __aiter__(self) -> AsyncIterator[B | Reset | Gap]:
+        ready = self._hub.ready
         while not self._closed:
-            delivery = await self.receive()
-            if delivery is not None:
-                yield delivery
+            if ready:
+                yield ready.popleft()
+            else:
+                await self._take_turns(None)
 
     async def close(self) -> None:
         """Close every connection; idempotent."""

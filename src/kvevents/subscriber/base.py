@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeAlias, TypedDict
 
-from kvevents.errors import ClosedError
-from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits, Trust
+from kvevents.errors import ClosedError, ConfigError
+from kvevents.stream import DEFAULT_STREAM_LIMITS, Batch, Gap, RawBatch, Reset, Source, StreamLimits, Trust
+from kvevents.stream.deliveries import B
 from kvevents.subscriber.hub import DEFAULT_CONCURRENT_REPLAYS, Hub, StreamStatus
 from kvevents.subscriber.transport import Transport
 from kvevents.subscriber.zmq import ZmqTransport
+from kvevents.wire import Rejected
+
+Sources: TypeAlias = Source | str | Iterable[Source | str]
 
 
-class BaseSubscriber:
+class Options(TypedDict, total=False):
+    """What `BaseSubscriber` takes by name, `decode` aside: for the overloads, whose types depend on that alone."""
+
+    limits: StreamLimits
+    max_concurrent_replays: int
+    transport: Transport | None
+    clock: Callable[[], float]
+
+
+class BaseSubscriber(Generic[B]):
     """Sources in, state out; how to wait is the front end's."""
 
     def __init__(
         self,
-        sources: Source | str | Iterable[Source | str] = (),
+        sources: Sources = (),
         *,
         limits: StreamLimits = DEFAULT_STREAM_LIMITS,
         max_concurrent_replays: int = DEFAULT_CONCURRENT_REPLAYS,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
+        decode: bool = True,
     ) -> None:
         self._clock = clock
-        self._hub = Hub(transport or ZmqTransport(), limits, max_concurrent_replays)
+        self._hub: Hub[B] = Hub(transport or ZmqTransport(), limits, max_concurrent_replays, decode=decode)
         self._closed = False
         try:
             for source in [sources] if isinstance(sources, (Source, str)) else sources:
@@ -47,6 +62,17 @@ class BaseSubscriber:
         self._check_open()
         self._hub.remove(name, rank)
 
+    def report(
+        self, delivery: Batch | RawBatch | Reset | Gap, rejected: Sequence[Rejected] = (), cleared: bool = False
+    ) -> None:
+        """Say what reading a `RawBatch` has shown; without it, trust knows of neither.
+
+        `rejected` are its events that could not be read, `cleared` says whether it holds an AllBlocksCleared for all tiers and
+        groups. Once for each batch that has either, at any time after it was delivered: doubts newer than the batch stay.
+        There is nothing to say of other deliveries, nor of sources that were removed; for them this does nothing.
+        """
+        self._hub.report(delivery, rejected, cleared=cleared)
+
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """How far the deliveries of a stream can be trusted; `name` may be left out when there is one stream only."""
         return self._hub.trust(name, rank)
@@ -58,6 +84,11 @@ class BaseSubscriber:
     def statuses(self) -> list[StreamStatus]:
         """The same of every stream."""
         return self._hub.statuses()
+
+    @staticmethod
+    def _check_limit(limit: int | None) -> None:
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit is {limit}; it must be at least 1, or None for no limit")
 
     def _check_open(self) -> None:
         if self._closed:

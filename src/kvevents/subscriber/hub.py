@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Generic
 
 from kvevents.errors import ConfigError, UnknownSourceError
-from kvevents.stream import Delivery, Doubt, Source, Stream, StreamCounters, StreamLimits, Trust
+from kvevents.stream import Batch, Doubt, Gap, RawBatch, Reset, Source, Stream, StreamCounters, StreamLimits, Trust
+from kvevents.stream.deliveries import B
 from kvevents.subscriber.transport import Link, Transport
+from kvevents.wire import Rejected, decode_batch
 
 MESSAGES_PER_TURN: Final = 32
 """Messages read from one stream before the next gets its turn; more of them at once fall out of the processor's cache."""
+RAW_MESSAGES_PER_TURN: Final = 256
+"""The same where they are not decoded: they are far smaller then, and the cost of a turn itself counts for more."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Replays at one time in one process: an engine's full buffer may be 100 MB, and a fleet reconnects all at once."""
 
@@ -40,23 +44,25 @@ class _Entry:
 
     __slots__ = ("link", "stream", "timer", "waits_for_turn")
 
-    def __init__(self, stream: Stream, link: Link) -> None:
+    def __init__(self, stream: Stream[Any], link: Link) -> None:
         self.stream = stream
         self.link = link
         self.timer: float | None = None
         self.waits_for_turn = False
 
 
-class Hub:
+class Hub(Generic[B]):
     """All streams of one subscriber."""
 
-    def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int) -> None:
+    def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, *, decode: bool) -> None:
         if max_concurrent_replays < 1:
             raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
         self.transport = transport
-        self.ready: deque[Delivery] = deque()
+        self.ready: deque[B | Reset | Gap] = deque()
         """What waits for the application. A turn is taken only when it is empty, so one turn's worth is its limit."""
         self._limits = limits
+        self._decode = decode_batch if decode else None
+        self._per_turn = MESSAGES_PER_TURN if decode else RAW_MESSAGES_PER_TURN
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._by_link: dict[Link, _Entry] = {}
@@ -74,7 +80,7 @@ class Hub:
         key = (source.label, source.rank)
         if key in self._entries:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
-        entry = _Entry(Stream(source, self._limits), self.transport.open(source))
+        entry = _Entry(Stream(source, self._limits, decode=self._decode), self.transport.open(source))
         self._entries[key] = entry
         self._by_link[entry.link] = entry
         self._hungry[entry] = None
@@ -110,6 +116,12 @@ class Hub:
         """Trust of one stream."""
         return self._entry(name, rank).stream.trust
 
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, rejected: Sequence[Rejected], *, cleared: bool) -> None:
+        """What a consumer found in a batch."""
+        entry = self._entries.get((delivery.source, delivery.rank))
+        if isinstance(delivery, RawBatch) and entry is not None:
+            entry.stream.report(delivery.incarnation, delivery.seq, rejected, cleared=cleared)
+
     # --- time
 
     def timeout(self, now: float) -> float | None:
@@ -123,7 +135,7 @@ class Hub:
         self._hungry.update((entry, None) for link in links if (entry := self._by_link.get(link)) is not None)
         hungry, self._hungry = self._hungry, {}
         for entry in hungry:
-            if entry.link.pump(entry.stream, now, MESSAGES_PER_TURN):
+            if entry.link.pump(entry.stream, now, self._per_turn):
                 self._hungry[entry] = None
             self._serve(entry, now)
         while self._timers and self._timers[0][0] <= now:
@@ -133,6 +145,15 @@ class Hub:
                 entry.stream.tick(now)
                 self._serve(entry, now)
         self._start_waiting_replays(now)
+
+    def take(self, limit: int | None) -> list[B | Reset | Gap]:
+        """What is ready, at most `limit` of it, in order."""
+        ready = self.ready
+        if limit is not None and limit < len(ready):
+            return [ready.popleft() for _ in range(limit)]
+        taken = list(ready)
+        ready.clear()
+        return taken
 
     def _serve(self, entry: _Entry, now: float) -> None:
         """Take from a stream what feeding it has brought."""
@@ -190,7 +211,7 @@ class Hub:
         return f"{len(self._entries)} {noun}{counts}, {len(self.ready)} ready"
 
 
-def _status(stream: Stream) -> StreamStatus:
+def _status(stream: Stream[Any]) -> StreamStatus:
     source = stream.source
     return StreamStatus(
         source=source.label,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from kvevents.stream import Delivery
-from kvevents.subscriber.base import BaseSubscriber
+from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.stream.deliveries import B
+from kvevents.subscriber.base import BaseSubscriber, Options, Sources
 
 
-class Subscriber(BaseSubscriber):
+class Subscriber(BaseSubscriber[B]):
     """Follows one or many sources and hands out their deliveries in order.
 
     Use it from one thread. Iterate over it, or call `receive`::
@@ -18,25 +19,55 @@ class Subscriber(BaseSubscriber):
         with Subscriber(Source("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")) as subscriber:
             for delivery in subscriber:
                 print(delivery)
+
+    With `decode=False` it delivers `RawBatch` instead of `Batch`, for those who read payloads themselves; they `report` what
+    they find.
     """
 
-    def receive(self, timeout: float | None = None) -> Delivery | None:
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: Subscriber[Batch], sources: Sources = ..., *, decode: Literal[True] = ..., **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Subscriber[RawBatch], sources: Sources = ..., *, decode: Literal[False], **options: Unpack[Options]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Subscriber[Batch | RawBatch], sources: Sources = ..., *, decode: bool, **options: Unpack[Options]
+        ) -> None: ...
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:
         """The next delivery; None after `timeout` seconds without one (None waits without bound, 0 does not wait).
 
         Raises `ClosedError` after `close`.
         """
         ready = self._hub.ready
-        if ready:
+        if ready or self._take_turns(timeout):
             return ready.popleft()
+        return None
+
+    def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[B | Reset | Gap]:
+        """What `receive` would hand out without waiting any further, at most `limit`; empty after `timeout` seconds."""
+        self._check_limit(limit)
+        if self._hub.ready or self._take_turns(timeout):
+            return self._hub.take(limit)
+        return []
+
+    def _take_turns(self, timeout: float | None) -> bool:
+        """Wait until something is ready; False after `timeout`."""
         self._check_open()
-        end = None if timeout is None else self._clock() + timeout
+        hub, clock = self._hub, self._clock
+        end = None if timeout is None else clock() + timeout
         while True:
-            now = self._clock()
-            self._hub.turn(self._hub.transport.wait(self._pause(now, end)), self._clock())
-            if ready:
-                return ready.popleft()
-            if end is not None and self._clock() >= end:
-                return None
+            hub.turn(hub.transport.wait(self._pause(clock(), end)), clock())
+            if hub.ready:
+                return True
+            if end is not None and clock() >= end:
+                return False
 
     def _pause(self, now: float, end: float | None) -> float | None:
         due = self._hub.timeout(now)
@@ -45,11 +76,13 @@ class Subscriber(BaseSubscriber):
         left = max(0.0, end - now)
         return left if due is None else min(due, left)
 
-    def __iter__(self) -> Iterator[Delivery]:
+    def __iter__(self) -> Iterator[B | Reset | Gap]:
+        ready = self._hub.ready
         while not self._closed:
-            delivery = self.receive()
-            if delivery is not None:
-                yield delivery
+            if ready:
+                yield ready.popleft()
+            else:
+                self._take_turns(None)
 
     def close(self) -> None:
         """Close every connection; idempotent."""

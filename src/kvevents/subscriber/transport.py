@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvevents.stream import Ask, Source, Stream
 
@@ -11,7 +11,7 @@ from kvevents.stream import Ask, Source, Stream
 class Link(Protocol):
     """The connections of one stream."""
 
-    def pump(self, stream: Stream, now: float, limit: int) -> bool:
+    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed what has arrived, at most about `limit` messages of each kind, to `stream`; True when there may be more.
 
         Connection changes are fed in their place: `disconnected` before anything newer, `connected` after everything older.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import resource
 import selectors
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import zmq
 import zmq.backend
@@ -49,6 +50,11 @@ _recv = zmq.backend.Socket.recv
 _get = zmq.backend.Socket.get
 _DONTWAIT: Final = int(zmq.DONTWAIT)
 _RCVMORE: Final = int(zmq.RCVMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_ZERO_COPY_RECV: Final = 10
+"""A context option for which pyzmq has no name. Off, since every message is copied into `bytes` anyway, and sharing the buffers
+that were read from the socket costs a third more for messages of some kB, and keeps all of a buffer for any message in it."""
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -73,6 +79,28 @@ def drain(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], boo
     return messages, False
 
 
+def drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: Iterable[bytes]) -> tuple[list[bytes], list[list[bytes]], bool]:
+    """Payloads of messages with this topic and these numbers, then what came instead if anything did, and as `drain`.
+
+    It asks no message where it ends: three frames with the topic and exactly the number that was due are the batch that was
+    due. Where a message had more frames than those, the rest of it does not look like that, and `drain_live` asks.
+    """
+    payloads: list[bytes] = []
+    first = second = None
+    try:
+        for number in numbers:
+            first = _recv(socket, _DONTWAIT)
+            second = _recv(socket, _DONTWAIT)
+            third = _recv(socket, _DONTWAIT)
+            if second != number or first != topic:
+                return payloads, _whole(socket, [first, second, third]), False
+            payloads.append(third)
+            first = second = None
+    except zmq.Again:
+        return payloads, [[frame for frame in (first, second) if frame is not None]] if first is not None else [], True
+    return payloads, [], False
+
+
 def drain_live(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], bool]:
     """As `drain`, for messages of three frames, asking once a message instead of once a frame where it ends.
 
@@ -90,15 +118,14 @@ def drain_live(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]]
             if frames:
                 messages.append(frames)
             return messages, True
-        if _get(socket, _RCVMORE):
-            messages.extend(_realigned(socket, frames))
-        else:
-            messages.append(frames)
+        messages += _whole(socket, frames)
     return messages, False
 
 
-def _realigned(socket: zmq.Socket[bytes], frames: list[bytes]) -> list[list[bytes]]:
-    """Finish a message that goes on after three frames: a longer one, or a good one behind one that was too short."""
+def _whole(socket: zmq.Socket[bytes], frames: list[bytes]) -> list[list[bytes]]:
+    """The message of these three frames; if it goes on, it is a longer one, or a good one behind one that was too short."""
+    if not _get(socket, _RCVMORE):
+        return [frames]
     while _get(socket, _RCVMORE):
         frames.append(_recv(socket, _DONTWAIT))
     good = frames[-3:]
@@ -185,9 +212,12 @@ class ZmqLink:
             self.close()
             raise
 
-    def pump(self, stream: Stream, now: float, limit: int) -> bool:
+    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replayed messages to `stream`."""
-        messages, drained = drain_live(self._sub, limit)
+        payloads, messages, drained = drain_run(self._sub, stream.topic, stream.coming(limit))
+        if not drained and len(payloads) < limit:
+            others, drained = drain_live(self._sub, limit - len(payloads))
+            messages += others
         # The monitor is read after the messages: a change that came before one of them is known by now.
         changes = self._changes()
         if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
@@ -200,24 +230,29 @@ class ZmqLink:
                 self._announce = 0
             else:
                 self._announce = self._options.receive_hwm + 1
+        if payloads:
+            stream.receive_run(payloads, now)
         for frames in messages:
             stream.receive_live(frames, now)
         if self._announce:
-            self._announce_when_drained(stream, now, len(messages), drained=drained)
+            self._announce_when_drained(stream, now, len(payloads) + len(messages), drained=drained)
         more = self._pump_replay(stream, now, limit)
         return more or not drained
 
-    def _announce_when_drained(self, stream: Stream, now: float, count: int, *, drained: bool) -> None:
+    def _announce_when_drained(self, stream: Stream[Any], now: float, count: int, *, drained: bool) -> None:
         """`connected` comes after every message of the old connection; those are at most what the socket can hold."""
         self._announce = 0 if drained else max(0, self._announce - count)
         if not self._announce:
             stream.connected(now)
 
     def _changes(self) -> list[int]:
+        if not int(_get(self._monitor, _EVENTS)) & _POLLIN:
+            # Nearly always; to be told so by zmq.Again costs three times as much.
+            return []
         messages, _ = drain(self._monitor, 1_000)
         return [int(parse_monitor_message(frames)["event"]) for frames in messages]
 
-    def _pump_replay(self, stream: Stream, now: float, limit: int) -> bool:
+    def _pump_replay(self, stream: Stream[Any], now: float, limit: int) -> bool:
         if self._replay is None:
             return False
         messages, drained = drain(self._replay, limit)
@@ -293,6 +328,9 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> None:
 def _private_context() -> zmq.Context[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    # A libzmq without the option is only slower.
+    with contextlib.suppress(zmq.ZMQError):
+        context.set(_ZERO_COPY_RECV, 0)
     return context
 
 

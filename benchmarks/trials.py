@@ -1,0 +1,134 @@
+"""A trial is run several times for each contender; a figure is one of its values, and what that has to reach."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final, Literal
+
+from benchmarks import processes
+from benchmarks.engines import SGLANG, VLLM
+from benchmarks.indexing.rival import DYNAMO, interpreter
+
+Results = dict[str, dict[str, list[dict[str, float]]]]
+"""By trial, then by contender: what each run returned."""
+
+TITLES: Final = {
+    "ours": "kvevents",
+    "vllm": VLLM.title,
+    "sglang": SGLANG.title,
+    "bare": "bare pyzmq + msgspec",
+    "dynamo": f"Dynamo {DYNAMO.release} RadixTree",
+    "dynamo-pinned": f"Dynamo {DYNAMO.release} RadixTree, one CPU",
+    "service": f"Dynamo {DYNAMO.release} indexer",
+    "idle": "the same, idle",
+    "": "",
+}
+
+INTERPRETERS: Final[dict[str, Callable[[], str]]] = {"dynamo": interpreter, "dynamo-pinned": interpreter}
+"""Of contenders whose processes do not run in ours."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One process to run for each contender in turn, several times."""
+
+    name: str
+    module: str
+    kind: str
+    full: tuple[int, ...]
+    quick: tuple[int, ...]
+    contenders: tuple[str, ...] = ("ours", "vllm", "sglang")
+    most: tuple[int, int] = (5, 3)
+    """Runs, and runs of `--quick`, that suffice, however many are asked for."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One value of a trial and what it must reach: in relation to each rival, or by itself."""
+
+    what: str
+    trial: str
+    value: str
+    unit: str
+    reach: float | None
+    """None where the figure is told and not judged."""
+    judge: Literal["ratio at most", "ratio at least", "at most", "below", "none"] = "ratio at most"
+    """`at most` and `below` are about ours by itself; `none` means no run may have any."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of ours against one rival."""
+
+    figure: Figure
+    rival: str
+    ours: list[float]
+    theirs: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours to theirs, of medians."""
+        if self.figure.judge in {"below", "none"} or not self.theirs or not median(self.theirs):
+            return None
+        return median(self.ours) / median(self.theirs)
+
+    @property
+    def met(self) -> bool | None:
+        reach, ratio = self.figure.reach, self.ratio
+        if reach is None:
+            return None
+        if self.figure.judge == "none":
+            return not any(self.ours)
+        if self.figure.judge == "below":
+            return median(self.ours) < reach
+        if self.figure.judge == "at most":
+            return median(self.ours) <= reach
+        if ratio is None:
+            return None
+        return ratio <= reach if self.figure.judge == "ratio at most" else ratio >= reach
+
+    def plain(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "what": self.figure.what,
+            "unit": self.figure.unit,
+            "rival": TITLES[self.rival],
+            "ours": self.ours,
+            "theirs": self.theirs,
+            "ratio": self.ratio,
+            "judge": self.figure.judge,
+            "reach": self.figure.reach,
+            "met": self.met,
+        }
+
+
+def measure(trial: Trial, runs: int, quick: bool) -> dict[str, list[dict[str, float]]]:
+    """Run a trial `runs` times for every contender, in turn: A B C, then B C A, so that no one is always first."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in trial.contenders}
+    numbers = trial.quick if quick else trial.full
+    for number in range(min(runs, trial.most[quick])):
+        shift = number % len(trial.contenders)
+        for name in trial.contenders[shift:] + trial.contenders[:shift]:
+            found[name].append(processes.run(trial.module, trial.kind, name, *numbers, python=_python(name)))
+    return found
+
+
+def _python(name: str) -> str:
+    return INTERPRETERS[name]() if name in INTERPRETERS else sys.executable
+
+
+def rows(figures: Iterable[Figure], results: Results) -> list[Row]:
+    """Every figure of the trials that were run, against each rival that has it, or by itself."""
+    made = []
+    for figure in figures:
+        runs = results.get(figure.trial, {})
+        found = {name: [run[figure.value] for run in each] for name, each in runs.items() if figure.value in each[0]}
+        ours = found.pop("ours", None)
+        if ours is None:
+            made += [Row(figure, rival, values) for rival, values in found.items()]
+        else:
+            made += [Row(figure, rival, ours, values) for rival, values in found.items()] or [Row(figure, "", ours)]
+    return made

@@ -1,0 +1,447 @@
+//! What events mean for the blocks of a stream.
+
+use std::collections::VecDeque;
+
+use crate::contexts::Context;
+use crate::core::Core;
+use crate::gate::{BLOCKS_PER_HOLD, Writer};
+use crate::keys::{self, Scheme};
+use crate::planes::{Plane, Rule, tier};
+use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
+use crate::slab::TWIN;
+use crate::stream::{Block, Place, Stream};
+use crate::waiting::{Content, Waiting};
+
+/// Planes of one stream that are remembered by their names.
+const MAX_PLACES: usize = 64;
+/// Blocks between asking for memory and using it.
+const AHEAD: usize = 16;
+/// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
+const FEW_BLOCKS: usize = 8;
+
+/// A payload, read.
+pub struct Read<'a> {
+    /// Its bytes.
+    pub payload: &'a [u8],
+    /// Its events.
+    pub scratch: &'a Scratch,
+}
+
+impl Read<'_> {
+    fn text(&self, span: Option<Span>) -> Option<&str> {
+        span.map(|span| std::str::from_utf8(span.bytes(self.payload)).unwrap_or(""))
+    }
+
+    fn bytes(&self, span: Option<Span>) -> Option<&[u8]> {
+        span.map(|span| span.bytes(self.payload))
+    }
+}
+
+/// Keys of one event, kept from one event to the next to spare allocations.
+#[derive(Debug, Default)]
+pub struct Work {
+    keys: Vec<u64>,
+    extras: Vec<(usize, u64)>,
+    window: Vec<u32>,
+    ahead: Vec<Block>,
+}
+
+/// Blocks of one event whose room is kept for the next.
+const BLOCKS_KEPT: usize = 1 << 14;
+
+impl Work {
+    /// Gives room back that only a very large event needs.
+    pub fn shrink(&mut self) {
+        if self.keys.capacity().max(self.extras.capacity()) > BLOCKS_KEPT {
+            *self = Self::default();
+        }
+    }
+}
+
+/// A store with tokens.
+struct Dense<'a> {
+    hashes: &'a [u64],
+    tokens: &'a [u32],
+    pairs: bool,
+    scheme: Scheme,
+    lora: u64,
+    /// The event's own salt.
+    salt: Option<u64>,
+    plane: u16,
+}
+
+impl Dense<'_> {
+    /// Tokens that the hash of block `at` covers.
+    fn window<'b>(&'b self, at: usize, buffer: &'b mut Vec<u32>) -> &'b [u32] {
+        let size = self.scheme.size as usize;
+        if !self.pairs {
+            return &self.tokens[at * size..][..size];
+        }
+        let pairs = &self.tokens[at * size * 2..][..size * 2];
+        buffer.clear();
+        buffer.extend(pairs.iter().step_by(2));
+        buffer.push(pairs[pairs.len() - 1]);
+        buffer
+    }
+}
+
+impl Stream {
+    /// Applies one event; says whether it cleared the whole stream. `max_waiting` bounds the queue of what cannot be placed.
+    pub fn event(
+        &mut self,
+        writer: &mut Writer<'_>,
+        read: &Read<'_>,
+        event: &Event,
+        work: &mut Work,
+        max_waiting: usize,
+    ) -> bool {
+        match event.kind {
+            Kind::Stored => self.stored(writer, read, event, work, max_waiting),
+            Kind::Removed => self.was_removed(writer, read, event),
+            Kind::Cleared => return self.was_cleared(writer, read, event),
+        }
+        false
+    }
+
+    // --- stores
+
+    fn stored(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event, work: &mut Work, max_waiting: usize) {
+        let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
+        let window = event.window.filter(|&window| window > 0 && kind == Some("sliding_window"));
+        let dense = matches!(kind, None | Some("full_attention" | "mla_attention" | "sink_full_attention"));
+        if !dense && window.is_none() {
+            self.learn(writer, group, Rule::Unknown);
+            return self.counters.reject(kind.unwrap_or("none"), "unknown-kind");
+        }
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        let size = event.block_size;
+        if window.is_some() || event.tokens.length == 0 {
+            if let Some(window) = window
+                && size > 0
+            {
+                let blocks = (window as u64 - 1).div_ceil(size);
+                self.learn(writer, group, Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)));
+            }
+            let Some(plane) = self.plane(writer, read, event) else {
+                return self.counters.reject(kind.unwrap_or("none"), "too-many-planes");
+            };
+            for &hash in hashes {
+                self.without_tokens(writer, hash, plane, max_waiting);
+                writer.pause(1);
+            }
+            return;
+        }
+        let tokens = event.tokens.slice(&read.scratch.tokens);
+        let count = (tokens.len() >> u32::from(event.pairs)) as u64;
+        if size == 0 || size > u64::from(u32::MAX) || Some(count) != size.checked_mul(hashes.len() as u64) {
+            return self.counters.reject(kind.unwrap_or("none"), "length-mismatch");
+        }
+        if event.unkeyable {
+            return self.counters.reject(kind.unwrap_or("none"), "bad-token");
+        }
+        self.learn(writer, group, Rule::Dense);
+        let Some(plane) = self.plane(writer, read, event) else {
+            return self.counters.reject(kind.unwrap_or("none"), "too-many-planes");
+        };
+        let lora = match (read.bytes(event.lora_name), event.lora_id) {
+            (Some(name), _) => keys::lora_name(name),
+            (None, Some(id)) => keys::lora_id(id),
+            (None, None) => 0,
+        };
+        let bare = extras_of(read, event, &mut work.extras);
+        let own = read.bytes(event.cache_salt).map(keys::salt);
+        let salt = if event.parent.is_none() {
+            Some(own.or(bare).unwrap_or(0))
+        } else {
+            own
+        };
+        let scheme = Scheme {
+            size: size as u32,
+            eagle: event.pairs,
+        };
+        let store = Dense {
+            hashes,
+            tokens,
+            pairs: event.pairs,
+            scheme,
+            lora,
+            salt,
+            plane,
+        };
+        self.dense(writer, &store, event.parent, work, max_waiting);
+    }
+
+    fn dense(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, parent: Option<u64>, work: &mut Work, max_waiting: usize) {
+        for at in 0..store.hashes.len() {
+            let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
+            let Some(awaited) = awaited else {
+                return self.run(writer, store, at, None, work);
+            };
+            if let Some(found) = self.newest(writer, awaited) {
+                return self.run(writer, store, at, Some(found), work);
+            }
+            let content = Content {
+                tokens: store.window(at, &mut work.window).into(),
+                extras: extras_at(&work.extras, at).collect(),
+                scheme: store.scheme,
+                lora: store.lora,
+                salt: store.salt,
+            };
+            let orphan = Waiting {
+                hash: store.hashes[at],
+                plane: store.plane,
+                awaited,
+                content: Some(content),
+            };
+            self.counters.dropped += self.waiting.push(orphan, max_waiting);
+        }
+    }
+
+    /// Places the blocks of an event from `first` on behind `parent`, each the parent of the next.
+    fn run(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, first: usize, parent: Option<u32>, work: &mut Work) {
+        let before = parent.map(|number| {
+            let record = writer.records.get(number);
+            (record.key, writer.contexts.get(record.context & !TWIN).salt)
+        });
+        let salt = store.salt.unwrap_or_else(|| before.map_or(0, |(_, salt)| salt));
+        let context = Context {
+            scheme: store.scheme,
+            lora: store.lora,
+            salt,
+        };
+        let number = writer.contexts.retain(context, 1);
+        let count = store.hashes.len() - first;
+        // A long event is hashed while others may read and write; what this stream holds nobody else changes meanwhile.
+        if count > FEW_BLOCKS {
+            writer.unlocked(|| hash_all(store, first, before.map(|(key, _)| key), context.seed(), work));
+        } else {
+            hash_all(store, first, before.map(|(key, _)| key), context.seed(), work);
+        }
+        let mut guess = parent.map_or(u32::MAX, |parent| parent.wrapping_add(1));
+        let hashes = &store.hashes[first..];
+        let ahead = &mut work.ahead;
+        ahead.clear();
+        for (&hash, &key) in hashes.iter().zip(&work.keys).take(AHEAD) {
+            ahead.push(self.asked(writer, hash, key, number));
+        }
+        for at in 0..count {
+            let block = ahead[at % AHEAD];
+            if at + AHEAD < count {
+                ahead[at % AHEAD] = self.asked(writer, hashes[at + AHEAD], work.keys[at + AHEAD], number);
+            }
+            let Some((placed, fresh)) = self.place(writer, &block, store.plane, guess) else {
+                self.counters.reject("none", "too-many-alike");
+                break;
+            };
+            guess = placed.wrapping_add(1);
+            if fresh && !self.waiting.is_empty() {
+                self.link(writer, block.hash, placed);
+            }
+            writer.pause(1);
+        }
+        writer.contexts.release(number, 1);
+    }
+
+    /// A block that is to be placed soon: what that will look at is brought into the cache.
+    #[inline]
+    pub fn asked(&self, core: &Core, hash: u64, key: u64, context: u32) -> Block {
+        let block = Block::new(core, hash, key, context);
+        core.keys.prefetch(block.key_spot);
+        self.prefetch(block.hash_spot);
+        block
+    }
+
+    /// Places what waited for a block, and what waited for that, the nearest first.
+    fn link(&mut self, writer: &mut Writer<'_>, hash: u64, number: u32) {
+        let mut queue: VecDeque<(Waiting, u32)> = self
+            .waiting
+            .take_awaiting(hash)
+            .into_iter()
+            .map(|item| (item, number))
+            .collect();
+        while let Some((item, above)) = queue.pop_front() {
+            let Some(mut content) = item.content else {
+                self.copy(writer, item.hash, above, item.plane);
+                continue;
+            };
+            let parent = *writer.records.get(above);
+            let salt = content
+                .salt
+                .unwrap_or_else(|| writer.contexts.get(parent.context & !TWIN).salt);
+            let context = Context {
+                scheme: content.scheme,
+                lora: content.lora,
+                salt,
+            };
+            let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
+            let held = writer.contexts.retain(context, 1);
+            let block = Block::new(writer, item.hash, keys::chained(parent.key, local), held);
+            match self.place(writer, &block, item.plane, above.wrapping_add(1)) {
+                Some((placed, true)) => {
+                    queue.extend(self.waiting.take_awaiting(item.hash).into_iter().map(|next| (next, placed)));
+                }
+                Some(_) => {}
+                None => self.counters.reject("none", "too-many-alike"),
+            }
+            writer.contexts.release(held, 1);
+        }
+    }
+
+    fn without_tokens(&mut self, writer: &mut Writer<'_>, hash: u64, plane: u16, max_waiting: usize) {
+        match self.newest(writer, hash) {
+            Some(number) => self.copy(writer, hash, number, plane),
+            None => {
+                let untied = Waiting {
+                    hash,
+                    plane,
+                    awaited: hash,
+                    content: None,
+                };
+                self.counters.dropped += self.waiting.push(untied, max_waiting);
+            }
+        }
+    }
+
+    fn learn(&mut self, writer: &mut Writer<'_>, group: i64, rule: Rule) {
+        if self.rules.get(group) != Some(rule) && self.rules.learn(group, rule) {
+            writer.rule(self.number, self.rules.hybrid());
+        }
+    }
+
+    // --- removals
+
+    fn was_removed(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event) {
+        if self.rules.get(event.group.unwrap_or(0)) == Some(Rule::Unknown) {
+            return;
+        }
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        let Some(plane) = self.plane(writer, read, event) else {
+            self.counters.unknown += hashes.len() as u64;
+            return;
+        };
+        for chunk in hashes.chunks(BLOCKS_PER_HOLD) {
+            for &hash in chunk {
+                self.prefetch(writer.spot(hash));
+            }
+            for &hash in chunk {
+                if !self.remove(writer, hash, plane) && !self.waiting.remove(hash, plane) {
+                    self.counters.unknown += 1;
+                }
+            }
+            writer.pause(chunk.len());
+        }
+    }
+
+    fn was_cleared(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event) -> bool {
+        let medium = read.text(event.medium).map(tier);
+        if medium.is_none() && event.group.is_none() {
+            self.forget(writer);
+            return true;
+        }
+        let meant: Vec<bool> = (writer.planes.iter())
+            .map(|plane| {
+                medium.as_ref().is_none_or(|tier| *tier == plane.tier) && event.group.is_none_or(|group| group == plane.group)
+            })
+            .collect();
+        self.waiting.clear(|plane| meant[plane as usize]);
+        for (hash, number) in self.each(writer) {
+            self.drop_block(writer, hash, number, |plane| meant[plane as usize]);
+            writer.pause(1);
+        }
+        false
+    }
+
+    /// The plane that an event is about.
+    fn plane(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event) -> Option<u16> {
+        let (medium, locality, ownership) = (
+            read.bytes(event.medium),
+            read.bytes(event.locality),
+            read.bytes(event.ownership),
+        );
+        let group = event.group.unwrap_or(0);
+        let same = |place: &Place| {
+            place.group == group
+                && place.medium.as_deref() == medium
+                && place.locality.as_deref() == locality
+                && place.ownership.as_deref() == ownership
+        };
+        if let Some((_, plane)) = self.places.iter().find(|(place, _)| same(place)) {
+            return Some(*plane);
+        }
+        let text = |span| read.text(span).map(str::to_owned);
+        let plane = writer.plane(Plane {
+            tier: tier(read.text(event.medium).unwrap_or("")),
+            locality: text(event.locality),
+            ownership: text(event.ownership),
+            group,
+        })?;
+        if self.places.len() >= MAX_PLACES {
+            self.places.clear();
+        }
+        let owned = |bytes: Option<&[u8]>| bytes.map(Box::from);
+        let place = Place {
+            medium: owned(medium),
+            locality: owned(locality),
+            ownership: owned(ownership),
+            group,
+        };
+        self.places.push((place, plane));
+        Some(plane)
+    }
+}
+
+/// Keys of the blocks from `first` on, into `work.keys`.
+fn hash_all(store: &Dense<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut Work) {
+    work.keys.clear();
+    let size = store.scheme.size as usize;
+    if work.extras.is_empty() && !store.pairs {
+        work.keys.extend(
+            store.tokens[first * size..]
+                .chunks_exact(size)
+                .map(|block| keys::local(block, seed)),
+        );
+    } else {
+        for at in first..store.hashes.len() {
+            let mut extras: Vec<u64> = extras_at(&work.extras, at).collect();
+            let local = keys::local_with(store.window(at, &mut work.window), &mut extras, seed);
+            work.keys.push(local);
+        }
+    }
+    keys::chain(parent, &mut work.keys);
+}
+
+/// Extra keys of one block; `extras` are in the order of their blocks.
+fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64> + '_ {
+    let start = extras.partition_point(|(block, _)| *block < at);
+    extras[start..]
+        .iter()
+        .take_while(move |(block, _)| *block == at)
+        .map(|(_, extra)| *extra)
+}
+
+/// Reads extra keys into `(block, hash)`, and returns the salt that stands bare at a root.
+fn extras_of(read: &Read<'_>, event: &Event, found: &mut Vec<(usize, u64)>) -> Option<u64> {
+    found.clear();
+    let raw = read.bytes(event.extra_keys)?;
+    let lora = read.text(event.lora_name);
+    let (mut salt, mut last) = (None, usize::MAX);
+    extra_keys(raw, |block, extra| {
+        let first = block != last;
+        last = block;
+        let hash = match extra {
+            Extra::Text(text) if first && lora == Some(text) => return,
+            Extra::Text(text) if block == 0 && event.parent.is_none() && salt.is_none() => {
+                salt = Some(keys::salt(text.as_bytes()));
+                return;
+            }
+            Extra::Text(text) => keys::untagged(text.as_bytes()),
+            Extra::Bytes(bytes) => keys::untagged(bytes),
+            Extra::Int(number) => number as u64,
+            Extra::Pair(Id::Int(number), _) => number as u64,
+            Extra::Pair(Id::Text(id), offset) => keys::item_at(keys::item_text(id), offset),
+            Extra::Pair(Id::Bytes(id), offset) => keys::item_at(keys::item_bytes(id), offset),
+        };
+        found.push((block, hash));
+    });
+    salt
+}

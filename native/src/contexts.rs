@@ -1,0 +1,114 @@
+//! What blocks share besides their tokens: how they are cut, and the namespace.
+
+use std::collections::HashMap;
+
+use crate::keys::{self, Scheme};
+
+/// Scheme and namespace of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Context {
+    /// How its tokens were cut.
+    pub scheme: Scheme,
+    /// What its LoRA adds to the seed; 0 for none.
+    pub lora: u64,
+    /// What its salt adds to the seed; 0 for none.
+    pub salt: u64,
+}
+
+impl Context {
+    /// Seed of its local hashes.
+    pub fn seed(&self) -> u64 {
+        keys::seed(self.lora, self.salt)
+    }
+}
+
+/// All contexts that some block has.
+#[derive(Debug, Default)]
+pub struct Contexts {
+    entries: Vec<(Context, u32)>,
+    free: Vec<u32>,
+    lookup: HashMap<Context, u32>,
+    schemes: Vec<(Scheme, u32)>,
+    /// The last one that was asked for; most batches go on in the same.
+    last: u32,
+}
+
+impl Contexts {
+    /// The context `number`.
+    #[inline]
+    pub fn get(&self, number: u32) -> &Context {
+        &self.entries[number as usize].0
+    }
+
+    /// The number of a context that some block has.
+    pub fn find(&self, context: &Context) -> Option<u32> {
+        self.lookup.get(context).copied()
+    }
+
+    /// The number of a context, for `count` blocks more.
+    pub fn retain(&mut self, context: Context, count: u32) -> u32 {
+        if let Some((last, users)) = self.entries.get_mut(self.last as usize)
+            && *last == context
+            && *users > 0
+        {
+            *users += count;
+            return self.last;
+        }
+        if let Some(&number) = self.lookup.get(&context) {
+            self.entries[number as usize].1 += count;
+            self.last = number;
+            return number;
+        }
+        match self.schemes.iter_mut().find(|(scheme, _)| *scheme == context.scheme) {
+            Some((_, users)) => *users += 1,
+            None => self.schemes.push((context.scheme, 1)),
+        }
+        let number = self.free.pop().unwrap_or_else(|| {
+            self.entries.push((context, 0));
+            (self.entries.len() - 1) as u32
+        });
+        self.entries[number as usize] = (context, count);
+        self.lookup.insert(context, number);
+        number
+    }
+
+    /// One block more of a context in use.
+    #[inline]
+    pub fn add(&mut self, number: u32) {
+        self.entries[number as usize].1 += 1;
+    }
+
+    /// Gives back `count` uses of a context.
+    pub fn release(&mut self, number: u32, count: u32) {
+        let (context, users) = &mut self.entries[number as usize];
+        *users -= count;
+        if *users > 0 {
+            return;
+        }
+        let context = *context;
+        self.lookup.remove(&context);
+        self.free.push(number);
+        if let Some(at) = self.schemes.iter().position(|(scheme, _)| *scheme == context.scheme) {
+            self.schemes[at].1 -= 1;
+            if self.schemes[at].1 == 0 {
+                self.schemes.swap_remove(at);
+            }
+        }
+        if self.lookup.is_empty() {
+            *self = Self::default();
+        }
+    }
+
+    /// Schemes in use.
+    pub fn schemes(&self) -> impl Iterator<Item = Scheme> + '_ {
+        self.schemes.iter().map(|(scheme, _)| *scheme)
+    }
+
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<(Context, u32)>()
+            + self.free.capacity() * 4
+            + self.lookup.capacity() * (size_of::<(Context, u32)>() + 1)
+            + self.schemes.capacity() * size_of::<(Scheme, u32)>()
+    }
+}

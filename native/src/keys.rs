@@ -1,0 +1,164 @@
+//! Block keys: the rolling hash over tokens that routers share.
+//!
+//! `local = XXH3-64(u32-LE tokens, seed)`, `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE)`, as in NVIDIA Dynamo 1.6,
+//! the SGLang gateway and Mooncake's RFC #1527. Namespaces change the seed: `1337 + XXH3(LoRA) + XXH3(salt, seed 1)`.
+
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+const SEED: u64 = 1337;
+const SALT_SEED: u64 = 1;
+const LORA_ID_SEED: u64 = 2;
+const UNTAGGED_SEED: u64 = 3;
+
+/// How the tokens of a prompt are cut into blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Scheme {
+    /// Tokens per block.
+    pub size: u32,
+    /// A block also covers the first token of the next one (SGLang under EAGLE).
+    pub eagle: bool,
+}
+
+impl Scheme {
+    /// Tokens that one hash covers.
+    pub fn window(self) -> usize {
+        self.size as usize + usize::from(self.eagle)
+    }
+
+    /// Whole blocks of a prompt.
+    pub fn blocks(self, tokens: usize) -> usize {
+        tokens.saturating_sub(usize::from(self.eagle)) / self.size as usize
+    }
+}
+
+/// The part of a seed that a LoRA's name stands for.
+pub fn lora_name(name: &[u8]) -> u64 {
+    xxh3_64(name)
+}
+
+/// The same of a LoRA that is known by its number only (vLLM before 0.14).
+pub fn lora_id(id: i64) -> u64 {
+    xxh3_64_with_seed(&id.to_le_bytes(), LORA_ID_SEED)
+}
+
+/// The part of a seed that a salt stands for.
+pub fn salt(salt: &[u8]) -> u64 {
+    xxh3_64_with_seed(salt, SALT_SEED)
+}
+
+/// The seed of local hashes in a namespace; 0 stands for no LoRA and for no salt.
+pub fn seed(lora: u64, salt: u64) -> u64 {
+    SEED.wrapping_add(lora).wrapping_add(salt)
+}
+
+/// A multimodal identifier: the first 16 digits of a hex digest, as in Dynamo, and the hash of any other text.
+pub fn item_text(id: &str) -> u64 {
+    if id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return u64::from_str_radix(&id[..16], 16).unwrap_or(0);
+    }
+    xxh3_64(id.as_bytes())
+}
+
+/// An identifier of bytes.
+pub fn item_bytes(id: &[u8]) -> u64 {
+    xxh3_64(id)
+}
+
+/// An item that begins `offset` tokens after its block does.
+pub fn item_at(id: u64, offset: i64) -> u64 {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&id.to_le_bytes());
+    bytes[8..].copy_from_slice(&offset.to_le_bytes());
+    xxh3_64(&bytes)
+}
+
+/// An extra key that nothing says the meaning of, such as the digest of prompt embeddings.
+pub fn untagged(key: &[u8]) -> u64 {
+    xxh3_64_with_seed(key, UNTAGGED_SEED)
+}
+
+#[cfg(target_endian = "big")]
+compile_error!("tokens are hashed as they lie in memory, which must be little-endian");
+
+fn bytes_of(tokens: &[u32]) -> &[u8] {
+    // SAFETY: u32 has no padding, u8 has no alignment, and the length is that of the slice in bytes.
+    unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }
+}
+
+/// Hash of the tokens of one block.
+#[inline]
+pub fn local(tokens: &[u32], seed: u64) -> u64 {
+    xxh3_64_with_seed(bytes_of(tokens), seed)
+}
+
+/// The same for a block with more to it than tokens; `extras` come out sorted.
+pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
+    if extras.is_empty() {
+        return local(tokens, seed);
+    }
+    extras.sort_unstable();
+    let mut bytes = bytes_of(tokens).to_vec();
+    for extra in extras {
+        bytes.extend_from_slice(&extra.to_le_bytes());
+    }
+    xxh3_64_with_seed(&bytes, seed)
+}
+
+/// The key of a block behind another one.
+#[inline]
+pub fn chained(parent: u64, local: u64) -> u64 {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&parent.to_le_bytes());
+    bytes[8..].copy_from_slice(&local.to_le_bytes());
+    xxh3_64(&bytes)
+}
+
+/// Turns local hashes into keys, in place; `parent` is the key of the block before them.
+pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
+    let mut before = parent;
+    for hash in hashes {
+        if let Some(parent) = before {
+            *hash = chained(parent, *hash);
+        }
+        before = Some(*hash);
+    }
+}
+
+/// One multimodal item of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct Item {
+    /// Hash of its identifier.
+    pub id: u64,
+    /// Whether the identifier was a number, which stands for itself wherever the item begins (as in Dynamo).
+    pub placeless: bool,
+    /// First token of its span.
+    pub start: i64,
+    /// Tokens of its span.
+    pub length: i64,
+}
+
+/// Local hashes of the blocks `from..to` of a prompt, appended to `out`.
+pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &[Item], blocks: std::ops::Range<usize>, out: &mut Vec<u64>) {
+    let size = scheme.size as usize;
+    let window = scheme.window();
+    if items.is_empty() {
+        out.extend(blocks.map(|block| local(&tokens[block * size..][..window], seed)));
+        return;
+    }
+    let mut extras = Vec::new();
+    for block in blocks {
+        let (start, end) = ((block * size) as i64, (block * size + size) as i64);
+        extras.clear();
+        let inside = items
+            .iter()
+            .filter(|item| item.start < end && item.start.saturating_add(item.length) > start);
+        extras.extend(inside.map(|item| {
+            if item.placeless {
+                item.id
+            } else {
+                item_at(item.id, item.start - start)
+            }
+        }));
+        out.push(local_with(&tokens[block * size..][..window], &mut extras, seed));
+    }
+}

@@ -1,0 +1,23 @@
+//! The native core of `kvevents.index`: plain Rust, except for `python`, its face.
+
+#[cfg(feature = "python")]
+mod python;
+
+pub mod applying;
+pub mod contexts;
+pub mod core;
+pub mod gate;
+pub mod index;
+pub mod keys;
+pub mod matching;
+pub mod overlay;
+pub mod pages;
+pub mod planes;
+pub mod scan;
+pub mod sets;
+pub mod slab;
+pub mod snapshot;
+pub mod stream;
+pub mod table;
+pub mod tokens;
+pub mod waiting;

@@ -1,0 +1,473 @@
+//! A batch of a known shape, read in one pass.
+//!
+//! Nothing is applied here and nothing is repaired: what a batch means is decided by `kvevents.wire.decode_batch`, and `scan` accepts
+//! a payload only if that function would read the same events and reject nothing. Whatever is unexpected, or merely rare, is left to
+//! it.
+
+mod describe;
+mod extra;
+mod reader;
+mod schema;
+#[cfg(test)]
+mod tests;
+
+use std::num::NonZeroU32;
+
+use crate::tokens::{self, Lengths};
+
+pub use describe::{Described, OwnedExtra, OwnedId, describe};
+pub use extra::{Extra, Id, extra_keys};
+pub use reader::{Int, Reader};
+pub use schema::{Limits, Schema};
+
+use schema::Layout;
+
+/// What a field of an event is to the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Field {
+    BlockHashes,
+    Parent,
+    TokenIds,
+    BlockSize,
+    LoraId,
+    Medium,
+    LoraName,
+    ExtraKeys,
+    Group,
+    SpecKind,
+    Window,
+    Locality,
+    Ownership,
+    CacheSalt,
+    /// Nothing, but it must be text or nil.
+    IgnoredText,
+    /// Nothing, but it must be a list of lists of integers or nil.
+    IgnoredIntLists,
+    /// Nothing: a name of Python's own events, and another value than nil is a field from elsewhere.
+    IgnoredNil,
+}
+
+/// What an event announces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Kind {
+    Stored,
+    Removed,
+    Cleared,
+}
+
+/// Bytes of a payload. They never start at 0, which makes an optional one as small.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    start: NonZeroU32,
+    length: u32,
+}
+
+impl Span {
+    #[inline]
+    fn new(start: usize, end: usize) -> Option<Self> {
+        Some(Self {
+            start: NonZeroU32::new(u32::try_from(start).ok()?)?,
+            length: u32::try_from(end - start).ok()?,
+        })
+    }
+
+    /// The bytes, of the payload that was scanned.
+    #[inline]
+    pub fn bytes(self, payload: &[u8]) -> &[u8] {
+        let start = self.start.get() as usize;
+        &payload[start..start + self.length as usize]
+    }
+}
+
+/// Elements of one of the vectors in `Scratch`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Run {
+    pub start: u32,
+    pub length: u32,
+}
+
+impl Run {
+    /// The elements.
+    #[inline]
+    pub fn slice<T>(self, all: &[T]) -> &[T] {
+        &all[self.start as usize..][..self.length as usize]
+    }
+}
+
+/// One event; what it does not have is zero, empty or None.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// What it announces.
+    pub kind: Kind,
+    /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
+    pub pairs: bool,
+    /// Some token id is negative or above 32 bits; of those `tokens` has the lowest 32.
+    pub unkeyable: bool,
+    /// In `Scratch::hashes`.
+    pub hashes: Run,
+    /// In `Scratch::tokens`.
+    pub tokens: Run,
+    /// Hash of the block before the first one; None for the root.
+    pub parent: Option<u64>,
+    /// Tokens per block.
+    pub block_size: u64,
+    /// LoRA by number.
+    pub lora_id: Option<i64>,
+    /// KV cache group.
+    pub group: Option<i64>,
+    /// Tokens that a sliding window spans.
+    pub window: Option<i64>,
+    /// Storage medium, UTF-8 like all of the texts.
+    pub medium: Option<Span>,
+    /// LoRA by name.
+    pub lora_name: Option<Span>,
+    /// LOCAL or REMOTE.
+    pub locality: Option<Span>,
+    /// Name of an offloading tier.
+    pub ownership: Option<Span>,
+    /// Kind of attention of the group.
+    pub spec_kind: Option<Span>,
+    /// SGLang's salt.
+    pub cache_salt: Option<Span>,
+    /// Msgpack, to be read with `extra_keys`.
+    pub extra_keys: Option<Span>,
+}
+
+impl Event {
+    #[inline]
+    fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            pairs: false,
+            unkeyable: false,
+            hashes: Run::default(),
+            tokens: Run::default(),
+            parent: None,
+            block_size: 0,
+            lora_id: None,
+            group: None,
+            window: None,
+            medium: None,
+            lora_name: None,
+            locality: None,
+            ownership: None,
+            spec_kind: None,
+            cache_salt: None,
+            extra_keys: None,
+        }
+    }
+}
+
+/// Bytes that a scratch can come to hold per byte of the largest payload it has seen. A hash can be one byte on the wire and is
+/// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
+pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
+
+/// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
+pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
+
+/// What a scan found; reused from one to the next.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    /// Hashes of all events.
+    pub hashes: Vec<u64>,
+    /// Token ids of all events.
+    pub tokens: Vec<u32>,
+    /// The events in their order.
+    pub events: Vec<Event>,
+    /// Seconds since the epoch.
+    pub ts: f64,
+    /// Data-parallel rank.
+    pub rank: Option<i64>,
+    lengths: Lengths,
+}
+
+impl Scratch {
+    /// Forgets the contents, and keeps the memory.
+    pub fn clear(&mut self) {
+        self.hashes.clear();
+        self.tokens.clear();
+        self.events.clear();
+        (self.ts, self.rank) = (0.0, None);
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.hashes.capacity() * size_of::<u64>()
+            + self.tokens.capacity() * size_of::<u32>()
+            + self.events.capacity() * size_of::<Event>()
+    }
+
+    /// Forgets the contents, and gives the memory back if it is above `SCRATCH_BYTES_KEPT`.
+    pub fn shrink(&mut self) {
+        self.clear();
+        if self.bytes() > SCRATCH_BYTES_KEPT {
+            *self = Self::default();
+        }
+    }
+}
+
+/// A timestamp above this is in milliseconds, or wrong; as in `kvevents.wire.careful`.
+const SECONDS_BELOW: f64 = 1e11;
+
+/// Levels of containers in elements of a batch that nobody knows yet.
+const SKIPPED_NESTING: usize = 8;
+
+/// Reads `payload` into `scratch`, or answers None: not a batch that this scanner reads. The scratch then holds nothing of use.
+pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()> {
+    scratch.clear();
+    if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
+        return None;
+    }
+    let mut scanner = Scanner {
+        reader: Reader::new(payload, 0),
+        schema,
+        scratch,
+        free_bytes: schema.limits.max_free_bytes,
+    };
+    scanner.batch()?;
+    (scanner.reader.left() == 0).then_some(())
+}
+
+struct Scanner<'a> {
+    reader: Reader<'a>,
+    schema: &'a Schema,
+    scratch: &'a mut Scratch,
+    free_bytes: usize,
+}
+
+impl<'a> Scanner<'a> {
+    fn batch(&mut self) -> Option<()> {
+        let parts = self.reader.array()?;
+        if parts < 2 || parts > self.schema.limits.max_fields {
+            return None;
+        }
+        let ts = self.reader.number()?;
+        if !(0.0..=SECONDS_BELOW).contains(&ts) {
+            return None;
+        }
+        self.scratch.ts = ts;
+        self.events()?;
+        if parts > 2 && !self.reader.nil() {
+            self.scratch.rank = Some(self.reader.int()?.as_i64()?);
+        }
+        for _ in 3..parts {
+            self.reader.skip(SKIPPED_NESTING)?;
+        }
+        Some(())
+    }
+
+    fn events(&mut self) -> Option<()> {
+        let count = self.reader.array()?;
+        if count > self.schema.limits.max_events {
+            return None;
+        }
+        for _ in 0..count {
+            match self.reader.peek()? {
+                0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
+                _ => self.map_event()?,
+            }
+        }
+        Some(())
+    }
+
+    fn array_event(&mut self) -> Option<()> {
+        let parts = self.reader.array()?;
+        if parts == 0 || parts > self.schema.limits.max_fields {
+            return None;
+        }
+        let layout = self.tag()?;
+        let fields = layout.array.get(..parts - 1)?;
+        if fields.len() < layout.array_needed {
+            return None;
+        }
+        let mut event = Event::new(layout.kind);
+        for &field in fields {
+            self.field(field, &mut event)?;
+        }
+        self.scratch.events.push(event);
+        Some(())
+    }
+
+    fn map_event(&mut self) -> Option<()> {
+        let pairs = self.reader.map()?;
+        if pairs == 0 || pairs > self.schema.limits.max_fields || !self.reader.rest().starts_with(b"\xA4type") {
+            return None;
+        }
+        self.reader.at += 5;
+        let layout = self.tag()?;
+        let mut event = Event::new(layout.kind);
+        let (mut seen, mut next) = (0_u64, 0);
+        for _ in 1..pairs {
+            let at = self.name(layout, next)?;
+            if seen >> at & 1 != 0 {
+                return None;
+            }
+            seen |= 1 << at;
+            next = at + 1;
+            self.field(layout.names[at].field, &mut event)?;
+        }
+        if seen & layout.needed != layout.needed {
+            return None;
+        }
+        self.scratch.events.push(event);
+        Some(())
+    }
+
+    #[inline]
+    fn tag(&mut self) -> Option<&'a Layout> {
+        let tag = self.reader.raw_text()?;
+        self.schema.layouts.iter().find(|layout| layout.tag.as_bytes() == tag)
+    }
+
+    /// Which key of a map event comes next; most often it is `expected` or one soon after.
+    #[inline]
+    fn name(&mut self, layout: &Layout, expected: usize) -> Option<usize> {
+        let rest = self.reader.rest();
+        let found = |at: &usize| layout.names[*at].starts(rest);
+        let at = (expected..layout.names.len())
+            .find(found)
+            .or_else(|| (0..expected).find(found))?;
+        self.reader.at += layout.names[at].length;
+        Some(at)
+    }
+
+    #[inline]
+    fn field(&mut self, field: Field, event: &mut Event) -> Option<()> {
+        let start = self.reader.at;
+        match field {
+            Field::BlockHashes => event.hashes = self.hashes()?,
+            Field::Parent => event.parent = self.parent()?,
+            Field::TokenIds => self.tokens(event)?,
+            Field::BlockSize => event.block_size = self.size()?,
+            Field::LoraId => event.lora_id = self.integer()?,
+            Field::Group => event.group = self.integer()?,
+            Field::Window => event.window = self.integer()?,
+            Field::Medium => event.medium = self.text()?,
+            Field::LoraName => event.lora_name = self.text()?,
+            Field::Locality => event.locality = self.text()?,
+            Field::Ownership => event.ownership = self.text()?,
+            Field::SpecKind => event.spec_kind = self.text()?,
+            Field::CacheSalt => event.cache_salt = self.text()?,
+            Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
+            Field::IgnoredText => drop(self.text()?),
+            Field::IgnoredIntLists => self.int_lists()?,
+            Field::IgnoredNil => self.reader.nil().then_some(())?,
+        }
+        if event.kind == Kind::Cleared {
+            // For `decode_batch` these are fields of free form.
+            self.free(self.reader.at - start)?;
+        }
+        Some(())
+    }
+
+    fn free(&mut self, bytes: usize) -> Option<()> {
+        self.free_bytes = self.free_bytes.checked_sub(bytes)?;
+        Some(())
+    }
+
+    #[inline]
+    fn hashes(&mut self) -> Option<Run> {
+        let count = self.reader.array()?;
+        if count > self.schema.limits.max_hashes {
+            return None;
+        }
+        let start = self.scratch.hashes.len();
+        self.scratch.hashes.reserve(count);
+        for _ in 0..count {
+            let hash = self.hash()?;
+            self.scratch.hashes.push(hash);
+        }
+        Some(Run {
+            start: start as u32,
+            length: count as u32,
+        })
+    }
+
+    /// An integer modulo 2^64, or the last 8 bytes of a digest.
+    #[inline]
+    fn hash(&mut self) -> Option<u64> {
+        if let Some([0xCF | 0xD3, bytes @ ..]) = self.reader.rest().first_chunk::<9>() {
+            self.reader.at += 9;
+            return Some(u64::from_be_bytes(*bytes));
+        }
+        if matches!(self.reader.peek()?, 0xC4..=0xC6) {
+            return Some(u64::from_be_bytes(*self.reader.bin()?.last_chunk()?));
+        }
+        Some(self.reader.int()?.bits)
+    }
+
+    #[inline]
+    fn parent(&mut self) -> Option<Option<u64>> {
+        if self.reader.nil() {
+            Some(None)
+        } else {
+            self.hash().map(Some)
+        }
+    }
+
+    #[inline]
+    fn tokens(&mut self, event: &mut Event) -> Option<()> {
+        let count = self.reader.array()?;
+        let start = self.scratch.tokens.len();
+        let found = tokens::read(&mut self.reader, count, &mut self.scratch.tokens, &mut self.scratch.lengths)?;
+        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
+        event.tokens = Run {
+            start: start as u32,
+            length: (self.scratch.tokens.len() - start) as u32,
+        };
+        Some(())
+    }
+
+    #[inline]
+    fn size(&mut self) -> Option<u64> {
+        let size = self.reader.int()?;
+        (!size.negative).then_some(size.bits)
+    }
+
+    #[inline]
+    fn integer(&mut self) -> Option<Option<i64>> {
+        if self.reader.nil() {
+            Some(None)
+        } else {
+            self.reader.int()?.as_i64().map(Some)
+        }
+    }
+
+    #[inline]
+    fn text(&mut self) -> Option<Option<Span>> {
+        if self.reader.nil() {
+            return Some(None);
+        }
+        let length = self.reader.text_bytes()?.len();
+        Some(Some(Span::new(self.reader.at - length, self.reader.at)?))
+    }
+
+    fn extra_keys(&mut self) -> Option<Option<Span>> {
+        if self.reader.nil() {
+            return Some(None);
+        }
+        let start = self.reader.at;
+        extra::walk(&mut self.reader, self.schema.limits.max_hashes, |_, _| ())?;
+        self.free(self.reader.at - start)?;
+        Some(Some(Span::new(start, self.reader.at)?))
+    }
+
+    fn int_lists(&mut self) -> Option<()> {
+        if self.reader.nil() {
+            return Some(());
+        }
+        let lists = self.reader.array()?;
+        if lists > self.schema.limits.max_hashes {
+            return None;
+        }
+        for _ in 0..lists {
+            for _ in 0..self.reader.array()? {
+                self.reader.int()?;
+            }
+        }
+        Some(())
+    }
+}

@@ -1,0 +1,244 @@
+//! Msgpack, one value at a time. Every method answers None for another type and for the end of the bytes.
+
+use std::str;
+
+/// An integer of any width: its 64 bits, and whether they stand for a negative number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Int {
+    /// Two's complement.
+    pub bits: u64,
+    /// Whether the number is below zero.
+    pub negative: bool,
+}
+
+impl Int {
+    #[inline]
+    fn unsigned(bits: u64) -> Self {
+        Self { bits, negative: false }
+    }
+
+    #[inline]
+    fn signed(value: i64) -> Self {
+        Self {
+            bits: value as u64,
+            negative: value < 0,
+        }
+    }
+
+    /// The number, unless it is 2^63 or more.
+    #[inline]
+    pub fn as_i64(self) -> Option<i64> {
+        let value = self.bits as i64;
+        (self.negative || value >= 0).then_some(value)
+    }
+
+    /// The number itself.
+    #[inline]
+    pub fn as_i128(self) -> i128 {
+        if self.negative {
+            i128::from(self.bits as i64)
+        } else {
+            i128::from(self.bits)
+        }
+    }
+
+    /// Whether it is a token id that block keys are defined for.
+    #[inline]
+    pub fn is_u32(self) -> bool {
+        self.bits <= u64::from(u32::MAX)
+    }
+}
+
+/// A position in a payload.
+pub struct Reader<'a> {
+    data: &'a [u8],
+    /// Offset of the next byte.
+    pub at: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// A reader of `data` from the offset `at` on.
+    #[inline]
+    pub fn new(data: &'a [u8], at: usize) -> Self {
+        Self { data, at }
+    }
+
+    /// All of the payload.
+    #[inline]
+    pub fn data(&self) -> &'a [u8] {
+        self.data
+    }
+
+    /// Bytes not read yet.
+    #[inline]
+    pub fn left(&self) -> usize {
+        self.data.len().saturating_sub(self.at)
+    }
+
+    /// What is not read yet.
+    #[inline]
+    pub fn rest(&self) -> &'a [u8] {
+        self.data.get(self.at..).unwrap_or_default()
+    }
+
+    /// The next byte, which stays the next.
+    #[inline]
+    pub fn peek(&self) -> Option<u8> {
+        self.data.get(self.at).copied()
+    }
+
+    #[inline]
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let bytes = *self.rest().first_chunk::<N>()?;
+        self.at += N;
+        Some(bytes)
+    }
+
+    #[inline]
+    fn slice(&mut self, length: usize) -> Option<&'a [u8]> {
+        let bytes = self.rest().get(..length)?;
+        self.at += length;
+        Some(bytes)
+    }
+
+    #[inline]
+    fn length(&mut self, width: u8) -> Option<usize> {
+        Some(match width {
+            1 => usize::from(self.take::<1>()?[0]),
+            2 => usize::from(u16::from_be_bytes(self.take()?)),
+            _ => u32::from_be_bytes(self.take()?) as usize,
+        })
+    }
+
+    /// Takes a nil, if that is what comes next.
+    #[inline]
+    pub fn nil(&mut self) -> bool {
+        let found = self.peek() == Some(0xC0);
+        self.at += usize::from(found);
+        found
+    }
+
+    /// An integer of any width.
+    #[inline]
+    pub fn int(&mut self) -> Option<Int> {
+        let [head] = self.take()?;
+        Some(match head {
+            0x00..=0x7F => Int::unsigned(u64::from(head)),
+            0xE0..=0xFF => Int::signed(i64::from(head as i8)),
+            0xCC => Int::unsigned(u64::from(self.take::<1>()?[0])),
+            0xCD => Int::unsigned(u64::from(u16::from_be_bytes(self.take()?))),
+            0xCE => Int::unsigned(u64::from(u32::from_be_bytes(self.take()?))),
+            0xCF => Int::unsigned(u64::from_be_bytes(self.take()?)),
+            0xD0 => Int::signed(i64::from(i8::from_be_bytes(self.take()?))),
+            0xD1 => Int::signed(i64::from(i16::from_be_bytes(self.take()?))),
+            0xD2 => Int::signed(i64::from(i32::from_be_bytes(self.take()?))),
+            0xD3 => Int::signed(i64::from_be_bytes(self.take()?)),
+            _ => return None,
+        })
+    }
+
+    /// Seconds as a float or an integer.
+    pub fn number(&mut self) -> Option<f64> {
+        match self.peek()? {
+            0xCA => {
+                self.at += 1;
+                Some(f64::from(f32::from_be_bytes(self.take()?)))
+            }
+            0xCB => {
+                self.at += 1;
+                Some(f64::from_be_bytes(self.take()?))
+            }
+            _ => self.int().map(|found| found.as_i128() as f64),
+        }
+    }
+
+    /// A string of valid UTF-8.
+    #[inline]
+    pub fn text(&mut self) -> Option<&'a str> {
+        str::from_utf8(self.raw_text()?).ok()
+    }
+
+    /// The bytes of a string of valid UTF-8, which takes less time.
+    #[inline]
+    pub fn text_bytes(&mut self) -> Option<&'a [u8]> {
+        let bytes = self.raw_text()?;
+        (bytes.is_ascii() || str::from_utf8(bytes).is_ok()).then_some(bytes)
+    }
+
+    /// The bytes of a string of any kind.
+    #[inline]
+    pub fn raw_text(&mut self) -> Option<&'a [u8]> {
+        let [head] = self.take()?;
+        let length = match head {
+            0xA0..=0xBF => usize::from(head & 0x1F),
+            0xD9 => self.length(1)?,
+            0xDA => self.length(2)?,
+            0xDB => self.length(4)?,
+            _ => return None,
+        };
+        self.slice(length)
+    }
+
+    /// The contents of a bin.
+    pub fn bin(&mut self) -> Option<&'a [u8]> {
+        let [head] = self.take()?;
+        let length = match head {
+            0xC4 => self.length(1)?,
+            0xC5 => self.length(2)?,
+            0xC6 => self.length(4)?,
+            _ => return None,
+        };
+        self.slice(length)
+    }
+
+    /// The number of elements of an array: no more than bytes are left.
+    #[inline]
+    pub fn array(&mut self) -> Option<usize> {
+        let [head] = self.take()?;
+        let count = match head {
+            0x90..=0x9F => usize::from(head & 0x0F),
+            0xDC => self.length(2)?,
+            0xDD => self.length(4)?,
+            _ => return None,
+        };
+        (count <= self.left()).then_some(count)
+    }
+
+    /// The number of pairs of a map: no more than bytes are left for.
+    #[inline]
+    pub fn map(&mut self) -> Option<usize> {
+        let [head] = self.take()?;
+        let count = match head {
+            0x80..=0x8F => usize::from(head & 0x0F),
+            0xDE => self.length(2)?,
+            0xDF => self.length(4)?,
+            _ => return None,
+        };
+        (count <= self.left() / 2).then_some(count)
+    }
+
+    /// Passes over one value with at most `depth` levels of containers.
+    pub fn skip(&mut self, depth: usize) -> Option<()> {
+        let head = self.peek()?;
+        match head {
+            0xC0 | 0xC2 | 0xC3 => self.at += 1,
+            0x00..=0x7F | 0xCC..=0xD3 | 0xE0..=0xFF => drop(self.int()?),
+            0xCA | 0xCB => drop(self.number()?),
+            0xA0..=0xBF | 0xD9..=0xDB => drop(self.raw_text()?),
+            0xC4..=0xC6 => drop(self.bin()?),
+            0x90..=0x9F | 0xDC | 0xDD => {
+                for _ in 0..self.array()? {
+                    self.skip(depth.checked_sub(1)?)?;
+                }
+            }
+            0x80..=0x8F | 0xDE | 0xDF => {
+                for _ in 0..self.map()? {
+                    self.skip(depth.checked_sub(1)?)?;
+                    self.skip(depth.checked_sub(1)?)?;
+                }
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+}

@@ -1,0 +1,202 @@
+//! What the scanner knows of the events: the names and layouts that Python hands over from its table of dialects.
+
+use super::{Field, Kind};
+
+/// What a payload may have; the same numbers as in `kvevents.wire.limits`.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes of a payload.
+    pub max_payload_bytes: usize,
+    /// Events in a batch.
+    pub max_events: usize,
+    /// Hashes, or entries of `extra_keys`, of an event.
+    pub max_hashes: usize,
+    /// Elements of a batch, or of an event with its tag.
+    pub max_fields: usize,
+    /// Bytes of `extra_keys` in a batch.
+    pub max_free_bytes: usize,
+    /// Levels of containers in an event.
+    pub max_nesting: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_payload_bytes: 32 << 20,
+            max_events: 1_000_000,
+            max_hashes: 1_000_000,
+            max_fields: 256,
+            max_free_bytes: 4 << 20,
+            max_nesting: 8,
+        }
+    }
+}
+
+/// Levels that an event with multimodal pairs has: itself, `extra_keys`, a block, a pair.
+const NESTING_NEEDED: usize = 4;
+
+/// Names of one kind of event that fit in the bits of `Layout::needed`.
+const MAX_NAMES: usize = 64;
+
+/// Length of the longest msgpack string whose header is one byte.
+const MAX_NAME_BYTES: usize = 31;
+
+/// One key of map events, as it is on the wire, with its header.
+#[derive(Debug)]
+pub(super) struct Name {
+    /// Zeros follow.
+    wire: [u8; MAX_NAME_BYTES + 1],
+    /// Which bits of those are not more than the zeros.
+    bits: [u8; MAX_NAME_BYTES + 1],
+    pub length: usize,
+    pub field: Field,
+}
+
+impl Name {
+    /// Whether `rest` starts with it.
+    #[inline]
+    pub fn starts(&self, rest: &[u8]) -> bool {
+        match rest.first_chunk() {
+            Some(start) => same_bits(start, &self.wire, &self.bits),
+            None => rest.starts_with(&self.wire[..self.length]),
+        }
+    }
+}
+
+/// By two machine words of the greatest width: several times as fast as a comparison of slices.
+#[inline]
+fn same_bits(one: &[u8; 32], other: &[u8; 32], bits: &[u8; 32]) -> bool {
+    let halves = |bytes: &[u8; 32]| {
+        let (low, high) = bytes.split_at(16);
+        [low, high].map(|half| half.try_into().map_or(0, u128::from_ne_bytes))
+    };
+    let ([a, b], [c, d], [low, high]) = (halves(one), halves(other), halves(bits));
+    (a ^ c) & low | (b ^ d) & high == 0
+}
+
+/// Everything about one kind of event.
+#[derive(Debug)]
+pub(super) struct Layout {
+    pub tag: Box<str>,
+    pub kind: Kind,
+    /// Fields of an array event after the tag.
+    pub array: Box<[Field]>,
+    /// Fewest of them.
+    pub array_needed: usize,
+    /// Keys of a map event, the tag's apart.
+    pub names: Box<[Name]>,
+    /// Bit i is set when the key i may not be missing.
+    pub needed: u64,
+}
+
+/// Shapes of events that a scan accepts.
+#[derive(Debug)]
+pub struct Schema {
+    pub(super) layouts: Box<[Layout]>,
+    pub(super) limits: Limits,
+}
+
+impl Schema {
+    /// From each event's tag, the fields of its array form in wire order, and the keys of its map form, `type` apart.
+    ///
+    /// Names are those of `kvevents.events`. Keys are found fastest in the order in which they are sent. The error says which
+    /// name is unknown, or what is missing.
+    pub fn new(events: &[(String, Vec<String>, Vec<String>)], limits: Limits) -> Result<Self, String> {
+        if limits.max_nesting < NESTING_NEEDED {
+            return Err(format!(
+                "max_nesting is {}; the native scanner needs {NESTING_NEEDED}",
+                limits.max_nesting
+            ));
+        }
+        let layouts = events
+            .iter()
+            .map(|(tag, array, map)| layout(tag, array, map))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { layouts, limits })
+    }
+}
+
+fn layout(tag: &str, array: &[String], map: &[String]) -> Result<Layout, String> {
+    let kind = kind(tag)?;
+    let array = array.iter().map(|name| field(name)).collect::<Result<Box<[_]>, _>>()?;
+    let names = map.iter().map(|name| key(name)).collect::<Result<Box<[_]>, _>>()?;
+    if names.len() > MAX_NAMES {
+        return Err(format!(
+            "{tag} has {} names; the native scanner takes {MAX_NAMES}",
+            names.len()
+        ));
+    }
+    let (mut array_needed, mut needed) = (0, 0);
+    for &field in needed_fields(kind) {
+        let missing = || format!("{tag} has no {field:?}, which it needs");
+        let in_array = array.iter().position(|&other| other == field).ok_or_else(missing)?;
+        let in_map = names.iter().position(|other| other.field == field).ok_or_else(missing)?;
+        array_needed = array_needed.max(in_array + 1);
+        needed |= 1 << in_map;
+    }
+    Ok(Layout {
+        tag: tag.into(),
+        kind,
+        array,
+        array_needed,
+        names,
+        needed,
+    })
+}
+
+fn needed_fields(kind: Kind) -> &'static [Field] {
+    match kind {
+        Kind::Stored => &[Field::BlockHashes, Field::Parent, Field::TokenIds, Field::BlockSize],
+        Kind::Removed => &[Field::BlockHashes],
+        Kind::Cleared => &[],
+    }
+}
+
+fn key(name: &str) -> Result<Name, String> {
+    let field = field(name)?;
+    if name.len() > MAX_NAME_BYTES {
+        return Err(format!("the name {name} is longer than {MAX_NAME_BYTES} bytes"));
+    }
+    let (mut wire, mut bits, length) = ([0; MAX_NAME_BYTES + 1], [0; MAX_NAME_BYTES + 1], name.len() + 1);
+    wire[0] = 0xA0 | name.len() as u8;
+    wire[1..length].copy_from_slice(name.as_bytes());
+    bits[..length].fill(0xFF);
+    Ok(Name {
+        wire,
+        bits,
+        length,
+        field,
+    })
+}
+
+fn kind(tag: &str) -> Result<Kind, String> {
+    match tag {
+        "BlockStored" => Ok(Kind::Stored),
+        "BlockRemoved" => Ok(Kind::Removed),
+        "AllBlocksCleared" => Ok(Kind::Cleared),
+        _ => Err(format!("unknown event {tag}")),
+    }
+}
+
+fn field(name: &str) -> Result<Field, String> {
+    Ok(match name {
+        "block_hashes" => Field::BlockHashes,
+        "parent_block_hash" => Field::Parent,
+        "token_ids" => Field::TokenIds,
+        "block_size" => Field::BlockSize,
+        "lora_id" => Field::LoraId,
+        "medium" => Field::Medium,
+        "lora_name" => Field::LoraName,
+        "extra_keys" => Field::ExtraKeys,
+        "group_idx" => Field::Group,
+        "kv_cache_spec_kind" => Field::SpecKind,
+        "kv_cache_spec_sliding_window" => Field::Window,
+        "locality" => Field::Locality,
+        "ownership" => Field::Ownership,
+        "cache_salt" => Field::CacheSalt,
+        "session_id" => Field::IgnoredText,
+        "lookahead_token_ids" => Field::IgnoredIntLists,
+        "block_digests" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
+        _ => return Err(format!("unknown field {name}")),
+    })
+}

@@ -1,0 +1,247 @@
+//! Who holds a block: sets of holders, each stored once however many blocks it belongs to.
+//!
+//! A holder is a stream on a plane (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so there
+//! are far fewer sets than blocks, and walking along a chain mostly compares numbers.
+
+use hashbrown::HashTable;
+
+/// 64 streams on one plane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Word {
+    /// `plane << 16 | stream / 64`.
+    pub at: u32,
+    /// One bit a stream.
+    pub bits: u64,
+}
+
+impl Word {
+    /// The plane.
+    #[inline]
+    pub fn plane(self) -> usize {
+        (self.at >> 16) as usize
+    }
+
+    /// Which 64 streams.
+    #[inline]
+    pub fn word(self) -> usize {
+        (self.at & 0xFFFF) as usize
+    }
+}
+
+/// The set without holders.
+pub const EMPTY: u32 = 0;
+/// Streams that an index can tell apart.
+pub const MAX_STREAMS: usize = 64 << 16;
+
+#[derive(Debug)]
+struct Entry {
+    words: Box<[Word]>,
+    refs: u32,
+    /// Differs between sets that had the same number one after the other.
+    born: u32,
+}
+
+/// A change from one set to another that was made before, to make it again without a search.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Step {
+    from: (u32, u32),
+    to: (u32, u32),
+    holder: (u16, u32),
+    known: bool,
+}
+
+/// All sets in use.
+#[derive(Debug)]
+pub struct Sets {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+    lookup: HashTable<u32>,
+    scratch: Vec<Word>,
+    words: usize,
+    births: u32,
+}
+
+impl Default for Sets {
+    fn default() -> Self {
+        let empty = Entry {
+            words: Box::default(),
+            refs: 1,
+            born: 0,
+        };
+        let (free, lookup, scratch) = (Vec::new(), HashTable::new(), Vec::new());
+        Self {
+            entries: vec![empty],
+            free,
+            lookup,
+            scratch,
+            words: 0,
+            births: 0,
+        }
+    }
+}
+
+fn hash_of(words: &[Word]) -> u64 {
+    words.iter().fold(0x9E37_79B9_7F4A_7C15, |hash, word| {
+        let product = u128::from(hash ^ word.bits) * u128::from(0xD6E8_FEB8_6659_FD93 ^ (u64::from(word.at) << 17));
+        (product as u64) ^ ((product >> 64) as u64) ^ u64::from(word.at)
+    })
+}
+
+impl Sets {
+    /// The holders, by plane and stream.
+    #[inline]
+    pub fn words(&self, set: u32) -> &[Word] {
+        &self.entries[set as usize].words
+    }
+
+    /// Whether `stream` holds on `plane`.
+    #[inline]
+    pub fn holds(&self, set: u32, plane: u16, stream: u32) -> bool {
+        let at = u32::from(plane) << 16 | stream >> 6;
+        self.words(set)
+            .iter()
+            .any(|word| word.at == at && word.bits >> (stream & 63) & 1 == 1)
+    }
+
+    /// Planes on which `stream` holds.
+    pub fn planes(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
+        let meant = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
+        self.words(set).iter().filter(meant).map(|word| word.plane() as u16)
+    }
+
+    /// Whether `stream` holds on any plane.
+    #[inline]
+    pub fn knows(&self, set: u32, stream: u32) -> bool {
+        self.planes(set, stream).next().is_some()
+    }
+
+    /// Moves one block from `set` to the one with or without a holder; `step` remembers the last move.
+    #[inline]
+    pub fn moved(&mut self, set: u32, plane: u16, stream: u32, step: &mut Step) -> u32 {
+        let (from, to) = (step.from.0 as usize, step.to.0 as usize);
+        let same = step.known && step.holder == (plane, stream) && step.from.0 == set;
+        let alive = |at: usize, born: u32| self.entries.get(at).is_some_and(|entry| entry.born == born);
+        let target = if same && alive(from, step.from.1) && alive(to, step.to.1) {
+            step.to.0
+        } else {
+            self.toggled(set, plane, stream)
+        };
+        self.entries[target as usize].refs += u32::from(target != EMPTY);
+        let born = |number: u32| (number, self.entries[number as usize].born);
+        *step = Step {
+            from: born(set),
+            to: born(target),
+            holder: (plane, stream),
+            known: true,
+        };
+        self.release(set);
+        target
+    }
+
+    /// Moves one block from `set` to the one without any holder of `stream`.
+    pub fn without(&mut self, set: u32, stream: u32) -> u32 {
+        let mut words = std::mem::take(&mut self.scratch);
+        words.clear();
+        words.extend_from_slice(self.words(set));
+        for word in words.iter_mut().filter(|word| word.at & 0xFFFF == stream >> 6) {
+            word.bits &= !(1 << (stream & 63));
+        }
+        words.retain(|word| word.bits != 0);
+        let target = self.intern(&words);
+        self.scratch = words;
+        self.entries[target as usize].refs += u32::from(target != EMPTY);
+        self.release(set);
+        target
+    }
+
+    /// The set that differs in one holder.
+    fn toggled(&mut self, set: u32, plane: u16, stream: u32) -> u32 {
+        let (at, bit) = (u32::from(plane) << 16 | stream >> 6, 1 << (stream & 63));
+        let mut words = std::mem::take(&mut self.scratch);
+        words.clear();
+        words.extend_from_slice(self.words(set));
+        match words.binary_search_by_key(&at, |word| word.at) {
+            Ok(found) => {
+                words[found].bits ^= bit;
+                if words[found].bits == 0 {
+                    words.remove(found);
+                }
+            }
+            Err(place) => words.insert(place, Word { at, bits: bit }),
+        }
+        let target = self.intern(&words);
+        self.scratch = words;
+        target
+    }
+
+    fn intern(&mut self, words: &[Word]) -> u32 {
+        if words.is_empty() {
+            return EMPTY;
+        }
+        let hash = hash_of(words);
+        if let Some(&found) = self
+            .lookup
+            .find(hash, |&number| *self.entries[number as usize].words == *words)
+        {
+            return found;
+        }
+        self.births = self.births.wrapping_add(1);
+        let entry = Entry {
+            words: words.into(),
+            refs: 0,
+            born: self.births,
+        };
+        self.words += words.len();
+        let number = if let Some(number) = self.free.pop() {
+            self.entries[number as usize] = entry;
+            number
+        } else {
+            self.entries.push(entry);
+            (self.entries.len() - 1) as u32
+        };
+        self.lookup
+            .insert_unique(hash, number, |&other| hash_of(&self.entries[other as usize].words));
+        number
+    }
+
+    fn release(&mut self, set: u32) {
+        let entry = &mut self.entries[set as usize];
+        entry.refs -= u32::from(set != EMPTY);
+        if entry.refs > 0 {
+            return;
+        }
+        let words = std::mem::take(&mut entry.words);
+        self.births = self.births.wrapping_add(1);
+        entry.born = self.births;
+        self.words -= words.len();
+        if let Ok(found) = self.lookup.find_entry(hash_of(&words), |&number| number == set) {
+            found.remove();
+        }
+        self.free.push(set);
+        if self.lookup.is_empty() {
+            let births = self.births;
+            *self = Self {
+                births,
+                ..Self::default()
+            };
+        }
+    }
+
+    /// Sets in use, without the empty one.
+    pub fn len(&self) -> usize {
+        self.lookup.len()
+    }
+
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.lookup.is_empty()
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.words * size_of::<Word>()
+            + self.entries.capacity() * size_of::<Entry>()
+            + (self.free.capacity() + self.scratch.capacity() * 4) * 4
+            + self.lookup.allocation_size()
+    }
+}

@@ -1,0 +1,53 @@
+//! Snapshots: an index as a stream of bytes.
+//!
+//! A file is a head, frames, and an end:
+//!
+//! ```text
+//! head   magic, 8 bytes | version, u32
+//! frame  length of the payload, u32, from 1 to 2^20 | sum, u64 | payload
+//! end    0, u32 | sum, u64
+//! ```
+//!
+//! Numbers are little-endian. A sum is the XXH3-64 of the payload, seeded with the sum before it plus the length (of the first frame:
+//! plus the XXH3-64 of the head), so that no frame can be lost, moved, or left over from another file.
+//!
+//! The payloads together are items, each beginning with one byte that says which. Counts are LEB128, hashes and other numbers fixed.
+//!
+//! ```text
+//! PLANE    tier, locality?, ownership?, group          planes are numbered as they come
+//! STREAM   source, rank, incarnation, last number, rules; then, up to DONE, what belongs to it:
+//!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
+//!   RUN      how many, u16; context; its planes with the copies on each; then hash and key of every block
+//!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
+//!   WAITING  hash, plane, awaited, content?            in the order in which they came
+//!   DONE     how many blocks, digest
+//! FENCE    source, rank, incarnation                   the oldest first
+//! LABEL    source, model
+//! ```
+//!
+//! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains.
+
+mod frames;
+mod restoring;
+mod saving;
+
+pub use frames::{Failure, VERSION};
+pub use restoring::restore;
+pub use saving::save;
+
+const PLANE: u8 = 1;
+const STREAM: u8 = 2;
+const CONTEXT: u8 = 3;
+const RUN: u8 = 4;
+const SEVERAL: u8 = 5;
+const WAITING: u8 = 6;
+const DONE: u8 = 7;
+const FENCE: u8 = 8;
+const LABEL: u8 = 9;
+
+/// Contexts that a stream's part of a file tells apart at once.
+const MAX_CONTEXTS: usize = 1 << 16;
+
+const DENSE: u8 = 0;
+const WINDOW: u8 = 1;
+const UNKNOWN: u8 = 2;

@@ -1,0 +1,324 @@
+//! Writing a snapshot while others read and write the index.
+//!
+//! A stream is locked while its part is written, so that its blocks are those after its last number; other streams go on. The shared part
+//! is locked for a few thousand blocks at a time, never while bytes are written out.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::iter::Peekable;
+
+use crate::core::{Core, Worker};
+use crate::index::Index;
+use crate::planes::{Plane, Rule};
+use crate::slab::TWIN;
+use crate::stream::Stream;
+use crate::waiting::Waiting;
+
+use super::frames::FrameWriter;
+use super::{CONTEXT, DENSE, DONE, FENCE, LABEL, MAX_CONTEXTS, PLANE, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW};
+
+/// Bytes for which the shared part is locked at once: some 4,000 blocks.
+const HOLD_BYTES: usize = 1 << 16;
+/// Blocks with a hash of the stream's own that are sorted at once; where that is less than a 32nd of all records, so many instead.
+const LEAST_WINDOW: usize = 1 << 16;
+/// Numbers of a list that are written between two looks whether they make a frame.
+const PIECE: usize = 1 << 14;
+
+/// Writes everything but the overlay and what was counted.
+pub fn save<W: Write>(index: &Index, out: W) -> io::Result<W> {
+    let out = FrameWriter::new(out)?;
+    let mut saving = Saving {
+        index,
+        out,
+        planes: 0,
+        contexts: HashMap::new(),
+        run: Run::default(),
+        records: Vec::new(),
+    };
+    for (worker, stream) in index.streams() {
+        let stream = stream.lock();
+        if !stream.gone {
+            saving.stream(&worker, &stream)?;
+        }
+    }
+    // After the streams: a worker that is removed from now on is not known to be, one that was removed meanwhile is.
+    for (worker, incarnation) in index.fences() {
+        saving.out.byte(FENCE);
+        saving.worker(&worker);
+        saving.out.signed(incarnation);
+        saving.out.drain()?;
+    }
+    for (source, model) in index.labels() {
+        saving.out.byte(LABEL);
+        saving.out.text(&source);
+        saving.out.text(&model);
+        saving.out.drain()?;
+    }
+    saving.out.finish()
+}
+
+struct Saving<'a, W> {
+    index: &'a Index,
+    out: FrameWriter<W>,
+    /// How many planes are in the file.
+    planes: usize,
+    /// By their numbers in the index those in the file.
+    contexts: HashMap<u32, u64>,
+    run: Run,
+    /// One bit for each record of a stream.
+    records: Vec<u64>,
+}
+
+/// Blocks that differ in hash and key only.
+#[derive(Default)]
+struct Run {
+    /// Where in the buffer their number belongs.
+    at: usize,
+    blocks: u16,
+    context: u32,
+    set: u32,
+    /// Planes, and the copies on each.
+    planes: Vec<(u16, u32)>,
+    other: Vec<(u16, u32)>,
+}
+
+impl<W: Write> Saving<'_, W> {
+    fn worker(&mut self, worker: &Worker) {
+        self.out.text(&worker.source);
+        self.out.signed(worker.rank);
+    }
+
+    fn stream(&mut self, worker: &Worker, stream: &Stream) -> io::Result<()> {
+        self.new_planes();
+        self.contexts.clear();
+        self.out.byte(STREAM);
+        self.worker(worker);
+        self.out.signed(stream.incarnation);
+        self.out.signed(stream.last);
+        self.out.count(stream.rules.0.len() as u64);
+        for &(group, rule) in &stream.rules.0 {
+            self.out.signed(group);
+            match rule {
+                Rule::Dense => self.out.byte(DENSE),
+                Rule::Unknown => self.out.byte(UNKNOWN),
+                Rule::Window(blocks) => {
+                    self.out.byte(WINDOW);
+                    self.out.count(blocks.into());
+                }
+            }
+        }
+        self.blocks(stream)?;
+        self.several(stream)?;
+        for waiting in stream.waiting.iter() {
+            self.waiting(waiting)?;
+        }
+        self.out.byte(DONE);
+        self.out.count(stream.blocks as u64);
+        self.out.fixed(stream.digest as u64);
+        self.out.fixed((stream.digest >> 64) as u64);
+        self.out.drain()
+    }
+
+    /// Planes only ever come, so all that the stream can use are there by now.
+    fn new_planes(&mut self) {
+        let core = self.index.gate.read();
+        for plane in &core.planes[self.planes..] {
+            let Plane {
+                tier,
+                locality,
+                ownership,
+                group,
+            } = plane;
+            self.out.byte(PLANE);
+            self.out.text(tier);
+            self.out.option(locality.as_deref(), FrameWriter::text);
+            self.out.option(ownership.as_deref(), FrameWriter::text);
+            self.out.signed(*group);
+        }
+        self.planes = core.planes.len();
+    }
+
+    // --- blocks
+
+    fn blocks(&mut self, stream: &Stream) -> io::Result<()> {
+        let bound = self.index.gate.read().records.bound() as usize;
+        let mut records = std::mem::take(&mut self.records);
+        records.clear();
+        records.resize(bound / 64, 0);
+        for number in stream.numbers() {
+            records[number as usize >> 6] |= 1 << (number & 63);
+        }
+        let window = if stream.foreign().len() <= LEAST_WINDOW {
+            bound
+        } else {
+            LEAST_WINDOW.max(bound / 32).next_multiple_of(64)
+        };
+        let mut foreign = Vec::new();
+        for start in (0..bound).step_by(window.max(1)) {
+            let end = bound.min(start + window);
+            foreign.clear();
+            foreign.extend(
+                stream
+                    .foreign()
+                    .filter(|(number, _)| (start..end).contains(&(*number as usize))),
+            );
+            foreign.sort_unstable();
+            let numbers = ones(&records[start >> 6..end >> 6], start);
+            self.window(stream, numbers, foreign.iter().copied().peekable())?;
+        }
+        self.records = records;
+        Ok(())
+    }
+
+    fn window(
+        &mut self,
+        stream: &Stream,
+        mut numbers: impl Iterator<Item = u32>,
+        mut foreign: Peekable<impl Iterator<Item = (u32, u64)>>,
+    ) -> io::Result<()> {
+        loop {
+            let core = self.index.gate.read();
+            let enough = self.out.buffer.len() + HOLD_BYTES;
+            let mut ended = false;
+            while self.out.buffer.len() < enough {
+                let Some(number) = numbers.next() else {
+                    ended = true;
+                    break;
+                };
+                let own = foreign.next_if(|(other, _)| *other == number).map(|(_, hash)| hash);
+                self.block(&core, stream, number, own);
+            }
+            // Sets may have other numbers when the lock is taken again.
+            self.end_run();
+            drop(core);
+            self.out.drain()?;
+            if ended {
+                return Ok(());
+            }
+        }
+    }
+
+    #[inline]
+    fn block(&mut self, core: &Core, stream: &Stream, number: u32, own: Option<u64>) {
+        let record = core.records.get(number);
+        let context = record.context & !TWIN;
+        let alike = self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
+        if !(alike && self.run.set == record.set && stream.is_single()) {
+            let held = core
+                .sets
+                .planes(record.set, stream.number)
+                .map(|plane| (plane, stream.count(core, number, plane)));
+            self.run.other.clear();
+            self.run.other.extend(held);
+            if !(alike && self.run.other == self.run.planes) {
+                self.begin_run(core, context);
+            }
+            self.run.set = record.set;
+        }
+        self.run.blocks += 1;
+        self.out.fixed(own.unwrap_or(record.hash));
+        self.out.fixed(record.key);
+    }
+
+    fn begin_run(&mut self, core: &Core, context: u32) {
+        self.end_run();
+        let number = self.context(core, context);
+        let run = &mut self.run;
+        std::mem::swap(&mut run.planes, &mut run.other);
+        self.out.byte(RUN);
+        (run.context, run.at) = (context, self.out.buffer.len());
+        self.out.buffer.extend_from_slice(&[0, 0]);
+        self.out.count(number);
+        self.out.count(run.planes.len() as u64);
+        for &(plane, copies) in &run.planes {
+            self.out.count(plane.into());
+            self.out.count(copies.into());
+        }
+    }
+
+    fn end_run(&mut self) {
+        if self.run.blocks > 0 {
+            self.out.buffer[self.run.at..][..2].copy_from_slice(&self.run.blocks.to_le_bytes());
+        }
+        self.run.blocks = 0;
+    }
+
+    /// The number that a context has in the file, in which it is put if it is not there yet.
+    fn context(&mut self, core: &Core, context: u32) -> u64 {
+        if let Some(&number) = self.contexts.get(&context) {
+            return number;
+        }
+        if self.contexts.len() == MAX_CONTEXTS {
+            self.contexts.clear();
+        }
+        let number = self.contexts.len() as u64;
+        self.contexts.insert(context, number);
+        let found = core.contexts.get(context);
+        self.out.byte(CONTEXT);
+        self.out.count(found.scheme.size.into());
+        self.out.byte(found.scheme.eagle.into());
+        self.out.fixed(found.lora);
+        self.out.fixed(found.salt);
+        number
+    }
+
+    // --- the rest of a stream
+
+    fn several(&mut self, stream: &Stream) -> io::Result<()> {
+        for (&hash, numbers) in stream.ordered() {
+            for piece in numbers.chunks(HOLD_BYTES / 16) {
+                let core = self.index.gate.read();
+                for &number in piece {
+                    let record = core.records.get(number);
+                    let context = self.context(&core, record.context & !TWIN);
+                    self.out.byte(SEVERAL);
+                    self.out.fixed(hash);
+                    self.out.fixed(record.key);
+                    self.out.count(context);
+                }
+                drop(core);
+                self.out.drain()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn waiting(&mut self, waiting: &Waiting) -> io::Result<()> {
+        self.out.byte(WAITING);
+        self.out.fixed(waiting.hash);
+        self.out.count(waiting.plane.into());
+        self.out.fixed(waiting.awaited);
+        self.out.byte(waiting.content.is_some().into());
+        let Some(content) = &waiting.content else {
+            return self.out.drain();
+        };
+        self.out.count(content.scheme.size.into());
+        self.out.byte(content.scheme.eagle.into());
+        self.out.fixed(content.lora);
+        self.out.option(content.salt, FrameWriter::fixed);
+        for piece in content.tokens.chunks(PIECE) {
+            piece
+                .iter()
+                .for_each(|token| self.out.buffer.extend_from_slice(&token.to_le_bytes()));
+            self.out.drain()?;
+        }
+        self.out.count(content.extras.len() as u64);
+        for piece in content.extras.chunks(PIECE) {
+            piece.iter().for_each(|&extra| self.out.fixed(extra));
+            self.out.drain()?;
+        }
+        self.out.drain()
+    }
+}
+
+/// The places of all bits that are set, counted from `start`.
+fn ones(words: &[u64], start: usize) -> impl Iterator<Item = u32> + '_ {
+    words.iter().enumerate().flat_map(move |(at, &word)| {
+        let mut bits = word;
+        std::iter::from_fn(move || {
+            let bit = (bits != 0).then(|| bits.trailing_zeros())?;
+            bits &= bits - 1;
+            Some((start + (at << 6)) as u32 + bit)
+        })
+    })
+}

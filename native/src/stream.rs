@@ -1,0 +1,540 @@
+//! The blocks of one stream by the engine's own hashes.
+
+use std::collections::HashMap;
+
+use hashbrown::HashTable;
+
+use crate::core::{ByHash, Core};
+use crate::gate::Writer;
+use crate::planes::Rules;
+use crate::sets::Step;
+use crate::slab::TWIN;
+use crate::table::{Spot, Table};
+use crate::waiting::Queue;
+
+/// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
+pub const MAX_SAME_HASH: usize = 1 << 16;
+
+/// A block under another hash than its record has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C, packed(4))]
+struct Foreign {
+    hash: u64,
+    number: u32,
+}
+
+/// What a stream was told and could not be used, counted.
+#[derive(Clone, Debug, Default)]
+pub struct Counters {
+    /// Stores that were set aside, by kind of group and reason.
+    pub rejected: HashMap<(String, &'static str), u64>,
+    /// Removals of hashes that the stream does not hold.
+    pub unknown: u64,
+    /// Blocks that fell out of the waiting queue.
+    pub dropped: u64,
+    /// Blocks that the memory limit has cost.
+    pub evicted: u64,
+    /// Deliveries that came twice.
+    pub duplicates: u64,
+    /// Deliveries of an ended life.
+    pub void: u64,
+    /// Gaps.
+    pub gaps: u64,
+}
+
+/// Kinds of groups that are counted under their own name; they are a peer's words.
+const MAX_KINDS: usize = 64;
+
+impl Counters {
+    /// Counts a store that was set aside.
+    pub fn reject(&mut self, kind: &str, reason: &'static str) {
+        let known = self.rejected.len() < MAX_KINDS || self.rejected.contains_key(&(kind.into(), reason));
+        let kind = if known { kind } else { "other" };
+        *self.rejected.entry((kind.chars().take(64).collect(), reason)).or_default() += 1;
+    }
+}
+
+impl Counters {
+    /// Adds those of a stream that has ended.
+    pub fn add(&mut self, other: &Self) {
+        for ((kind, reason), count) in &other.rejected {
+            *self.rejected.entry((kind.clone(), reason)).or_default() += count;
+        }
+        self.unknown += other.unknown;
+        self.dropped += other.dropped;
+        self.evicted += other.evicted;
+        self.duplicates += other.duplicates;
+        self.void += other.void;
+        self.gaps += other.gaps;
+    }
+}
+
+/// One stream. Its writer has it locked, and the shared part besides while blocks change.
+#[derive(Debug)]
+pub struct Stream {
+    /// Its number in the shared part.
+    pub number: u32,
+    /// Which life of the publisher.
+    pub incarnation: i64,
+    /// Number of the last batch; -1 before the first.
+    pub last: i64,
+    /// Blocks, however many planes each is on.
+    pub blocks: usize,
+    /// Order-free digest of what is resident.
+    pub digest: u128,
+    /// How its groups count.
+    pub rules: Rules,
+    /// What cannot be placed yet.
+    pub waiting: Queue,
+    /// What went wrong.
+    pub counters: Counters,
+    /// Removed from the index; whoever still has it must look it up again.
+    pub gone: bool,
+    /// Planes by what events call them.
+    pub places: Vec<(Place, u16)>,
+    /// Bytes that the index has counted for it.
+    pub counted: usize,
+    table: Table,
+    foreign: HashTable<Foreign>,
+    /// Of hashes with several blocks all of them, the newest last.
+    several: HashMap<u64, Vec<u32>>,
+    /// Copies beyond the first.
+    copies: HashMap<(u32, u16), u32>,
+    /// By plane, the part of a digest that it stands for.
+    marks: Vec<u64>,
+    added: Step,
+    removed: Step,
+}
+
+/// What an event calls a plane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Bytes of the medium.
+    pub medium: Option<Box<[u8]>>,
+    /// Bytes of the locality.
+    pub locality: Option<Box<[u8]>>,
+    /// Bytes of the ownership.
+    pub ownership: Option<Box<[u8]>>,
+    /// Its group.
+    pub group: i64,
+}
+
+/// One copy's part of a digest.
+fn mark(hash: u64, key: u64, plane: u64) -> u128 {
+    let fold = |a: u64, b: u64| {
+        let product = u128::from(a) * u128::from(b);
+        (product as u64) ^ ((product >> 64) as u64)
+    };
+    let low = fold(hash ^ 0xA076_1D64_78BD_642F, key ^ plane ^ 0xE703_7ED1_A0B4_28DB);
+    let high = fold(hash ^ plane ^ 0x8EBC_6AF0_9C88_C6E3, key ^ 0x5899_65CC_7537_4CC3);
+    u128::from(fold(high ^ 0x1D8E_4E27_C47D_124F, low | 1)) << 64 | u128::from(low)
+}
+
+impl Stream {
+    /// A stream without blocks.
+    pub fn new(number: u32, incarnation: i64) -> Self {
+        Self {
+            number,
+            incarnation,
+            last: -1,
+            blocks: 0,
+            digest: 0,
+            rules: Rules::default(),
+            waiting: Queue::default(),
+            counters: Counters::default(),
+            gone: false,
+            places: Vec::new(),
+            counted: 0,
+            table: Table::dense(),
+            foreign: HashTable::new(),
+            several: HashMap::new(),
+            copies: HashMap::new(),
+            marks: Vec::new(),
+            added: Step::default(),
+            removed: Step::default(),
+        }
+    }
+
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        self.table.bytes()
+            + self.foreign.allocation_size()
+            + self.several.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
+            + self.several.values().map(|list| list.capacity() * 4).sum::<usize>()
+            + self.copies.capacity() * (size_of::<((u32, u16), u32)>() + 1)
+            + self.waiting.bytes()
+    }
+
+    /// Copies beyond the first of each block and plane.
+    pub fn copies(&self) -> usize {
+        self.copies.values().map(|&extra| extra as usize).sum()
+    }
+
+    /// Brings what is looked at for a hash into the cache.
+    #[inline]
+    pub fn prefetch(&self, spot: Spot) {
+        self.table.prefetch(spot);
+    }
+
+    fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
+        if self.foreign.is_empty() {
+            return None;
+        }
+        self.foreign
+            .find(core.secret.place(hash), |entry| entry.hash == hash && fits(entry.number))
+            .map(|entry| entry.number)
+    }
+
+    /// The block that `hash` means, the most recently stored one of several.
+    #[inline]
+    pub fn newest(&self, core: &Core, hash: u64) -> Option<u32> {
+        if !self.several.is_empty()
+            && let Some(list) = self.several.get(&hash)
+        {
+            return list.last().copied();
+        }
+        let found = self
+            .table
+            .find(core.spot(hash), |number| core.records.get(number).hash == hash);
+        found.or_else(|| self.foreign_of(core, hash, |_| true))
+    }
+
+    /// One copy more of a block; the record's number, and whether `hash` was unknown before. None when there are too many like it.
+    #[inline]
+    pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, guess: u32) -> Option<(u32, bool)> {
+        let Block {
+            hash,
+            key,
+            context,
+            hash_spot,
+            ..
+        } = *block;
+        let (mut known, mut own) = (None, None);
+        self.table.for_each_match(hash_spot, |number| {
+            let record = core.records.get(number);
+            if record.hash == hash {
+                known = Some(number);
+                if record.key == key && record.context & !TWIN == context {
+                    own = known;
+                }
+            }
+            own.is_none()
+        });
+        if own.is_none() && !self.foreign.is_empty() {
+            let same = |number: u32| core.records.get(number).key == key && core.records.get(number).context & !TWIN == context;
+            own = self.foreign_of(core, hash, same);
+            known = known.or_else(|| self.foreign_of(core, hash, |_| true));
+        }
+        if let Some(number) = own {
+            self.copy(core, hash, number, plane);
+            self.renew(hash, number);
+            return Some((number, false));
+        }
+        if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= MAX_SAME_HASH) {
+            return None;
+        }
+        let (number, _) = core.record(block, self.number, guess)?;
+        self.enter(core, hash, hash_spot, number);
+        self.copy(core, hash, number, plane);
+        if let Some(other) = known {
+            self.several.entry(hash).or_insert_with(|| vec![other]).push(number);
+        }
+        Some((number, known.is_none()))
+    }
+
+    /// Knows `number` by `hash` from now on.
+    #[inline]
+    fn enter(&mut self, core: &Core, hash: u64, spot: Spot, number: u32) {
+        if core.records.get(number).hash == hash {
+            self.table.insert(spot, number, &ByHash(&core.records, core.secret));
+        } else {
+            let place = core.secret.place(hash);
+            self.foreign
+                .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
+        }
+        self.blocks += 1;
+    }
+
+    /// Makes a block the newest of its hash.
+    fn renew(&mut self, hash: u64, number: u32) {
+        if self.several.is_empty() {
+            return;
+        }
+        if let Some(list) = self.several.get_mut(&hash)
+            && let Some(at) = list.iter().position(|&other| other == number)
+        {
+            list.remove(at);
+            list.push(number);
+        }
+    }
+
+    /// One copy more of a block that the stream knows.
+    #[inline]
+    pub fn copy(&mut self, core: &mut Core, hash: u64, number: u32, plane: u16) {
+        let record = *core.records.get(number);
+        if core.sets.holds(record.set, plane, self.number) {
+            *self.copies.entry((number, plane)).or_default() += 1;
+        } else {
+            core.toggle(number, plane, self.number, &mut self.added);
+        }
+        self.digest = self.digest.wrapping_add(mark(hash, record.key, self.mark_of(core, plane)));
+    }
+
+    #[inline]
+    fn mark_of(&mut self, core: &Core, plane: u16) -> u64 {
+        while self.marks.len() <= plane as usize {
+            self.marks.push(core.planes[self.marks.len()].digest());
+        }
+        self.marks[plane as usize]
+    }
+
+    /// Blocks of a hash, the oldest first.
+    fn all_of(&self, core: &Core, hash: u64) -> Vec<u32> {
+        if let Some(list) = self.several.get(&hash) {
+            return list.clone();
+        }
+        self.newest(core, hash).into_iter().collect()
+    }
+
+    /// Takes one copy from the oldest block of `hash` on `plane`. Says whether there was one.
+    #[inline]
+    pub fn remove(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
+        let found = if self.several.is_empty() {
+            self.newest(core, hash)
+                .filter(|&number| core.sets.holds(core.records.get(number).set, plane, self.number))
+        } else {
+            let held = |number: &u32| core.sets.holds(core.records.get(*number).set, plane, self.number);
+            self.all_of(core, hash).into_iter().find(held)
+        };
+        let Some(number) = found else { return false };
+        let key = core.records.get(number).key;
+        self.digest = self.digest.wrapping_sub(mark(hash, key, self.mark_of(core, plane)));
+        if !self.copies.is_empty()
+            && let Some(extra) = self.copies.get_mut(&(number, plane))
+        {
+            *extra -= 1;
+            if *extra == 0 {
+                self.copies.remove(&(number, plane));
+                if self.copies.is_empty() {
+                    self.copies = HashMap::new();
+                }
+            }
+            return true;
+        }
+        core.toggle(number, plane, self.number, &mut self.removed);
+        if !core.sets.knows(core.records.get(number).set, self.number) {
+            self.leave(core, hash, number);
+        }
+        true
+    }
+
+    /// Forgets a block that the stream holds nowhere any more.
+    fn leave(&mut self, core: &mut Core, hash: u64, number: u32) {
+        let place = core.secret.place(hash);
+        if core.records.get(number).hash == hash {
+            self.table.remove(place, number, &ByHash(&core.records, core.secret));
+        } else if let Ok(entry) = self
+            .foreign
+            .find_entry(place, |entry| entry.hash == hash && entry.number == number)
+        {
+            entry.remove();
+            self.shrink_foreign(core);
+        }
+        if let Some(list) = self.several.get_mut(&hash) {
+            list.retain(|&other| other != number);
+            if list.len() < 2 {
+                self.several.remove(&hash);
+                if self.several.is_empty() {
+                    self.several = HashMap::new();
+                }
+            }
+        }
+        self.blocks -= 1;
+        core.sweep(number);
+    }
+
+    fn shrink_foreign(&mut self, core: &Core) {
+        let (length, capacity) = (self.foreign.len(), self.foreign.capacity());
+        if capacity > 64 && length * 4 < capacity {
+            self.foreign.shrink_to(length * 2, |entry| core.secret.place(entry.hash));
+        } else if length == 0 {
+            self.foreign = HashTable::new();
+        }
+    }
+
+    /// Every block as (hash, record).
+    pub fn each(&self, core: &Core) -> Vec<(u64, u32)> {
+        let own = self.table.iter().map(|number| (core.records.get(number).hash, number));
+        own.chain(self.foreign.iter().map(|entry| (entry.hash, entry.number)))
+            .collect()
+    }
+
+    /// Copies of a block on a plane.
+    pub fn count(&self, core: &Core, number: u32, plane: u16) -> u32 {
+        let held = core.sets.holds(core.records.get(number).set, plane, self.number);
+        u32::from(held) + self.copies.get(&(number, plane)).copied().unwrap_or(0)
+    }
+
+    /// The blocks that share a hash, the oldest first; what `each` does not tell the order of.
+    pub fn ordered(&self) -> impl Iterator<Item = (&u64, &Vec<u32>)> {
+        self.several.iter()
+    }
+
+    // --- snapshots
+
+    /// The record of every block, in no order.
+    pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
+        self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
+    }
+
+    /// Records of which this stream has another hash than theirs, and that hash, in no order.
+    pub fn foreign(&self) -> impl ExactSizeIterator<Item = (u32, u64)> + '_ {
+        self.foreign.iter().map(|entry| (entry.number, entry.hash))
+    }
+
+    /// Whether there is one copy at most of each block on each plane.
+    pub fn is_single(&self) -> bool {
+        self.copies.is_empty()
+    }
+
+    /// Takes in a block that the stream does not know, on planes with so many copies. Returns its record, or None where that cannot be.
+    #[inline]
+    pub fn put(&mut self, core: &mut Core, block: &Block, planes: &[(u16, u32)], guess: u32) -> Option<u32> {
+        let known = self.blocks;
+        let (number, _) = self.place(core, block, planes.first()?.0, guess)?;
+        if self.blocks == known {
+            return None;
+        }
+        for (at, &(plane, copies)) in planes.iter().enumerate() {
+            if at > 0 {
+                if core.sets.holds(core.records.get(number).set, plane, self.number) {
+                    return None;
+                }
+                self.copy(core, block.hash, number, plane);
+            }
+            let more = copies.checked_sub(1)?;
+            if more > 0 {
+                self.copies.insert((number, plane), more);
+                let each = mark(block.hash, block.key, self.mark_of(core, plane));
+                self.digest = self.digest.wrapping_add(each.wrapping_mul(more.into()));
+            }
+        }
+        Some(number)
+    }
+
+    /// Puts the blocks of one hash, given by key and context, in this order. Says whether these are its blocks.
+    pub fn reorder(&mut self, core: &Core, hash: u64, blocks: &[(u64, u32)]) -> bool {
+        let Some(list) = self.several.get_mut(&hash) else {
+            return false;
+        };
+        let identity = |&number: &u32| {
+            let record = core.records.get(number);
+            ((record.key, record.context & !TWIN), number)
+        };
+        let mut known: HashMap<(u64, u32), u32> = list.iter().map(identity).collect();
+        let ordered: Option<Vec<u32>> = blocks.iter().map(|block| known.remove(block)).collect();
+        match ordered {
+            Some(ordered) if known.is_empty() => *list = ordered,
+            _ => return false,
+        }
+        true
+    }
+
+    // --- forgetting
+
+    /// Drops every copy of one block on the planes that `meant` says.
+    pub fn drop_block(&mut self, core: &mut Core, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
+        let key = core.records.get(number).key;
+        let planes: Vec<u16> = core
+            .sets
+            .planes(core.records.get(number).set, self.number)
+            .filter(|&plane| meant(plane))
+            .collect();
+        for plane in planes {
+            let copies = 1 + self.copies.remove(&(number, plane)).unwrap_or(0);
+            let each = mark(hash, key, self.mark_of(core, plane));
+            self.digest = self.digest.wrapping_sub(each.wrapping_mul(u128::from(copies)));
+            core.toggle(number, plane, self.number, &mut self.removed);
+        }
+        if self.copies.is_empty() {
+            self.copies = HashMap::new();
+        }
+        if !core.sets.knows(core.records.get(number).set, self.number) {
+            self.leave(core, hash, number);
+        }
+    }
+
+    /// Forgets every block, which readers see at once. The rules of groups stay.
+    pub fn forget(&mut self, writer: &mut Writer<'_>) {
+        let number = self.number;
+        writer.show(number, false);
+        let (table, foreign) = (
+            std::mem::replace(&mut self.table, Table::dense()),
+            std::mem::take(&mut self.foreign),
+        );
+        for record in table.iter().chain(foreign.iter().map(|entry| entry.number)) {
+            let set = writer.records.get(record).set;
+            let without = writer.sets.without(set, number);
+            writer.records.get_mut(record).set = without;
+            writer.sweep(record);
+            writer.pause(1);
+        }
+        (self.several, self.copies, self.waiting) = (HashMap::new(), HashMap::new(), Queue::default());
+        (self.blocks, self.digest) = (0, 0);
+        writer.show(number, true);
+    }
+
+    /// The hashes that this stream has for some records.
+    pub fn hashes_of(&self, core: &Core, numbers: &[u32]) -> Vec<(u64, u32)> {
+        let mut found = Vec::with_capacity(numbers.len());
+        let mut strange = std::collections::HashSet::new();
+        for &number in numbers {
+            let Some(record) = core.records.find(number) else { continue };
+            if !core.sets.knows(record.set, self.number) {
+                continue;
+            }
+            let own = self.table.find(core.spot(record.hash), |other| other == number);
+            match own {
+                Some(_) => found.push((record.hash, number)),
+                None => _ = strange.insert(number),
+            }
+        }
+        if !strange.is_empty() {
+            found.extend(
+                self.foreign
+                    .iter()
+                    .filter(|entry| strange.contains(&{ entry.number }))
+                    .map(|entry| (entry.hash, entry.number)),
+            );
+        }
+        found
+    }
+}
+
+/// What identifies a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Block {
+    /// The engine's hash.
+    pub hash: u64,
+    /// Its key.
+    pub key: u64,
+    /// Number of its context.
+    pub context: u32,
+    /// Where its key is looked for.
+    pub key_spot: Spot,
+    /// Where its hash is looked for.
+    pub hash_spot: Spot,
+}
+
+impl Block {
+    /// A block with its spots.
+    pub fn new(core: &Core, hash: u64, key: u64, context: u32) -> Self {
+        Self {
+            hash,
+            key,
+            context,
+            key_spot: core.spot(key),
+            hash_spot: core.spot(hash),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! What a stream cannot place yet, oldest first: orphans wait for their parent, untied hashes for a store with tokens.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use crate::keys::Scheme;
+
+/// What an orphan needs to be placed.
+#[derive(Clone, Debug)]
+pub struct Content {
+    /// Tokens that its hash covers.
+    pub tokens: Box<[u32]>,
+    /// Hashes of its extra keys.
+    pub extras: Box<[u64]>,
+    /// How its tokens were cut.
+    pub scheme: Scheme,
+    /// What its LoRA adds to the seed.
+    pub lora: u64,
+    /// What its own salt adds to the seed; None where it is its parent's.
+    pub salt: Option<u64>,
+}
+
+/// One copy of a block that waits.
+#[derive(Clone, Debug)]
+pub struct Waiting {
+    /// Its hash.
+    pub hash: u64,
+    /// Where it is.
+    pub plane: u16,
+    /// The hash that it waits for.
+    pub awaited: u64,
+    /// None for a hash without tokens.
+    pub content: Option<Content>,
+}
+
+impl Waiting {
+    fn bytes(&self) -> usize {
+        let content = self
+            .content
+            .as_ref()
+            .map_or(0, |content| content.tokens.len() * 4 + content.extras.len() * 8);
+        ENTRY_BYTES + content
+    }
+}
+
+/// About what one entry takes in the maps below, besides its content.
+const ENTRY_BYTES: usize = size_of::<(u64, Waiting)>() * 3 / 2 + 2 * 64;
+
+/// A bounded queue.
+#[derive(Debug, Default)]
+pub struct Queue {
+    items: BTreeMap<u64, Waiting>,
+    by_awaited: HashMap<u64, VecDeque<u64>>,
+    by_hash: HashMap<u64, VecDeque<u64>>,
+    next: u64,
+    bytes: usize,
+}
+
+fn drop_from(lists: &mut HashMap<u64, VecDeque<u64>>, of: u64, number: u64) {
+    if let Some(list) = lists.get_mut(&of) {
+        if list.front() == Some(&number) {
+            list.pop_front();
+        } else {
+            list.retain(|other| *other != number);
+        }
+        if list.is_empty() {
+            lists.remove(&of);
+        }
+    }
+}
+
+impl Queue {
+    /// How many wait.
+    pub fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Whether nothing waits.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// In the order in which they came.
+    pub fn iter(&self) -> impl Iterator<Item = &Waiting> {
+        self.items.values()
+    }
+
+    /// Lets one more wait; the oldest ones fall out above `limit`, and are counted.
+    pub fn push(&mut self, waiting: Waiting, limit: usize) -> u64 {
+        self.bytes += waiting.bytes();
+        self.by_awaited.entry(waiting.awaited).or_default().push_back(self.next);
+        self.by_hash.entry(waiting.hash).or_default().push_back(self.next);
+        self.items.insert(self.next, waiting);
+        self.next += 1;
+        let mut dropped = 0;
+        while self.items.len() > limit {
+            self.pop();
+            dropped += 1;
+        }
+        dropped
+    }
+
+    /// Drops the oldest one.
+    pub fn pop(&mut self) {
+        if let Some(&number) = self.items.keys().next() {
+            self.take(number);
+        }
+    }
+
+    fn take(&mut self, number: u64) -> Option<Waiting> {
+        let waiting = self.items.remove(&number)?;
+        self.bytes -= waiting.bytes();
+        drop_from(&mut self.by_awaited, waiting.awaited, number);
+        drop_from(&mut self.by_hash, waiting.hash, number);
+        if self.items.is_empty() {
+            let next = self.next;
+            *self = Self { next, ..Self::default() };
+        }
+        Some(waiting)
+    }
+
+    /// Takes everything that waits for `hash`.
+    pub fn take_awaiting(&mut self, hash: u64) -> Vec<Waiting> {
+        let Some(numbers) = self.by_awaited.remove(&hash) else {
+            return Vec::new();
+        };
+        numbers.into_iter().filter_map(|number| self.take(number)).collect()
+    }
+
+    /// Takes one copy of `hash` on `plane`: of an orphan, else of an untied hash. Says whether there was one.
+    pub fn remove(&mut self, hash: u64, plane: u16) -> bool {
+        let Some(numbers) = self.by_hash.get(&hash) else {
+            return false;
+        };
+        let here = |number: &&u64| self.items[number].plane == plane;
+        let orphan = numbers
+            .iter()
+            .filter(here)
+            .find(|number| self.items[number].content.is_some());
+        let found = orphan.or_else(|| numbers.iter().find(here)).copied();
+        found.is_some_and(|number| self.take(number).is_some())
+    }
+
+    /// Drops everything on planes that `meant` says.
+    pub fn clear(&mut self, meant: impl Fn(u16) -> bool) {
+        let numbers: Vec<u64> = self
+            .items
+            .iter()
+            .filter(|(_, item)| meant(item.plane))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in numbers {
+            self.take(number);
+        }
+    }
+}

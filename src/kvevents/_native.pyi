@@ -1,0 +1,77 @@
+"""The compiled part of `kvevents.index`; see native/src/python.rs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from kvevents.index.namespace import Namespace
+from kvevents.index.reports import Applied
+from kvevents.stream import RawBatch
+
+SCRATCH_BYTES_PER_PAYLOAD_BYTE: int
+
+class WorkerMatch:
+    """What one worker holds of a prompt."""
+
+    @property
+    def source(self) -> str:
+        """Name of the engine."""
+    @property
+    def rank(self) -> int:
+        """Data-parallel rank."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest prefix that it holds, on whatever tiers."""
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Tokens by tier, cumulative."""
+
+class Match:
+    """Workers that hold a beginning of a prompt."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[WorkerMatch]: ...
+    @property
+    def best(self) -> WorkerMatch | None:
+        """The worker with the longest prefix."""
+    def get(self, source: str, rank: int = 0) -> WorkerMatch | None:
+        """What one worker holds, or None."""
+
+class NativeIndex:
+    """The native part of `kvevents.index.PrefixIndex`."""
+
+    def __new__(
+        cls,
+        layouts: list[tuple[str, list[str], list[str]]],
+        wire_limits: tuple[int, int, int, int, int, int],
+        memory_limit: int | None,
+        max_orphans: int,
+        max_fences: int,
+        max_speculated: int,
+        outcomes: tuple[Applied, Applied, Applied, Applied],
+    ) -> Self: ...
+    def apply_payload(self, stream: tuple[str, int] | str, incarnation: int, seq: int, payload: bytes) -> Applied:
+        """Apply the payload of one batch as the engine sent it."""
+    def match(self, tokens: Any, namespace: Namespace | None = None, *, overlay: bool = False) -> Match:
+        """How long a prefix of `tokens` each worker holds."""
+    def match_many(self, prompts: list[Any], namespace: Namespace | None = None) -> list[Match]:
+        """`match` for each of several prompts of one namespace."""
+    def match_keys(self, keys: Any, block_size: int | None = None, namespace: Namespace | None = None) -> Match:
+        """The same for rolling keys that the caller has, from the root on."""
+    def _apply(self, source: str, rank: int, incarnation: int, seq: int, payload: bytes) -> Applied | None: ...
+    def _apply_many(self, batches: list[RawBatch]) -> list[Applied]: ...
+    def _gap(self, source: str, rank: int, incarnation: int, last: int) -> Applied: ...
+    def _reset(self, source: str, rank: int, incarnation: int) -> Applied: ...
+    def _label(self, source: str, model: str | None) -> None: ...
+    def _remove(self, source: str, rank: int | None) -> int: ...
+    def _admit(self, source: str, rank: int) -> None: ...
+    def _workers(self) -> list[dict[str, Any]]: ...
+    def _totals(self) -> dict[str, Any]: ...
+    def _blocks(self, source: str, rank: int) -> list[tuple[int, int, str, int, int]] | None: ...
+    def _digest(self, source: str, rank: int) -> int | None: ...
+    def _speculate(self, source: str, rank: int, tokens: Any, namespace: Namespace | None, now: float, ttl: float) -> None: ...
+    def _snapshot(self, path: Path) -> None: ...
+    def _restore(self, read: Callable[[int], bytes]) -> None: ...
+    def _scan(self, payload: bytes) -> list[dict[str, Any]] | None: ...
+
+def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...

@@ -1,0 +1,55 @@
+"""What a prompt is looked for within, and the keys of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvevents import _native
+
+
+@dataclass(frozen=True, slots=True)
+class MultiModal:
+    """One image, sound or the like in a prompt: the span of placeholder tokens that stand for it."""
+
+    id: str | int | bytes
+    """As the engine sends it in `extra_keys`. A number, of which the lowest 64 bits count, is Dynamo's `mm_hash`: it counts
+    wherever in a block the item begins, text and bytes together with that place."""
+    start: int
+    """Position of its first token in the prompt."""
+    length: int
+    """How many tokens stand for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Blocks of different namespaces never match each other, whatever their tokens."""
+
+    model: str | None = None
+    """Only workers that `PrefixIndex.label` gave this model; None for those without one. It is no part of the keys."""
+    lora: str | int | None = None
+    """Name of the LoRA; its number, of 64 bits with a sign, for engines that tell only that (vLLM before 0.14)."""
+    salt: str | None = None
+    """Cache salt of the request."""
+    mm: Sequence[MultiModal] = ()
+    """Multimodal items of the prompt."""
+
+
+def block_keys(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
+    """Rolling keys of the whole blocks of a prompt, unsigned 64 bits.
+
+    `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE)`: the scheme of NVIDIA Dynamo, the SGLang gateway and
+    Mooncake's RFC #1527. `tokens` as for `PrefixIndex.match`. With `eagle` a block covers one token more than `block_size`, as
+    SGLang's do. `block_size` is from 1 to 2**32 - 1. Raises `TypeError`, `ValueError` or `OverflowError` for other arguments.
+    """
+    return _native.hashes(tokens, block_size, namespace, eagle, True)
+
+
+def local_hashes(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
+    """Hashes of the whole blocks of a prompt, each for itself: `XXH3-64(u32-LE tokens, seed)`.
+
+    The seed is 1337, plus `XXH3-64(LoRA name)`, plus `XXH3-64(salt, seed 1)`, modulo 2**64. Hashes of multimodal items in a
+    block are appended to its tokens, sorted, as u64-LE. Arguments and errors as of `block_keys`.
+    """
+    return _native.hashes(tokens, block_size, namespace, eagle, False)

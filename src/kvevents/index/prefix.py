@@ -1,0 +1,250 @@
+"""The prefix index."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, Final, Self, TypeAlias
+
+from kvevents import _native
+from kvevents.errors import ConfigError, UnknownSourceError, UsageError
+from kvevents.events import BlockRemoved, BlockStored
+from kvevents.index.namespace import Namespace
+from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
+from kvevents.index.saving import restore, snapshot
+from kvevents.index.spelling import respelled
+from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+
+Worker: TypeAlias = tuple[str, int] | str
+"""A stream: source and rank, or the source alone for rank 0."""
+
+MAX_PAYLOAD_EXPANSION: Final = 100
+"""Bytes of memory that one payload can cost for each of its own, at most: while it is read, or as blocks, orphans and names
+that stay. Blocks of one token in arrays of one-byte integers come to about 30, many small events read with care to about 80."""
+
+_APPLIED: Final = Applied("applied")
+_CLEARED: Final = Applied("applied", cleared=True)
+_DUPLICATE: Final = Applied("duplicate")
+_VOID: Final = Applied("void")
+_SCOPED: Final = ("medium", "group_idx")
+"""Fields by which a clear may be meant for a tier or a group only."""
+_AT_ONCE: Final = 256
+"""Batches that are applied in one native call; one that only Python reads leaves those behind it to the next call."""
+
+
+def _layouts() -> list[tuple[str, list[str], list[str]]]:
+    """What the native decoder must know of the dialects: by tag, the fields of array events and the names of map events."""
+    names = {kind: [name for name in kind.__struct_fields__ if name != "unrecognised"] for kind in (BlockStored, BlockRemoved)}
+    return [
+        ("BlockStored", list(ARRAY_STORED), names[BlockStored]),
+        ("BlockRemoved", list(ARRAY_REMOVED), names[BlockRemoved]),
+        ("AllBlocksCleared", [], list(_SCOPED)),
+    ]
+
+
+class PrefixIndex(_native.NativeIndex):
+    """Which worker holds how long a prefix of a prompt, on which tier: exactly what the streams said.
+
+    Any number of threads may ask while others apply; deliveries of one stream must be applied in order, as a subscriber hands
+    them out. `memory_limit` is in bytes: above it, workers with at least the average number of blocks lose their oldest ones,
+    counted as `evicted`. `clock` is for the overlay.
+    """
+
+    def __new__(
+        cls,
+        *,
+        memory_limit: int | None = None,
+        limits: IndexLimits = IndexLimits(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
+        """See the class. Raises `ConfigError`."""
+        if memory_limit is not None and memory_limit < 1:
+            raise ConfigError(f"memory_limit is {memory_limit}; it is a number of bytes above 0, or None for no limit")
+        wire = DEFAULT_WIRE_LIMITS
+        bounds = (
+            wire.max_payload_bytes,
+            wire.max_events,
+            wire.max_hashes,
+            wire.max_fields,
+            wire.max_free_bytes,
+            wire.max_nesting,
+        )
+        self = super().__new__(
+            cls,
+            _layouts(),
+            bounds,
+            memory_limit,
+            limits.max_orphans,
+            limits.max_fences,
+            limits.max_speculated,
+            (_APPLIED, _CLEARED, _DUPLICATE, _VOID),
+        )
+        self._clock = clock
+        self._wire_rejected = Counter()
+        self._counting = threading.Lock()
+        return self
+
+    _clock: Callable[[], float]
+    _wire_rejected: Counter[str]
+    _counting: threading.Lock
+
+    # --- deliveries
+
+    def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> Applied:
+        """Apply what a subscriber delivered. A batch leads where its events lead, a raw one where its payload does.
+
+        A gap forgets nothing: what it lost may have been removals, so its stream is no longer exact. What a peer sent never
+        raises; `UsageError` where events are not as `kvevents.events` declares them.
+        """
+        if isinstance(delivery, RawBatch):
+            stream = (delivery.source, delivery.rank)
+            return self.apply_payload(stream, delivery.incarnation, delivery.seq, delivery.payload)
+        if isinstance(delivery, Batch):
+            return self._apply_events(delivery)
+        if isinstance(delivery, Gap):
+            return self._gap(delivery.source, delivery.rank, delivery.incarnation, delivery.last)
+        return self._reset(delivery.source, delivery.rank, delivery.incarnation)
+
+    def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
+        """As `apply` for each. Raw batches in a row are applied without Python's lock, so that other threads run meanwhile."""
+        found: list[Applied] = []
+        raw: list[RawBatch] = []
+        for delivery in deliveries:
+            if isinstance(delivery, RawBatch):
+                raw.append(delivery)
+                continue
+            found += self._apply_raw(raw)
+            raw.clear()
+            found.append(self.apply(delivery))
+        found += self._apply_raw(raw)
+        return found
+
+    def _apply_raw(self, batches: list[RawBatch]) -> list[Applied]:
+        """A payload that only Python reads ends the run that is applied at once: order matters."""
+        found: list[Applied] = []
+        while len(found) < len(batches):
+            rest = batches[len(found) : len(found) + _AT_ONCE]
+            outcomes = self._apply_many(rest)
+            found += outcomes
+            if len(outcomes) < len(rest):
+                found.append(self.apply(rest[len(outcomes)]))
+        return found
+
+    def _apply_careful(self, source: str, rank: int, incarnation: int, seq: int, payload: bytes) -> Applied:
+        """Read a payload that the native decoder leaves alone."""
+        return self._apply_events(RawBatch(source, rank, incarnation, seq, False, payload).decode())
+
+    def _apply_events(self, batch: Batch) -> Applied:
+        try:
+            payload = respelled(batch.events)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"events are not as kvevents.events declares them: {error}") from error
+        applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)
+        if applied is None:
+            raise UsageError("events are not as kvevents.events declares them: a field has a value of another type")
+        return self._told(applied, batch.rejected)
+
+    def _told(self, applied: Applied, rejected: tuple[Rejected, ...]) -> Applied:
+        if not rejected or applied.status != "applied":
+            return applied
+        with self._counting:
+            for one in rejected:
+                self._wire_rejected[one.reason] += one.count
+        return Applied(applied.status, rejected, applied.cleared)
+
+    # --- workers
+
+    def label(self, source: str, model: str | None) -> None:
+        """Name the model that all ranks of `source` serve, now and later. Prompts find it with `Namespace(model=...)` only."""
+        self._label(source, model)
+
+    def remove_worker(self, source: Worker, rank: int | None = None) -> int:
+        """Forget a worker, or all ranks of a source when no rank is given. Returns how many blocks it held.
+
+        What is still delivered of its present life is void; a new life, or `admit`, lets it in again.
+        """
+        if isinstance(source, tuple):
+            source, rank = source
+        return self._remove(source, rank)
+
+    def admit(self, source: Worker, rank: int = 0) -> None:
+        """Let a removed worker in again, though its life be the same."""
+        self._admit(*((source, rank) if isinstance(source, str) else source))
+
+    def workers(self) -> list[WorkerInfo]:
+        """Every worker, by source and rank."""
+        return [WorkerInfo(**info) for info in self._workers()]
+
+    def stats(self) -> IndexStats:
+        """The index in numbers. Asks every stream in turn, so it waits for those that are being written to."""
+        totals = self._totals()
+        rejected: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
+        sums: Counter[str] = Counter()
+        infos = self._workers()
+        for info in infos:
+            rejected.update(info["rejected"])
+            sums.update({name: info[name] for name in ("blocks", "orphans", "copies", *_ADDED)})
+        sums.update({name: totals.pop(name) for name in _ADDED})
+        counted = {name: sums[name] for name in ("blocks", "orphans", "copies", *_ADDED)}
+        return IndexStats(
+            **counted, rejected=dict(rejected), workers=len(infos), wire_rejected=dict(self._wire_rejected), **totals
+        )
+
+    def blocks(self, worker: Worker) -> Iterator[Block]:
+        """Every block of a worker, once for each tier and group, in no order. Raises `UnknownSourceError`."""
+        source, rank = _parts(worker)
+        found = self._blocks(source, rank)
+        if found is None:
+            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}")
+        return (Block(*block) for block in found)
+
+    def digest(self, stream: Worker) -> str:
+        """32 hex digits that are equal where the same blocks are held, with the same hashes, tiers, groups and copies.
+
+        Order and numbers do not count, nor does what waits. Raises `UnknownSourceError`.
+        """
+        source, rank = _parts(stream)
+        found = self._digest(source, rank)
+        if found is None:
+            raise UnknownSourceError(f"the index has no stream {source!r} with rank {rank}")
+        return f"{found:032x}"
+
+    # --- snapshots
+
+    def snapshot(self, file: str | os.PathLike[str] | BinaryIO) -> None:
+        """Write everything but the overlay. A path is replaced when all is written. Raises `SnapshotError`."""
+        snapshot(self, file)
+
+    def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
+        """Replace everything with what `snapshot` wrote; on `SnapshotError` nothing has changed."""
+        restore(self, file)
+
+    # --- the overlay
+
+    def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
+        """Expect a worker to hold a prompt soon, because it was sent there; for `ttl` seconds.
+
+        Counts in `match(..., overlay=True)` only, as the longer of what is held and what is expected.
+        """
+        if not ttl > 0:
+            raise ConfigError(f"ttl is {ttl}; it is a number of seconds above 0")
+        self._speculate(*_parts(worker), tokens, namespace, self._now(), ttl)
+
+    def _now(self) -> float:
+        return self._clock()
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"<PrefixIndex {stats.workers} workers, {stats.blocks} blocks, {stats.bytes} bytes>"
+
+
+_ADDED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
+
+
+def _parts(worker: Worker) -> tuple[str, int]:
+    return (worker, 0) if isinstance(worker, str) else worker

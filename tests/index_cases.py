@@ -1,0 +1,610 @@
+"""What the index tests share: builders of events, histories made of bytes, an engine's block pool, how to look at an index."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+from xxhash import xxh3_64_intdigest as xxh3
+
+from index_keys import Scope, Worker
+from index_model import Oracle
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.index import Match, MultiModal, Namespace, PrefixIndex
+from kvevents.stream import Batch, Gap, Reset
+from kvevents.wire import Dialect, dialects, encode_batch
+
+T = TypeVar("T")
+
+# --- builders ---------------------------------------------------------------------------------------------------------------
+
+
+def store(hashes: Sequence[int], tokens: Sequence[Any], size: int, parent: int | None = None, **fields: Any) -> BlockStored:
+    """A store as vLLM announces it, on the GPU unless `fields` says otherwise."""
+    return BlockStored(list(hashes), parent, list(tokens), size, **{"medium": "GPU", **fields})
+
+
+def removal(*hashes: int, **fields: Any) -> BlockRemoved:
+    return BlockRemoved(list(hashes), **{"medium": "GPU", **fields})
+
+
+def cleared(**scope: Any) -> AllBlocksCleared:
+    return AllBlocksCleared(scope or None)
+
+
+class Feed:
+    """One stream's deliveries, numbered."""
+
+    def __init__(self, index: PrefixIndex, source: str = "a", rank: int = 0, incarnation: int = 0) -> None:
+        self.index, self.source, self.rank, self.incarnation, self.seq = index, source, rank, incarnation, 0
+
+    @property
+    def worker(self) -> Worker:
+        return self.source, self.rank
+
+    def batch(self, *events: KVEvent) -> Batch:
+        self.seq += 1
+        return Batch(self.source, self.rank, self.incarnation, self.seq - 1, 1.0, list(events), False)
+
+    def __call__(self, *events: KVEvent) -> Any:
+        return self.index.apply(self.batch(*events))
+
+
+def namespace(scope: Scope) -> Namespace:
+    return Namespace(scope.model, scope.lora, scope.salt, [MultiModal(*item) for item in scope.mm])
+
+
+# --- one way to look at an index: what the interface leaves open is decided here ----------------------------------------------
+
+LEVELS = ("gpu", "cpu", "disk", "other")
+
+
+def answer(match: Match) -> dict[Worker, tuple[int, ...]]:
+    """By worker its tokens per level, cumulative, as `Oracle.match` has them; "other" is left out where it adds nothing."""
+    found = {}
+    for hit in match:
+        tiers = {"other": hit.tokens, **hit.tiers}
+        found[hit.source, hit.rank] = tuple(tiers[level] for level in LEVELS)
+        assert hit.tokens == max(tiers.values())
+    assert len(match) == len(found)
+    return found
+
+
+def tokens_of(index: PrefixIndex, tokens: Any, scope: Scope = Scope(), worker: Worker = ("a", 0)) -> int:  # noqa: B008
+    """How much of a prompt one worker holds."""
+    hit = index.match(tokens, namespace(scope)).get(*worker)
+    return hit.tokens if hit is not None else 0
+
+
+def blocks_of(index: PrefixIndex, worker: Worker) -> list[tuple[int, int, str, int, int]]:
+    """As `Oracle.blocks` has them; none of a worker that the index does not know."""
+    if worker not in workers_of(index):
+        return []
+    return sorted((block.key, block.hash, block.tier, block.group, block.copies) for block in index.blocks(worker))
+
+
+def count_of(oracle: Oracle, worker: Worker) -> int:
+    """Blocks of a stream, on however many planes each is."""
+    return len(oracle.streams[worker].all) if worker in oracle.streams else 0
+
+
+def waiting_of(index: PrefixIndex) -> int:
+    """Orphans and untied hashes."""
+    return index.stats().orphans
+
+
+def refused_of(index: PrefixIndex) -> int:
+    """Stores set aside by the index itself, for a kind without a known rule or lengths that do not agree."""
+    return sum(index.stats().rejected.values())
+
+
+def workers_of(index: PrefixIndex) -> set[Worker]:
+    return {(info.source, info.rank) for info in index.workers()}
+
+
+# --- dialects ---------------------------------------------------------------------------------------------------------------
+
+
+def carries(row: Dialect, event: KVEvent) -> bool:
+    """Whether `row` spells everything that `event` says."""
+    if isinstance(event, AllBlocksCleared):
+        return event.unrecognised is None or row.events == "map"
+    names = (row.stored if isinstance(event, BlockStored) else row.removed) + ("block_digests", "parent_block_digest")
+    return all(name in names or getattr(event, name) is None for name in event.__struct_fields__)
+
+
+def spelled(batch: Batch, choice: int) -> bytes:
+    """The payload of `batch` in one of the dialects that can say it; as declared where none can."""
+    rows = [row for row in dialects() if all(carries(row, event) for event in batch.events)]
+    return encode_batch(KVEventBatch(batch.ts, batch.events, batch.rank), rows[choice % len(rows)] if rows else None)
+
+
+# --- histories made of bytes ------------------------------------------------------------------------------------------------
+
+
+class Choices:
+    """Bytes as decisions: Hypothesis draws and shrinks bytes much faster than decisions."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def over(self) -> bool:
+        return self._at >= len(self._data)
+
+    def byte(self) -> int:
+        self._at += 1
+        return 0 if self._at > len(self._data) else self._data[self._at - 1]
+
+    def of(self, options: Sequence[T]) -> T:
+        return options[self.byte() % len(options)]
+
+    def chance(self, percent: int) -> bool:
+        return self.byte() >= 256 - percent * 256 // 100
+
+
+@dataclass(frozen=True)
+class Remove:
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Admit:
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Label:
+    source: str
+    model: str | None
+
+
+Step: TypeAlias = Batch | Reset | Gap | Remove | Admit | Label
+Item = tuple[str | int | bytes, int]
+"""A multimodal item and the token of its page at which it begins."""
+
+
+@dataclass(frozen=True)
+class Page:
+    tokens: tuple[int, ...]
+    """Of EAGLE one token more, the first of the next page."""
+    items: tuple[Item, ...] = ()
+    unseen: str | bytes | None = None
+    """An extra key that no prompt shows: a digest, or a bare string behind the root."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """Contents of a chain of blocks, from the root."""
+
+    scope: Scope = Scope()  # noqa: RUF009
+    pages: tuple[Page, ...] = ()
+
+
+@dataclass
+class Stream:
+    """How one invented engine behaves. Its blocks are announced where and how `Adversary` likes."""
+
+    worker: Worker
+    size: int
+    eagle: bool
+    hashing: str
+    """"opaque" (of the whole path, with the engine's seed), "page" (of the page alone) or "chaos" (a few at random)."""
+    spelling: str
+    """"old" (hashes, tokens, a LoRA's number), "vllm", "sglang" or "groups" (vLLM's, a hybrid model)."""
+    window: int
+    digests: bool
+    incarnation: int = 0
+    seq: int = 0
+    paths: list[Path] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    sent: list[Batch] = field(default_factory=list)
+
+
+class Adversary:
+    """Deliveries of a few streams with everything that the rules distinguish, so dense that things meet."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+        self.streams = [self._stream(worker) for worker in (("a", 0), ("a", 1), ("b", 0))]
+
+    def _stream(self, worker: Worker) -> Stream:
+        of = self.choices.of
+        spelling = of(("old", "vllm", "vllm", "sglang", "groups", "groups"))
+        size = of((1, 2, 2, 2, 3, 4))
+        return Stream(
+            worker,
+            size,
+            eagle=spelling in {"old", "sglang"} and of((False, False, True)),
+            hashing=of(("opaque", "opaque", "opaque", "page", "chaos")),
+            spelling=spelling,
+            window=of((1, 2, 4, 5, 7)),
+            digests=spelling != "sglang" and of((False, False, False, True)),
+        )
+
+    def steps(self) -> Iterator[Step]:
+        """One step after the other, until the bytes are used up."""
+        while not self.choices.over:
+            stream = self.choices.of(self.streams)
+            yield from self._step(stream, self.choices.byte())
+
+    def prompt(self) -> tuple[list[int], Scope]:
+        """A prompt that probably meets something."""
+        stream = self.choices.of(self.streams)
+        path = self.choices.of(stream.paths) if stream.paths else Path()
+        tokens = [token for page in path.pages for token in page.tokens[: stream.size]]
+        items = [
+            (name, at * stream.size + start, 1)
+            for at, page in enumerate(path.pages)
+            for name, start in page.items
+            if 0 <= start < stream.size
+        ]
+        tokens += [self.choices.of((1, 2, 3)) for _ in range(self.choices.of((0, 1, 1, 2, 4)))]
+        model = self.choices.of((None, None, None, "m"))
+        return tokens, Scope(model, path.scope.lora, path.scope.salt, tuple(items))
+
+    def _step(self, stream: Stream, what: int) -> Iterator[Step]:
+        if what < 224:
+            yield self._batch(stream, [self._event(stream) for _ in range(1 + what % 3)])
+        elif what < 230 and stream.sent:
+            yield self.choices.of(stream.sent)
+        elif what < 234:
+            lost = self._batch(stream, [self._event(stream)])  # it may still come, late
+            yield Gap(*stream.worker, lost.seq, lost.seq, stream.incarnation)
+        elif what < 237:
+            stream.incarnation, stream.seq = stream.incarnation + what % 2, 0
+            yield Reset(*stream.worker, stream.incarnation, "restart")
+        elif what < 239:
+            stream.incarnation, stream.seq = stream.incarnation + 1, 0
+            yield self._batch(stream, [self._event(stream)])
+        elif what < 244:
+            yield Remove(stream.worker)
+        elif what < 250:
+            yield Admit(stream.worker)
+        elif what < 253:
+            yield Label(stream.worker[0], self.choices.of((None, "m")))
+
+    def _batch(self, stream: Stream, events: list[KVEvent]) -> Batch:
+        batch = Batch(*stream.worker, stream.incarnation, stream.seq, 1.0, events, False)
+        stream.seq += 1
+        stream.sent.append(batch)
+        return batch
+
+    def _event(self, stream: Stream) -> KVEvent:
+        what = self.choices.byte()
+        if what < 136 or not stream.hashes:
+            return self._store(stream, self._path(stream))
+        if what < 146:
+            return self._store(stream, self.choices.of(stream.paths))
+        if what < 206:
+            return self._removal(stream, 1 + what % 2)
+        return self._uncommon(stream, what)
+
+    def _uncommon(self, stream: Stream, what: int) -> KVEvent:
+        if what < 230 and stream.spelling == "groups":
+            return self._sparse(stream, self.choices.of(stream.paths))
+        if what < 240 and stream.spelling != "old":
+            return self._without_tokens(stream)
+        if what < 248:
+            return self._refused(stream)
+        scopes: list[dict[str, Any]] = [{}, {"medium": "cpu"}, {"group_idx": 1}, {"medium": "GPU", "group_idx": 0}]
+        return cleared(**self.choices.of(scopes if stream.spelling != "old" else scopes[:1]))
+
+    def _removal(self, stream: Stream, count: int) -> KVEvent:
+        hashes = [self.choices.of(stream.hashes[-12:]) for _ in range(count)]
+        return self._spelled(stream, removal(*hashes, **self._plane(stream, aside=False)), hashes, None)
+
+    def _path(self, stream: Stream) -> Path:
+        """A chain to be announced: something new at a root, or behind what was announced, or with a hole between."""
+        path = self.choices.of(stream.paths) if stream.paths and self.choices.chance(70) else Path(self._scope(stream))
+        if len(path.pages) > 3:
+            path = Path(path.scope, path.pages[: self.choices.of((1, 2, 3))])
+        for _ in range(self.choices.of((1, 1, 1, 2, 2, 3))):
+            path = Path(path.scope, (*path.pages, self._page(stream, path)))
+        return path
+
+    def _scope(self, stream: Stream) -> Scope:
+        lora: str | int | None = None
+        if self.choices.chance(15):
+            lora = 7 if stream.spelling == "old" or self.choices.chance(30) else "adapter"
+        salt = self.choices.of(("s1", "s2")) if stream.spelling != "old" and self.choices.chance(25) else None
+        return Scope(None, lora, salt)
+
+    def _page(self, stream: Stream, path: Path) -> Page:
+        first, step = self.choices.of((1, 1, 2, 3)), self.choices.of((0, 0, 1))
+        if stream.eagle and path.pages:
+            first = path.pages[-1].tokens[-1]
+        tokens = [first + step * (at % 2) for at in range(stream.size)]
+        if stream.eagle:
+            tokens.append(self.choices.of((1, 2)))
+        items: list[Item] = []
+        if stream.spelling in {"vllm", "groups"} and self.choices.chance(12):
+            names: tuple[str | int, ...] = ("image", "aB" * 32, 7)
+            items = [(self.choices.of(names), self.choices.of((0, 0, 1, -1))) for _ in range(self.choices.of((1, 2)))]
+        unseen: str | bytes | None = None
+        if stream.spelling == "vllm" and self.choices.chance(3):
+            unseen = "bare" if path.pages and self.choices.chance(50) else b"\x07" * 32
+        return Page(tuple(tokens), tuple(items), unseen)
+
+    def _hash(self, stream: Stream, path: Path) -> int:
+        """The engine's own; any number, since it is opaque."""
+        if stream.hashing == "chaos":
+            return self.choices.of(range(8))
+        what = path if stream.hashing == "opaque" else path.pages[-1].tokens
+        return xxh3(repr((what, stream.worker)).encode())
+
+    def _plane(self, stream: Stream, *, aside: bool = True) -> dict[str, Any]:
+        if stream.spelling == "old":
+            return {"medium": None}
+        plane: dict[str, Any] = {"medium": self.choices.of(("GPU", "GPU", "GPU", "GPU", "gpu", None, "CPU", "DISK", "tape"))}
+        if stream.spelling == "vllm" and self.choices.chance(6):
+            plane |= {
+                "medium": self.choices.of(("GPU", "STORAGE")),
+                "locality": "REMOTE",
+                "ownership": self.choices.of((None, "fs")),
+            }
+        if stream.spelling == "groups":
+            plane["group_idx"] = self.choices.of((0, 0, 0, 3)) if aside else self.choices.of((0, 0, 1, 1, 2, 3))
+        return plane
+
+    def _store(self, stream: Stream, path: Path) -> KVEvent:
+        """The last pages of `path`, or all of them; the others are told by the parent's hash alone."""
+        count = min(self.choices.of((1, 1, 2, 3, 8)), len(path.pages))
+        chain = [Path(path.scope, path.pages[: at + 1]) for at in range(len(path.pages))]
+        hashes = [self._hash(stream, part) for part in chain]
+        stream.paths.append(path)
+        stream.hashes += hashes[-count:]
+        parent = hashes[-count - 1] if count < len(chain) else None
+        fields = self._plane(stream)
+        if stream.spelling == "groups":
+            fields["kv_cache_spec_kind"] = "full_attention" if fields["group_idx"] == 0 else "mla_attention"
+        event = store(hashes[-count:], self._tokens(stream, path.pages[-count:]), stream.size, parent, **fields)
+        return self._spelled(stream, self._named(stream, event, path, count), event.block_hashes, parent)
+
+    def _tokens(self, stream: Stream, pages: Sequence[Page]) -> list[Any]:
+        if not stream.eagle:
+            return [token for page in pages for token in page.tokens]
+        return [pair for page in pages for pair in zip(page.tokens, page.tokens[1:], strict=False)]
+
+    def _named(self, stream: Stream, event: BlockStored, path: Path, count: int) -> BlockStored:
+        """With LoRA, salt and multimodal items, as the engine spells them."""
+        scope = path.scope
+        event.lora_name = scope.lora if isinstance(scope.lora, str) else None
+        event.lora_id = scope.lora if isinstance(scope.lora, int) else 3 if scope.lora and self.choices.chance(50) else None
+        if stream.spelling == "sglang":
+            event.cache_salt = scope.salt if event.parent_block_hash is None or self.choices.chance(50) else None
+        elif stream.spelling != "old":
+            root = event.parent_block_hash is None
+            keys = [
+                self._extra(page, event.lora_name, scope.salt if root and not at else None)
+                for at, page in enumerate(path.pages[-count:])
+            ]
+            event.extra_keys = keys if any(keys) else None
+        return event
+
+    def _extra(self, page: Page, lora: str | None, salt: str | None) -> tuple[Any, ...] | None:
+        keys = [lora, *([name, start] for name, start in page.items), salt, page.unseen]
+        return tuple(key for key in keys if key is not None) or None
+
+    def _sparse(self, stream: Stream, path: Path) -> KVEvent:
+        """Some hashes of a chain that a window group keeps."""
+        hashes = [self._hash(stream, Path(path.scope, path.pages[: at + 1])) for at in range(len(path.pages))]
+        kept = [value for value in hashes if self.choices.chance(75)]
+        kind: dict[str, Any] = {
+            "kv_cache_spec_kind": "sliding_window",
+            "kv_cache_spec_sliding_window": stream.window,
+            "group_idx": 1,
+        }
+        medium = self.choices.of(("GPU", "GPU", "GPU", "CPU"))
+        return self._spelled(
+            stream, store(kept, self._tokens(stream, path.pages), stream.size, medium=medium, **kind), kept, None
+        )
+
+    def _without_tokens(self, stream: Stream) -> KVEvent:
+        """A move between tiers; now and then of a hash that comes later, or never."""
+        path = self.choices.of(stream.paths)
+        hashes = [self.choices.of(stream.hashes), self._hash(stream, Path(path.scope, (*path.pages, Page((1,) * stream.size))))]
+        count = self.choices.of((1, 1, 2))
+        return self._spelled(stream, store(hashes[:count], [], 0, **self._plane(stream)), hashes[:count], None)
+
+    def _refused(self, stream: Stream) -> KVEvent:
+        """A kind without a known rule, in a group of its own, or lengths that do not agree."""
+        value = self.choices.of(stream.hashes)
+        if stream.spelling == "groups" and self.choices.chance(50):
+            return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="mamba")
+        plane = {"medium": None} if stream.spelling == "old" else {}
+        return store([value], [1] * (stream.size + 1), stream.size, **plane)
+
+    def _spelled(self, stream: Stream, event: Any, hashes: Sequence[int], parent: int | None) -> KVEvent:
+        """With byte hashes beside the numbers where the engine sends those."""
+        if stream.digests:
+            event.block_digests = [struct.pack(">24xQ", value) for value in hashes] or None
+            if parent is not None:
+                event.parent_block_digest = struct.pack(">24xQ", parent)
+        return event  # type: ignore[no-any-return]
+
+
+# --- an engine's block pool -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Request:
+    tokens: list[int]
+    salt: str | None
+    decode: int
+    """Tokens still to be made."""
+    tables: list[list[int | None]]
+    """By group the pool's blocks; None where a window has passed."""
+    computed: int
+    announced: int
+    """Blocks whose hashes are known to the cache."""
+
+
+class Engine:
+    """vLLM's prefix cache as it is built: one pool of blocks for all groups, evicted in the order in which they were freed.
+
+    `windows` has an entry per group: None for full attention, else the width of its sliding window. What leaves the window is
+    freed while the request runs. `cached` says what the engine itself would find, by its own search.
+    """
+
+    def __init__(self, seed: int, size: int, blocks: int, windows: Sequence[int | None] = (None,)) -> None:
+        self.seed, self.size, self.windows = seed, size, tuple(windows)
+        self.free: list[int] = list(range(blocks))
+        self.users = [0] * blocks
+        self.named: list[tuple[int, int] | None] = [None] * blocks
+        """(hash, group) of each block of the pool that holds something."""
+        self.events: list[KVEvent] = []
+
+    def take_events(self) -> list[KVEvent]:
+        taken, self.events = self.events, []
+        return taken
+
+    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[int]:
+        found, last = [], self.seed
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            last = xxh3(repr((last, tuple(tokens[start : start + self.size]), None if start else salt)).encode())
+            found.append(last)
+        return found
+
+    def cached(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Blocks of a prompt found in the cache; the last token is always computed again."""
+        hashes = self.hashes(tokens, salt)[: (len(tokens) - 1) // self.size]
+        length, before = len(hashes), -1
+        while length != before:
+            before = length
+            for group, window in enumerate(self.windows):
+                held = [self._holder(value, group) is not None for value in hashes[:length]]
+                length = _from_the_left(held) if window is None else _from_the_right(held, self._need(window))
+        return length
+
+    def admit(self, tokens: Sequence[int], salt: str | None = None, decode: int = 0) -> Request:
+        hit, hashes = self.cached(tokens, salt), self.hashes(tokens, salt)
+        tables: list[list[int | None]] = []
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, hit - self._need(window))
+            held = [self._holder(value, group) for value in hashes[first:hit]]
+            for block in held:
+                assert block is not None
+                self._touch(block)
+            passed: list[int | None] = [None] * first
+            tables.append(passed + held)
+        return Request(list(tokens), salt, decode, tables, hit * self.size, hit)
+
+    def step(self, request: Request, chunk: int) -> bool:
+        """Compute up to `chunk` tokens, or make one; False when the request is done and its blocks are freed."""
+        if request.computed == len(request.tokens):
+            if request.decode == 0:
+                self._finish(request)
+                return False
+            request.decode -= 1
+            request.tokens.append(1 + xxh3(repr(request.tokens).encode()) % 5)
+        until = min(len(request.tokens), request.computed + chunk)
+        for group, window in enumerate(self.windows):
+            table = request.tables[group]
+            if window is not None:
+                self._release(table, max(0, request.computed - window + 1) // self.size)
+            table += [self._allocate() for _ in range(len(table), -(-until // self.size))]
+        request.computed = until
+        self._announce(request)
+        return True
+
+    def reset(self) -> None:
+        """Forget the cache; only while no request runs."""
+        assert not any(self.users)
+        self.named = [None] * len(self.named)
+        self.events.append(AllBlocksCleared())
+
+    def _need(self, window: int) -> int:
+        return -(-(window - 1) // self.size)
+
+    def _holder(self, value: int, group: int) -> int | None:
+        return self.named.index((value, group)) if (value, group) in self.named else None
+
+    def _touch(self, block: int) -> None:
+        if not self.users[block]:
+            self.free.remove(block)
+        self.users[block] += 1
+
+    def _allocate(self) -> int:
+        block = self.free.pop(0)
+        name, self.named[block] = self.named[block], None
+        self.users[block] = 1
+        if name is not None:
+            self.events.append(removal(name[0], group_idx=name[1]))
+        return block
+
+    def _drop(self, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block]:
+            self.free.append(block)
+
+    def _release(self, table: list[int | None], until: int) -> None:
+        for at in reversed(range(min(until, len(table)))):
+            block, table[at] = table[at], None
+            if block is not None:
+                self._drop(block)
+
+    def _finish(self, request: Request) -> None:
+        for table in request.tables:
+            self._release(table, len(table))
+
+    def _announce(self, request: Request) -> None:
+        hashes, first, end = self.hashes(request.tokens, request.salt), request.announced, request.computed // self.size
+        if first == end:
+            return
+        tokens, parent = request.tokens[first * self.size : end * self.size], hashes[first - 1] if first else None
+        salted = request.salt is not None and first == 0
+        for group, window in enumerate(self.windows):
+            here = [(at, block) for at, block in enumerate(request.tables[group][first:end]) if block is not None]
+            for at, block in here:
+                self.named[block] = (hashes[first + at], group)
+            kind = "full_attention" if window is None else "sliding_window"
+            event = store([hashes[first + at] for at, _ in here], tokens, self.size, parent, group_idx=group)
+            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = kind, window
+            event.extra_keys = [(request.salt,) if salted and not at else None for at, _ in here]
+            self.events.append(event)
+        request.announced = end
+
+
+def _from_the_left(held: list[bool]) -> int:
+    return held.index(False) if False in held else len(held)
+
+
+def _from_the_right(held: list[bool], need: int) -> int:
+    """vLLM's search for a window: the last run of `need` blocks; shorter only from the very beginning."""
+    run = 0
+    for at in reversed(range(len(held))):
+        run = run + 1 if held[at] else 0
+        if run >= need:
+            return at + run
+    return run
+
+
+class Traffic:
+    """Requests that share beginnings, run through an `Engine` a step at a time."""
+
+    def __init__(self, engine: Engine, choices: Choices, *, salts: Sequence[str | None] = (None,), longest: int = 40) -> None:
+        self.engine, self.choices, self.salts, self.longest = engine, choices, salts, longest
+        self.running: list[tuple[Request, int]] = []
+
+    def arrive(self) -> tuple[list[int], str | None]:
+        """The next prompt, one of few beginnings with something of its own."""
+        topic, salt = self.choices.of(range(4)), self.choices.of(self.salts)
+        shared = [10 + topic + at % 7 for at in range(min(self.choices.byte() % self.longest, self.longest))]
+        return shared + [30 + self.choices.of(range(2)) for _ in range(1 + self.choices.of(range(8)))], salt
+
+    def admit(self, tokens: list[int], salt: str | None, most: int = 2) -> None:
+        while len(self.running) >= most:
+            self.step()
+        request = self.engine.admit(tokens, salt, self.choices.of((0, 0, 3, 9)))
+        self.running.append((request, self.choices.of((4, 16, 64))))
+        self.step()
+
+    def step(self) -> None:
+        self.running = [(request, chunk) for request, chunk in self.running if self.engine.step(request, chunk)]
+
+    def drain(self) -> None:
+        while self.running:
+            self.step()

@@ -1,0 +1,199 @@
+"""The prefix index as plain Python: what `kvevents.index` must answer, slowly and by eye.
+
+A stream knows blocks by the engine's hash, the newest of a hash last. What cannot be placed yet waits in one queue, oldest
+first: orphans for their parent, hashes without tokens ("untied") for a store that has them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from index_keys import DENSE, Plane, Scheme, Scope, Worker, block_key, has_tokens, plane_of, prompt_keys, scheme_of, tier_of
+from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
+from kvevents.stream import Batch, Gap, Reset
+
+
+@dataclass(eq=False)
+class Block:
+    hash: int
+    scheme: Scheme
+    key: int
+    salt: int
+    copies: Counter[Plane] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """An orphan has the event that it came in, and its place there; an untied hash, which awaits itself, has neither."""
+
+    hash: int
+    plane: Plane
+    awaited: int | None
+    event: BlockStored | None = None
+    index: int = 0
+
+
+@dataclass(eq=False)
+class Stream:
+    incarnation: int
+    max_orphans: int
+    last: int = -1
+    blocks: dict[int, list[Block]] = field(default_factory=dict)
+    waiting: list[Waiting] = field(default_factory=list)
+    rules: dict[int, int | str] = field(default_factory=dict)  # by group "dense", "unknown", or blocks that its window needs
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def all(self) -> list[Block]:
+        return [block for blocks in self.blocks.values() for block in blocks]
+
+    def apply(self, event: KVEvent) -> None:
+        if isinstance(event, BlockStored):
+            self.store(event)
+        elif isinstance(event, AllBlocksCleared):
+            self.clear(**event.unrecognised or {})
+        elif self.rules.get(event.group_idx or 0) != "unknown":
+            for value in event.block_hashes:
+                self.remove(value, plane_of(event))
+
+    def store(self, event: BlockStored) -> None:
+        kind, size, group, plane = event.kv_cache_spec_kind, event.block_size, event.group_idx or 0, plane_of(event)
+        window = max(event.kv_cache_spec_sliding_window or 0, 0) if kind == "sliding_window" else 0
+        if kind not in DENSE and not window:
+            self.rules[group] = "unknown"
+            self.counts["unknown-kind"] += 1
+        elif window or not event.token_ids:
+            if window and size > 0:
+                self.rules[group] = -(-(window - 1) // size)
+            for value in event.block_hashes:
+                self.put(Waiting(value, plane, value))
+        elif size <= 0 or len(event.token_ids) != len(event.block_hashes) * size:
+            self.counts["length-mismatch"] += 1
+        elif not has_tokens(event):
+            self.counts["bad-token"] += 1
+        else:
+            self.rules[group] = "dense"
+            before: Block | None = None
+            parents = [event.parent_block_hash, *event.block_hashes]
+            for index, value in enumerate(event.block_hashes):
+                before = self.put(Waiting(value, plane, parents[index], event, index), before)
+
+    def put(self, what: Waiting, before: Block | None = None) -> Block | None:
+        """Place a block, and what waited for it, or let it wait. `before` is the block in front of it in its own event."""
+        parent = before or (self.blocks[what.awaited][-1] if what.awaited in self.blocks else None)
+        if parent is None and what.awaited is not None:
+            self.waiting.append(what)
+            if len(self.waiting) > self.max_orphans:
+                self.waiting.pop(0)
+                self.counts["dropped"] += 1
+            return None
+        placed, queue = [], [(what, parent)]
+        for item, above in queue:  # which grows meanwhile
+            fresh = item.hash not in self.blocks
+            placed.append(self.place(item, above))
+            if fresh:
+                queue += [(other, placed[-1]) for other in self.waiting if other.awaited == item.hash]
+                self.waiting = [other for other in self.waiting if other.awaited != item.hash]
+        return placed[0]
+
+    def place(self, item: Waiting, parent: Block | None) -> Block:
+        """One copy more of the block that `item` is under `parent`; an untied one is `parent`. It is the newest of its hash."""
+        if item.event is None:
+            assert parent is not None
+            parent.copies[item.plane] += 1
+            return parent
+        key, salt = block_key(item.event, item.index, (parent.key, parent.salt) if parent is not None else None)
+        block = Block(item.hash, scheme_of(item.event), key, salt)
+        known = self.blocks.get(item.hash, [])
+        block = next((old for old in known if (old.scheme, old.key) == (block.scheme, key)), block)
+        block.copies[item.plane] += 1
+        self.blocks[item.hash] = [*(old for old in known if old is not block), block]
+        return block
+
+    def remove(self, value: int, plane: Plane) -> None:
+        """One copy, of the oldest block of the hash that is there, else of what waits, orphans first."""
+        held = [block for block in self.blocks.get(value, []) if block.copies[plane]]
+        waiting = [item for item in self.waiting if (item.hash, item.plane) == (value, plane)]
+        if held:
+            held[0].copies[plane] -= 1
+            self.sweep(value)
+        elif waiting:
+            self.waiting.remove(min(waiting, key=lambda item: item.event is None))
+        else:
+            self.counts["unknown-hash"] += 1
+
+    def sweep(self, value: int) -> None:
+        """Forget the blocks of a hash that are nowhere any more, and the hash with the last of them."""
+        self.blocks[value] = [block for block in self.blocks[value] if block.copies.total()]
+        if not self.blocks[value]:
+            del self.blocks[value]
+
+    def clear(self, medium: str | None = None, group_idx: int | None = None) -> None:
+        tier = None if medium is None else tier_of(medium)
+        meant: Callable[[Plane], bool] = lambda plane: tier in (None, plane.tier) and group_idx in (None, plane.group)  # noqa: E731
+        self.waiting = [item for item in self.waiting if not meant(item.plane)]
+        for block in self.all:
+            block.copies = Counter({plane: count for plane, count in block.copies.items() if not meant(plane)})
+            self.sweep(block.hash)
+
+    def held(self, scheme: Scheme, level: int, group: int | None) -> set[int]:
+        """Keys on some plane of at most `level`, of one group or of any."""
+        on: Callable[[Plane], bool] = lambda plane: plane.level <= level and group in (None, plane.group)  # noqa: E731
+        there = [block for block in self.all if any(count and on(plane) for plane, count in block.copies.items())]
+        return {block.key for block in there if block.scheme == scheme}
+
+    def longest(self, keys: list[int], scheme: Scheme, level: int) -> int:
+        """How many blocks of a prompt count as a prefix at `level`."""
+        rules: dict[int | None, int | str] = {group: rule for group, rule in self.rules.items() if rule != "unknown"}
+        rules = rules if len(rules) > 1 else {None: "dense"}
+        held = {group: self.held(scheme, level, group) for group in rules}
+        for length in range(len(keys), 0, -1):
+            first = {group: 0 if isinstance(rule, str) else max(0, length - rule) for group, rule in rules.items()}
+            if all(set(keys[first[group] : length]) <= held[group] for group in rules):
+                return length
+        return 0
+
+
+@dataclass(eq=False)
+class Oracle:
+    max_orphans: int = 1_000_000
+    streams: dict[Worker, Stream] = field(default_factory=dict)
+    labels: dict[str, str | None] = field(default_factory=dict)
+    fences: dict[Worker, int] = field(default_factory=dict)
+
+    def apply(self, delivery: Batch | Reset | Gap) -> str:
+        worker, incarnation = (delivery.source, delivery.rank), delivery.incarnation
+        stream = self.streams.get(worker)
+        if incarnation <= self.fences.get(worker, -1) or (stream is not None and incarnation < stream.incarnation):
+            return "void"
+        if stream is None or incarnation > stream.incarnation or isinstance(delivery, Reset):
+            stream = self.streams[worker] = Stream(incarnation, self.max_orphans)
+        if isinstance(delivery, Reset):
+            return "applied"
+        seq = delivery.seq if isinstance(delivery, Batch) else delivery.last
+        if seq <= stream.last:
+            return "duplicate"
+        stream.last = seq
+        for event in delivery.events if isinstance(delivery, Batch) else ():
+            stream.apply(event)
+        return "applied"
+
+    def remove_worker(self, worker: Worker) -> None:
+        self.fences |= {worker: self.streams.pop(worker).incarnation} if worker in self.streams else {}
+
+    def match(self, tokens: Sequence[int], scope: Scope) -> dict[Worker, tuple[int, ...]]:
+        """By worker with a hit its tokens at most on the GPU, the CPU, a disk, anything."""
+        answer = {}
+        for worker, stream in self.streams.items():
+            found = [(prompt_keys(tokens, scheme, scope), scheme) for scheme in {block.scheme for block in stream.all}]
+            tiers = [max((stream.longest(*pair, level) * pair[1][0] for pair in found), default=0) for level in range(4)]
+            if tiers[3] and self.labels.get(worker[0]) == scope.model:
+                answer[worker] = tuple(tiers)
+        return answer
+
+    def blocks(self, worker: Worker) -> list[tuple[int, int, str, int, int]]:
+        """(key, hash, tier, group, copies) of every block on every plane, sorted."""
+        blocks = self.streams[worker].all if worker in self.streams else []
+        return sorted((at.key, at.hash, plane.tier, plane.group, n) for at in blocks for plane, n in at.copies.items() if n)
