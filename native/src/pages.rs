@@ -16,6 +16,8 @@ const REGION: usize = 2 << 20;
 const HEADER: usize = 512;
 /// Empty regions of a size that are kept, so that an index at a limit does not ask the system again and again.
 const SPARE: usize = 1;
+/// Regions of a size from which on huge pages are asked for: a part of one that is not used yet is memory all the same.
+const HUGE_FROM: usize = 16;
 
 /// At the end of each region.
 struct Header {
@@ -31,6 +33,7 @@ struct Pool {
     /// Regions with free pieces.
     open: Vec<NonNull<Header>>,
     empty: usize,
+    mapped: usize,
 }
 
 // SAFETY: a pool owns its regions, and they are memory like any other.
@@ -48,6 +51,7 @@ impl Pool {
             size,
             open: Vec::new(),
             empty: 0,
+            mapped: 0,
         }
     }
 
@@ -95,6 +99,7 @@ impl Pool {
             return;
         }
         self.open.retain(|&other| other != header);
+        self.mapped -= 1;
         // SAFETY: no piece of this region is in use, and nothing else knows it.
         unsafe { libc::munmap(header.as_ptr().byte_sub(REGION - HEADER).cast(), REGION) };
     }
@@ -122,8 +127,10 @@ impl Pool {
                 libc::munmap(found, before);
             }
             libc::munmap(base.byte_add(REGION), REGION - before);
-            // Only a wish: where huge pages are switched off everything works, slower.
-            libc::madvise(base, REGION, libc::MADV_HUGEPAGE);
+            if self.mapped >= HUGE_FROM {
+                // Only a wish: where huge pages are switched off everything works, slower.
+                libc::madvise(base, REGION, libc::MADV_HUGEPAGE);
+            }
             base
         };
         let mut free = [0; 16];
@@ -142,6 +149,7 @@ impl Pool {
         };
         self.open.push(header);
         self.empty += 1;
+        self.mapped += 1;
         header
     }
 }

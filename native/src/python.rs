@@ -5,7 +5,6 @@ use std::io::{self, Read};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use mimalloc::MiMalloc;
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -18,9 +17,6 @@ use crate::matching::Hit;
 use crate::planes::LEVELS;
 use crate::scan::{self, Kind, OwnedExtra, OwnedId, Schema};
 use crate::snapshot::{self, Failure};
-
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Tokens or bytes of a payload from which on other threads may run meanwhile; below, switching costs more than the work.
 const WORTH_RELEASING: usize = 2_048;
