@@ -31,7 +31,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-bench: $(NATIVE)  ## Ratios against the engines' released classes, loaded from their wheels (downloads about 365 MB once)
+bench: $(NATIVE)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
 	$(BIN)/python -m benchmarks
 
 fuzz: $(NATIVE) fuzz-native  ## The property tests with many more, and new, examples

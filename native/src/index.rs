@@ -504,17 +504,17 @@ impl Index {
         stream.counted = bytes;
         let mut idle = 0;
         while self.held() > limit {
-            let (before, bound) = (self.hand.load(Ordering::Relaxed), self.gate.read().records.bound());
-            idle = if self.evict(stream) { 0 } else { idle + EVICTION_STEP };
-            if idle > bound as usize + EVICTION_STEP {
-                // What is left belongs to streams that are being written to; each makes room itself.
-                if before == 0 && !self.forget_waiting(stream) {
+            if self.evict(stream) {
+                idle = 0;
+                continue;
+            }
+            idle += EVICTION_STEP;
+            if idle > self.gate.read().records.bound() as usize {
+                // A whole round without any: what is left belongs to streams that are being written to, and make room themselves.
+                if !self.forget_waiting(stream) {
                     break;
                 }
                 idle = 0;
-                if self.gate.read().records.is_empty() && stream.waiting.is_empty() {
-                    break;
-                }
             }
         }
     }
