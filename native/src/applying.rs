@@ -10,6 +10,7 @@ use crate::planes::{Plane, Rule, tier};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
 use crate::slab::TWIN;
 use crate::stream::{Block, Place, Stream};
+use crate::table::Step;
 use crate::waiting::{Content, Waiting};
 
 /// Planes of one stream that are remembered by their names.
@@ -221,13 +222,26 @@ impl Stream {
         let hashes = &store.hashes[first..];
         let ahead = &mut work.ahead;
         ahead.clear();
-        for (&hash, &key) in hashes.iter().zip(&work.keys).take(AHEAD) {
-            ahead.push(self.asked(writer, hash, key, number));
+        for (&hash, &key) in hashes.iter().zip(&work.keys).take(3 * AHEAD) {
+            ahead.push(Block::new(writer, hash, key, number));
+        }
+        for (step, distance) in [(Step::Directory, 3), (Step::Segment, 2), (Step::Bucket, 1)] {
+            ahead
+                .iter()
+                .take(distance * AHEAD)
+                .for_each(|block| self.ask(writer, block, step));
         }
         for at in 0..count {
-            let block = ahead[at % AHEAD];
+            let block = ahead[at % (3 * AHEAD)];
             if at + AHEAD < count {
-                ahead[at % AHEAD] = self.asked(writer, hashes[at + AHEAD], work.keys[at + AHEAD], number);
+                self.ask(writer, &ahead[(at + AHEAD) % (3 * AHEAD)], Step::Bucket);
+            }
+            if at + 2 * AHEAD < count {
+                self.ask(writer, &ahead[(at + 2 * AHEAD) % (3 * AHEAD)], Step::Segment);
+            }
+            if let (Some(&hash), Some(&key)) = (hashes.get(at + 3 * AHEAD), work.keys.get(at + 3 * AHEAD)) {
+                ahead[at % (3 * AHEAD)] = Block::new(writer, hash, key, number);
+                self.ask(writer, &ahead[at % (3 * AHEAD)], Step::Directory);
             }
             let Some((placed, fresh)) = self.place(writer, &block, store.plane, guess) else {
                 self.counters.reject("none", "too-many-alike");
@@ -242,12 +256,17 @@ impl Stream {
         writer.contexts.release(number, 1);
     }
 
-    /// A block that is to be placed soon: what that will look at is brought into the cache.
+    /// Asks for what a block will need that is to be placed soon.
     #[inline]
+    fn ask(&self, core: &Core, block: &Block, step: Step) {
+        core.keys.prefetch(block.key_spot, step);
+        self.prefetch(block.hash_spot, step);
+    }
+
+    /// A block with everything that placing it needs asked for.
     pub fn asked(&self, core: &Core, hash: u64, key: u64, context: u32) -> Block {
         let block = Block::new(core, hash, key, context);
-        core.keys.prefetch(block.key_spot);
-        self.prefetch(block.hash_spot);
+        self.ask(core, &block, Step::Bucket);
         block
     }
 
@@ -321,7 +340,7 @@ impl Stream {
         };
         for chunk in hashes.chunks(BLOCKS_PER_HOLD) {
             for &hash in chunk {
-                self.prefetch(writer.spot(hash));
+                self.prefetch(writer.spot(hash), Step::Bucket);
             }
             for &hash in chunk {
                 if !self.remove(writer, hash, plane) && !self.waiting.remove(hash, plane) {

@@ -10,6 +10,7 @@ use crate::keys::Scheme;
 use crate::planes::{LEVELS, Rule};
 use crate::sets::Word;
 use crate::slab::TWIN;
+use crate::table::Step;
 
 /// Blocks of a prompt that are looked at before the others are hashed: many prompts are unknown from the start.
 pub const FIRST_LOOK: usize = 64;
@@ -64,7 +65,7 @@ impl Walk {
                 _ => {
                     let end = keys.len().min(at + AHEAD);
                     for &next in &keys[asked.max(at + 1).min(end)..end] {
-                        core.keys.prefetch(core.spot(next));
+                        core.keys.prefetch(core.spot(next), Step::Bucket);
                     }
                     asked = end;
                     let Some(found) = self.search(core, key, &meant) else {

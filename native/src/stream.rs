@@ -9,7 +9,7 @@ use crate::gate::Writer;
 use crate::planes::Rules;
 use crate::sets::Step;
 use crate::slab::TWIN;
-use crate::table::{Spot, Table};
+use crate::table::{self, Spot, Table};
 use crate::waiting::Queue;
 
 /// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
@@ -170,10 +170,10 @@ impl Stream {
         self.copies.values().map(|&extra| extra as usize).sum()
     }
 
-    /// Brings what is looked at for a hash into the cache.
+    /// Asks for the memory that is looked at for a hash, in the steps of a table.
     #[inline]
-    pub fn prefetch(&self, spot: Spot) {
-        self.table.prefetch(spot);
+    pub fn prefetch(&self, spot: Spot, step: table::Step) {
+        self.table.prefetch(spot, step);
     }
 
     fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {

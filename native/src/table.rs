@@ -249,6 +249,15 @@ impl From<u64> for Spot {
     }
 }
 
+/// What `Table::prefetch` asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Step {
+    Directory,
+    Segment,
+    Bucket,
+}
+
 /// See the module.
 pub struct Table {
     /// Numbers in `segments`, by the first `depth` bits.
@@ -314,16 +323,24 @@ impl Table {
         self.directory[(bent >> 1 >> (63 - self.depth)) as usize] as usize
     }
 
-    /// Brings the bucket of a hash into the cache.
+    /// Asks for the memory that leads to a hash: first its place in the directory, when that is here its segment, and then its bucket.
+    /// In a large table each of them is a cache miss that the next one needs.
     #[inline]
-    pub fn prefetch(&self, spot: Spot) {
+    pub fn prefetch(&self, spot: Spot, step: Step) {
         #[cfg(target_arch = "x86_64")]
         if !self.directory.is_empty() {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let segment = &self.segments[self.at(spot.bent)];
-            let bucket = &raw const segment.buckets[segment.home(spot.bent)];
-            // SAFETY: a prefetch is a hint; the address is inside of the segment.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(bucket.cast()) };
+            let at = (spot.bent >> 1 >> (63 - self.depth)) as usize;
+            let wanted: *const i8 = match step {
+                Step::Directory => ptr::from_ref(&self.directory[at]).cast(),
+                Step::Segment => ptr::from_ref(&self.segments[self.directory[at] as usize]).cast(),
+                Step::Bucket => {
+                    let segment = &self.segments[self.directory[at] as usize];
+                    ptr::from_ref(&segment.buckets[segment.home(spot.bent)]).cast()
+                }
+            };
+            // SAFETY: a prefetch is a hint, and all of these are there.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(wanted) };
         }
     }
 
