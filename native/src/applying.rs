@@ -10,10 +10,10 @@ use crate::planes::{Plane, Rule, tier};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
 use crate::slab::TWIN;
 use crate::stream::{Block, Place, Stream};
-use crate::table::Step;
+use crate::table::Stage;
 use crate::waiting::{Content, Waiting};
 
-/// Planes of one stream that are remembered by their names.
+/// Names of planes that one life of a stream may use: an engine has a handful, and all streams share `MAX_PLANES`.
 const MAX_PLACES: usize = 64;
 /// Blocks between asking for memory and using it.
 const AHEAD: usize = 16;
@@ -225,23 +225,23 @@ impl Stream {
         for (&hash, &key) in hashes.iter().zip(&work.keys).take(3 * AHEAD) {
             ahead.push(Block::new(writer, hash, key, number));
         }
-        for (step, distance) in [(Step::Directory, 3), (Step::Segment, 2), (Step::Bucket, 1)] {
+        for (stage, distance) in [(Stage::Directory, 3), (Stage::Segment, 2), (Stage::Bucket, 1)] {
             ahead
                 .iter()
                 .take(distance * AHEAD)
-                .for_each(|block| self.ask(writer, block, step));
+                .for_each(|block| self.ask(writer, block, stage));
         }
         for at in 0..count {
             let block = ahead[at % (3 * AHEAD)];
             if at + AHEAD < count {
-                self.ask(writer, &ahead[(at + AHEAD) % (3 * AHEAD)], Step::Bucket);
+                self.ask(writer, &ahead[(at + AHEAD) % (3 * AHEAD)], Stage::Bucket);
             }
             if at + 2 * AHEAD < count {
-                self.ask(writer, &ahead[(at + 2 * AHEAD) % (3 * AHEAD)], Step::Segment);
+                self.ask(writer, &ahead[(at + 2 * AHEAD) % (3 * AHEAD)], Stage::Segment);
             }
             if let (Some(&hash), Some(&key)) = (hashes.get(at + 3 * AHEAD), work.keys.get(at + 3 * AHEAD)) {
                 ahead[at % (3 * AHEAD)] = Block::new(writer, hash, key, number);
-                self.ask(writer, &ahead[at % (3 * AHEAD)], Step::Directory);
+                self.ask(writer, &ahead[at % (3 * AHEAD)], Stage::Directory);
             }
             let Some((placed, fresh)) = self.place(writer, &block, store.plane, guess) else {
                 self.counters.reject("none", "too-many-alike");
@@ -258,15 +258,15 @@ impl Stream {
 
     /// Asks for what a block will need that is to be placed soon.
     #[inline]
-    fn ask(&self, core: &Core, block: &Block, step: Step) {
-        core.keys.prefetch(block.key_spot, step);
-        self.prefetch(block.hash_spot, step);
+    fn ask(&self, core: &Core, block: &Block, stage: Stage) {
+        core.keys.prefetch(block.key_spot, stage);
+        self.prefetch(block.hash_spot, stage);
     }
 
     /// A block with everything that placing it needs asked for.
     pub fn asked(&self, core: &Core, hash: u64, key: u64, context: u32) -> Block {
         let block = Block::new(core, hash, key, context);
-        self.ask(core, &block, Step::Bucket);
+        self.ask(core, &block, Stage::Bucket);
         block
     }
 
@@ -340,7 +340,7 @@ impl Stream {
         };
         for chunk in hashes.chunks(BLOCKS_PER_HOLD) {
             for &hash in chunk {
-                self.prefetch(writer.spot(hash), Step::Bucket);
+                self.prefetch(writer.spot(hash), Stage::Bucket);
             }
             for &hash in chunk {
                 if !self.remove(writer, hash, plane) && !self.waiting.remove(hash, plane) {
@@ -387,6 +387,9 @@ impl Stream {
         if let Some((_, plane)) = self.places.iter().find(|(place, _)| same(place)) {
             return Some(*plane);
         }
+        if self.places.len() >= MAX_PLACES {
+            return None;
+        }
         let text = |span| read.text(span).map(str::to_owned);
         let plane = writer.plane(Plane {
             tier: tier(read.text(event.medium).unwrap_or("")),
@@ -394,9 +397,6 @@ impl Stream {
             ownership: text(event.ownership),
             group,
         })?;
-        if self.places.len() >= MAX_PLACES {
-            self.places.clear();
-        }
         let owned = |bytes: Option<&[u8]>| bytes.map(Box::from);
         let place = Place {
             medium: owned(medium),

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::contexts::Contexts;
 use crate::planes::{Plane, Rule};
-use crate::sets::{EMPTY, MAX_STREAMS, Sets, Step};
+use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
 use crate::slab::{Record, Slab, TWIN};
 use crate::stream::{Block, Stream};
 use crate::table::{Hashes, Spot, Table};
@@ -15,7 +15,7 @@ use crate::table::{Hashes, Spot, Table};
 /// Records with one key: streams that hold a block under two hashes at once need one for each.
 pub const MAX_TWINS: usize = 16;
 /// Planes of one index. Engines have a handful; their names and groups are a peer's words.
-pub const MAX_PLANES: usize = 1024;
+pub const MAX_PLANES: usize = 4096;
 
 /// Who a stream is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -136,11 +136,9 @@ impl Core {
         Spot::from(self.secret.place(value))
     }
 
-    /// The record of a block for `stream` to hold under `hash`, made when there is none; and whether it was made.
-    ///
-    /// None when there are too many records of this key.
+    /// The record of a block for `stream` to hold under its hash, made when there is none; None when there are too many of its key.
     #[inline]
-    pub fn record(&mut self, block: &Block, stream: u32, guess: u32) -> Option<(u32, bool)> {
+    pub fn record(&mut self, block: &Block, stream: u32, guess: u32) -> Option<u32> {
         let Block {
             key,
             hash,
@@ -154,7 +152,7 @@ impl Core {
             .find(guess)
             .is_some_and(|record| fits(record) && !self.sets.knows(record.set, stream))
         {
-            return Some((guess, false));
+            return Some(guess);
         }
         let records = &self.records;
         let mut twins = 0;
@@ -169,8 +167,8 @@ impl Core {
             }
             found.is_none()
         });
-        if let Some(number) = found {
-            return Some((number, false));
+        if found.is_some() {
+            return found;
         }
         if twins >= MAX_TWINS {
             return None;
@@ -184,7 +182,7 @@ impl Core {
         })?;
         self.contexts.add(context);
         self.keys.insert(key_spot, number, &ByKey(&self.records, self.secret));
-        Some((number, true))
+        Some(number)
     }
 
     #[cold]
@@ -210,9 +208,9 @@ impl Core {
 
     /// Adds or removes a holder of a block.
     #[inline]
-    pub fn toggle(&mut self, number: u32, plane: u16, stream: u32, step: &mut Step) {
+    pub fn toggle(&mut self, number: u32, plane: u16, stream: u32, last: &mut Move) {
         let set = self.records.get(number).set;
-        self.records.get_mut(number).set = self.sets.moved(set, plane, stream, step);
+        self.records.get_mut(number).set = self.sets.moved(set, plane, stream, last);
     }
 
     /// Forgets a block that nobody holds any more.

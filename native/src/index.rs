@@ -84,6 +84,32 @@ pub struct Scope {
     pub items: Vec<Item>,
 }
 
+impl Scope {
+    /// Its context in one scheme.
+    pub fn context(&self, scheme: Scheme) -> Context {
+        Context {
+            scheme,
+            lora: self.lora,
+            salt: self.salt,
+        }
+    }
+
+    /// Goes on with the keys of a prompt's blocks up to `wanted` of them.
+    pub fn extend(&self, tokens: &[u32], scheme: Scheme, wanted: usize, keys: &mut Vec<u64>) {
+        let known = keys.len();
+        let parent = keys.last().copied();
+        keys::locals(
+            tokens,
+            scheme,
+            self.context(scheme).seed(),
+            &self.items,
+            known..wanted.max(known),
+            keys,
+        );
+        keys::chain(parent, &mut keys[known..]);
+    }
+}
+
 /// One stream as an operator sees it.
 #[derive(Clone, Debug)]
 pub struct Info {
@@ -136,7 +162,8 @@ struct Room {
     scratch: Scratch,
     work: Work,
     walk: Walk,
-    keys: Vec<u64>,
+    /// Keys of a prompt by scheme.
+    keys: Vec<Vec<u64>>,
     depths: Vec<Depth>,
 }
 
@@ -498,10 +525,7 @@ impl Index {
     /// Counts the bytes of a stream that has changed, and makes room if there are too many.
     fn settle(&self, stream: &mut Stream) {
         let Some(limit) = self.limits.memory else { return };
-        let bytes = stream.bytes();
-        self.streams_bytes
-            .fetch_add(bytes.wrapping_sub(stream.counted), Ordering::Relaxed);
-        stream.counted = bytes;
+        self.recount(stream);
         let mut idle = 0;
         while self.held() > limit {
             if self.evict(stream) {
@@ -684,38 +708,33 @@ impl Index {
     // --- matching
 
     /// Workers that hold a beginning of a prompt.
+    ///
+    /// Keys are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
+    /// true at one moment: the last look is at every key, of every scheme, under one lock.
     pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Vec<Hit> {
         ROOM.with_borrow_mut(|room| {
+            let Room { walk, keys, depths, .. } = room;
             let schemes = self.schemes(scope);
-            room.depths.clear();
-            let mut core = self.gate.read();
-            for &scheme in &schemes {
-                let context = Context {
-                    scheme,
-                    lora: scope.lora,
-                    salt: scope.salt,
-                };
-                let blocks = scheme.blocks(tokens.len());
-                room.keys.clear();
-                let (mut known, mut wanted) = (0, blocks.min(FIRST_LOOK));
-                loop {
-                    drop(core);
-                    keys::locals(tokens, scheme, context.seed(), &scope.items, known..wanted, &mut room.keys);
-                    let parent = known.checked_sub(1).map(|last| room.keys[last]);
-                    keys::chain(parent, &mut room.keys[known..]);
-                    core = self.gate.read();
-                    let number = core.contexts.find(&context);
-                    let found = number.map_or(0, |number| room.walk.read(&core, &room.keys, |other| other == number));
-                    if found < wanted || wanted == blocks {
-                        break;
-                    }
-                    (known, wanted) = (wanted, blocks);
+            keys.resize_with(schemes.len().max(keys.len()), Vec::new);
+            keys.iter_mut().for_each(Vec::clear);
+            let mut wanted = FIRST_LOOK;
+            loop {
+                for (&scheme, keys) in schemes.iter().zip(&mut *keys) {
+                    scope.extend(tokens, scheme, scheme.blocks(tokens.len()).min(wanted), keys);
                 }
-                if core.contexts.find(&context).is_some() {
-                    room.walk.depths(&core, scheme, &scope.model, &mut room.depths);
+                let core = self.gate.read();
+                depths.clear();
+                let mut goes_on = false;
+                for (&scheme, keys) in schemes.iter().zip(&*keys) {
+                    let found = walk.find(&core, keys, &scope.context(scheme));
+                    goes_on |= found == keys.len() && found < scheme.blocks(tokens.len());
+                    walk.depths(&core, scheme, &scope.model, depths);
                 }
+                if !goes_on {
+                    return hits(&core, depths, schemes.len() > 1);
+                }
+                wanted = usize::MAX;
             }
-            hits(&core, &mut room.depths, schemes.len() > 1)
         })
     }
 
@@ -802,9 +821,7 @@ impl Index {
         let schemes: Vec<Scheme> = self.gate.read().contexts.schemes().collect();
         let keys = |scheme: Scheme| {
             let mut found = Vec::new();
-            let seed = keys::seed(scope.lora, scope.salt);
-            keys::locals(tokens, scheme, seed, &scope.items, 0..scheme.blocks(tokens.len()), &mut found);
-            keys::chain(None, &mut found);
+            scope.extend(tokens, scheme, scheme.blocks(tokens.len()), &mut found);
             (scheme, found)
         };
         schemes.into_iter().map(keys).collect()
@@ -813,15 +830,7 @@ impl Index {
     /// Schemes in which this namespace has blocks at all.
     pub fn schemes(&self, scope: &Scope) -> Vec<Scheme> {
         let core = self.gate.read();
-        let known = |scheme: &Scheme| {
-            core.contexts
-                .find(&Context {
-                    scheme: *scheme,
-                    lora: scope.lora,
-                    salt: scope.salt,
-                })
-                .is_some()
-        };
+        let known = |scheme: &Scheme| core.contexts.find(&scope.context(*scheme)).is_some();
         core.contexts.schemes().filter(known).collect()
     }
 }
@@ -830,6 +839,7 @@ impl Index {
 fn begin(stream: &mut Stream, writer: &mut Writer<'_>, incarnation: i64) {
     stream.forget(writer);
     stream.rules = Rules::default();
+    stream.places.clear();
     writer.rule(stream.number, None);
     (stream.incarnation, stream.last) = (incarnation, -1);
 }

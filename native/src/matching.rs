@@ -5,12 +5,13 @@
 
 use std::sync::Arc;
 
+use crate::contexts::Context;
 use crate::core::{Core, Worker};
 use crate::keys::Scheme;
 use crate::planes::{LEVELS, Rule};
 use crate::sets::Word;
 use crate::slab::TWIN;
-use crate::table::Step;
+use crate::table::Stage;
 
 /// Blocks of a prompt that are looked at before the others are hashed: many prompts are unknown from the start.
 pub const FIRST_LOOK: usize = 64;
@@ -52,7 +53,15 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Reads the records of a chain. Returns how many there are before the first that is missing.
+    /// Reads the records of a chain in one context. Returns how many there are before the first that is missing.
+    pub fn find(&mut self, core: &Core, keys: &[u64], context: &Context) -> usize {
+        match core.contexts.find(context) {
+            Some(number) => self.read(core, keys, |other| other == number),
+            None => self.read(core, &[], |_| false),
+        }
+    }
+
+    /// Reads the records of a chain in the contexts that `meant` says. Returns how many there are before the first that is missing.
     pub fn read(&mut self, core: &Core, keys: &[u64], meant: impl Fn(u32) -> bool) -> usize {
         self.runs.clear();
         self.together.clear();
@@ -65,7 +74,7 @@ impl Walk {
                 _ => {
                     let end = keys.len().min(at + AHEAD);
                     for &next in &keys[asked.max(at + 1).min(end)..end] {
-                        core.keys.prefetch(core.spot(next), Step::Bucket);
+                        core.keys.prefetch(core.spot(next), Stage::Bucket);
                     }
                     asked = end;
                     let Some(found) = self.search(core, key, &meant) else {

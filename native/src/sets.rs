@@ -43,7 +43,7 @@ struct Entry {
 
 /// A change from one set to another that was made before, to make it again without a search.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Step {
+pub struct Move {
     from: (u32, u32),
     to: (u32, u32),
     holder: (u16, u32),
@@ -115,20 +115,20 @@ impl Sets {
         self.planes(set, stream).next().is_some()
     }
 
-    /// Moves one block from `set` to the one with or without a holder; `step` remembers the last move.
+    /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
     #[inline]
-    pub fn moved(&mut self, set: u32, plane: u16, stream: u32, step: &mut Step) -> u32 {
-        let (from, to) = (step.from.0 as usize, step.to.0 as usize);
-        let same = step.known && step.holder == (plane, stream) && step.from.0 == set;
+    pub fn moved(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> u32 {
+        let (from, to) = (last.from.0 as usize, last.to.0 as usize);
+        let same = last.known && last.holder == (plane, stream) && last.from.0 == set;
         let alive = |at: usize, born: u32| self.entries.get(at).is_some_and(|entry| entry.born == born);
-        let target = if same && alive(from, step.from.1) && alive(to, step.to.1) {
-            step.to.0
+        let target = if same && alive(from, last.from.1) && alive(to, last.to.1) {
+            last.to.0
         } else {
             self.toggled(set, plane, stream)
         };
         self.entries[target as usize].refs += u32::from(target != EMPTY);
         let born = |number: u32| (number, self.entries[number as usize].born);
-        *step = Step {
+        *last = Move {
             from: born(set),
             to: born(target),
             holder: (plane, stream),

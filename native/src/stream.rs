@@ -7,9 +7,9 @@ use hashbrown::HashTable;
 use crate::core::{ByHash, Core};
 use crate::gate::Writer;
 use crate::planes::Rules;
-use crate::sets::Step;
+use crate::sets::Move;
 use crate::slab::TWIN;
-use crate::table::{self, Spot, Table};
+use crate::table::{Spot, Stage, Table};
 use crate::waiting::Queue;
 
 /// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
@@ -52,9 +52,7 @@ impl Counters {
         let kind = if known { kind } else { "other" };
         *self.rejected.entry((kind.chars().take(64).collect(), reason)).or_default() += 1;
     }
-}
 
-impl Counters {
     /// Adds those of a stream that has ended.
     pub fn add(&mut self, other: &Self) {
         for ((kind, reason), count) in &other.rejected {
@@ -102,8 +100,8 @@ pub struct Stream {
     copies: HashMap<(u32, u16), u32>,
     /// By plane, the part of a digest that it stands for.
     marks: Vec<u64>,
-    added: Step,
-    removed: Step,
+    added: Move,
+    removed: Move,
 }
 
 /// What an event calls a plane.
@@ -150,8 +148,8 @@ impl Stream {
             several: HashMap::new(),
             copies: HashMap::new(),
             marks: Vec::new(),
-            added: Step::default(),
-            removed: Step::default(),
+            added: Move::default(),
+            removed: Move::default(),
         }
     }
 
@@ -170,10 +168,10 @@ impl Stream {
         self.copies.values().map(|&extra| extra as usize).sum()
     }
 
-    /// Asks for the memory that is looked at for a hash, in the steps of a table.
+    /// Asks for the memory that is looked at for a hash, in the stages of a table.
     #[inline]
-    pub fn prefetch(&self, spot: Spot, step: table::Step) {
-        self.table.prefetch(spot, step);
+    pub fn prefetch(&self, spot: Spot, stage: Stage) {
+        self.table.prefetch(spot, stage);
     }
 
     fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
@@ -233,7 +231,7 @@ impl Stream {
         if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= MAX_SAME_HASH) {
             return None;
         }
-        let (number, _) = core.record(block, self.number, guess)?;
+        let number = core.record(block, self.number, guess)?;
         self.enter(core, hash, hash_spot, number);
         self.copy(core, hash, number, plane);
         if let Some(other) = known {

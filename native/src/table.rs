@@ -252,7 +252,7 @@ impl From<u64> for Spot {
 /// What `Table::prefetch` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
-pub enum Step {
+pub enum Stage {
     Directory,
     Segment,
     Bucket,
@@ -326,15 +326,15 @@ impl Table {
     /// Asks for the memory that leads to a hash: first its place in the directory, when that is here its segment, and then its bucket.
     /// In a large table each of them is a cache miss that the next one needs.
     #[inline]
-    pub fn prefetch(&self, spot: Spot, step: Step) {
+    pub fn prefetch(&self, spot: Spot, stage: Stage) {
         #[cfg(target_arch = "x86_64")]
         if !self.directory.is_empty() {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             let at = (spot.bent >> 1 >> (63 - self.depth)) as usize;
-            let wanted: *const i8 = match step {
-                Step::Directory => ptr::from_ref(&self.directory[at]).cast(),
-                Step::Segment => ptr::from_ref(&self.segments[self.directory[at] as usize]).cast(),
-                Step::Bucket => {
+            let wanted: *const i8 = match stage {
+                Stage::Directory => ptr::from_ref(&self.directory[at]).cast(),
+                Stage::Segment => ptr::from_ref(&self.segments[self.directory[at] as usize]).cast(),
+                Stage::Bucket => {
                     let segment = &self.segments[self.directory[at] as usize];
                     ptr::from_ref(&segment.buckets[segment.home(spot.bent)]).cast()
                 }
