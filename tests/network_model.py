@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.stream import Ask, Batch, Doubt, Gap, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.stream import Ask, Batch, Checkpoint, Doubt, Gap, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.stream.checkpoint import Standing
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 
 TOPIC = b"kv"
@@ -68,7 +70,11 @@ class Publisher:
 
 
 class Observer:
-    """Holds what a subscriber hands out against what was published."""
+    """An application: holds what a subscriber hands out against what was published, and applies each number once.
+
+    `next_seq` is where its stream is, `applied` how far its state is. They differ while a stream that was resumed from an older
+    checkpoint delivers again what the state knows already.
+    """
 
     def __init__(self, publisher: Publisher, *, can_tell_lives: bool) -> None:
         self.publisher = publisher
@@ -77,9 +83,19 @@ class Observer:
         self.life = 0
         self.next_seq = 0
         self.known = False
+        self.batches = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.applied = -1
+        self.held: frozenset[tuple[int, int]] = frozenset()
+        """Life and number of each batch applied since the last clear."""
         self.gap_since_clear = False
         self.unreadable_since_clear = False
-        self.batches = 0
+
+    def resume(self, incarnation: int, next_seq: int) -> None:
+        """The stream goes on from there; the state is as it was."""
+        self.incarnation, self.next_seq = incarnation, next_seq
 
     def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> None:
         for delivery in deliveries:
@@ -90,17 +106,17 @@ class Observer:
                 assert delivery.last >= delivery.first
                 assert delivery.incarnation == self.incarnation
                 self.next_seq = delivery.last + 1
-                self.gap_since_clear = True
+                if delivery.last > self.applied:
+                    self.applied = delivery.last
+                    self.gap_since_clear = True
             else:
                 self._batch(delivery)
 
     def _reset(self, reset: Reset) -> None:
         assert reset.incarnation == self.incarnation + 1
-        self.incarnation = reset.incarnation
-        self.next_seq = 0
+        self.resume(reset.incarnation, 0)
         self.known = False
-        self.gap_since_clear = False
-        self.unreadable_since_clear = False
+        self._forget()
 
     def _batch(self, batch: Batch) -> None:
         assert batch.seq == self.next_seq, f"{batch.seq} delivered where {self.next_seq} was due"
@@ -113,12 +129,25 @@ class Observer:
         self.life, self.known = life, True
         assert batch.payload == self.publisher.lives[life].payloads[seq]
         self.next_seq = seq + 1
+        if seq > self.applied:
+            self._apply(life, batch)
+
+    def _apply(self, life: int, batch: Batch) -> None:
+        self.applied = batch.seq
         self.batches += 1
-        if seq in self.publisher.lives[life].clears:
+        if batch.seq in self.publisher.lives[life].clears:
+            self.held = frozenset()
             self.gap_since_clear = False
             self.unreadable_since_clear = False
+        self.held |= {(life, batch.seq)}
         if batch.rejected:
             self.unreadable_since_clear = True
+
+    def holds_everything(self) -> bool:
+        """Whether the state is that of an application that was there from the beginning, up to its newest batch."""
+        life, last = self.publisher.lives[self.life], max(self.applied, self.next_seq - 1)
+        first = max((seq for seq in life.clears if seq <= last), default=0)
+        return self.held == {(self.life, seq) for seq in life.payloads if first <= seq <= last}
 
 
 def clears(batch: Batch) -> bool:
@@ -136,6 +165,13 @@ class Twins:
         self.raw = Stream(source, limits, decode=None)
         self.decoding = Stream(source, limits)
         self.unreported: list[tuple[RawBatch, Batch]] = []
+
+    def standing(self) -> Standing:
+        return self.raw.standing()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self.raw.restore(checkpoint)
+        self.decoding.restore(checkpoint)
 
     @property
     def trust(self) -> Trust:
@@ -208,6 +244,14 @@ class Twins:
         assert self.raw.trust == self.decoding.trust
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What an application has on its disk: a checkpoint and its state, both of one moment."""
+
+    checkpoint: Checkpoint
+    state: Observer
+
+
 class Network:
     """Carries frames between one publisher and one stream; every fault is asked for by the test."""
 
@@ -226,6 +270,10 @@ class Network:
         self.lose_marker = False
         self.mute = False
         self.asked: list[int] = []
+        self.saved: list[Saved] = []
+        self._standing = stream.standing()
+        self._before = (self._standing, copy(self.observer))
+        self._delivered: list[Batch | Gap | Reset] = []
 
     # --- the publisher's side
 
@@ -280,8 +328,49 @@ class Network:
         self.stream.tick(self.now)
         self._settle()
 
+    # --- a subscriber that restarts
+
+    def save(self, waiting: int = 0) -> None:
+        """Keep a checkpoint as of before the last `waiting` of the newest deliveries, and the state of that moment."""
+        now, state = self.stream.standing(), copy(self.observer)
+        if waiting := min(waiting, len(self._delivered)):
+            before, state = self._before[0], copy(self._before[1])
+            handed_out = self._delivered[:-waiting]
+            state.take(handed_out)
+            now = before.after(handed_out, now)
+        checkpoint = now.checkpoint(self.stream.source.label, self.stream.source.rank)
+        assert Checkpoint.decode(checkpoint.encode()) == checkpoint
+        assert (checkpoint.incarnation, checkpoint.last_seq + 1) == (state.incarnation, state.next_seq)
+        newest = self.saved[-1].checkpoint if self.saved else checkpoint
+        if (newest.incarnation, newest.last_seq) <= (checkpoint.incarnation, checkpoint.last_seq):
+            self.saved.append(Saved(checkpoint, state))
+
+    def resubscribe(self, stream: Stream | Twins, which: int, newer: int) -> None:
+        """The subscriber's process restarts with an older checkpoint and the state of `newer` checkpoints later."""
+        self.cut()
+        older = which % len(self.saved)
+        kept = self.saved[min(older + newer, len(self.saved) - 1)]
+        checkpoint = self.saved[older].checkpoint
+        if newer:
+            checkpoint = checkpoint.spanning(kept.checkpoint)
+        del self.saved[older:]
+        stream.restore(checkpoint)
+        assert stream.trust == Trust.STALE
+        self.stream, self.observer = stream, copy(kept.state)
+        self.observer.resume(checkpoint.incarnation, checkpoint.last_seq + 1)
+        self.ever_up = False
+        self.live.clear()
+        self._delivered, self._standing = [], stream.standing()
+        self.saved.append(Saved(checkpoint, copy(self.observer)))
+
     def _settle(self) -> None:
-        self.observer.take(self.stream.deliveries())
+        before = copy(self.observer)
+        deliveries = self.stream.deliveries()
+        if deliveries:
+            self._before = (self._standing, before)
+            self._delivered = deliveries
+        self.observer.take(deliveries)
+        self._standing = self.stream.standing()
         while (ask := self.stream.ask(self.now)) is not None:
             self._answer(ask)
         if not self.stream.asking:
@@ -308,6 +397,7 @@ class Network:
             assert isinstance(self.stream, Twins) or not self.observer.unreadable_since_clear, "EXACT after an unreadable event"
             assert self.stream.waiting == 0, "EXACT while batches wait"
             assert self.stream.last_seq + 1 == self.observer.next_seq
+            assert self.observer.holds_everything(), "EXACT with another state than the truth"
 
     def quiesce(self) -> None:
         """A healthy network again, until nothing moves any more."""

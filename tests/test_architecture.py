@@ -15,14 +15,15 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints"),
+    ("events", "endpoints", "version"),
     ("wire",),
     ("config",),
     ("stream",),
     ("_native",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
-    ("compat", "testing"),
-    ("cli", "__main__"),
+    ("compat", "testing", "service"),
+    ("cli",),
+    ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 CORE = ("events", "wire", "stream")

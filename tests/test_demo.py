@@ -6,10 +6,12 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvevents.events import BlockRemoved, BlockStored
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch
-from test_cli import RECORDING, RUN, Program
+from test_cli import RECORDING, RUN, Program, free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -49,6 +51,35 @@ def test_the_router_knows_what_each_worker_holds() -> None:
             "router.py", f"{one.endpoint},{one.replay_endpoint}", f"{other.endpoint},{other.replay_endpoint}"
         ) as router:
             router.out.wait(f"'worker-0': '{expected[0]} blocks, EXACT', 'worker-1': '{expected[1]} blocks, EXACT'")
+
+
+def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
+    """An engine that publishes the prompt beside one that is not there; Ctrl-C ends it without a word."""
+    prompt = ",".join(["1"] * 16 + ["2"] * 16 + ["1"])
+    with example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+        endpoints = ",".join(publisher.out.wait("tcp://").split())
+        with example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{free_port()}") as index:
+            index.out.wait(r"^engine-0: 32 of 33 tokens, by tier \{'gpu': 32.*, EXACT$")
+            ended = index.interrupt()
+    assert (ended.code, ended.err) == (0, "")
+    assert re.search("^engine-1: 0 of 33 tokens, CONNECTING$", ended.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--prompt", "1,x"], 2, "argument --prompt: invalid tokens value: '1,x'"),
+        (["--prompt", "4294967296"], 2, "argument --prompt: token ids are from 0 to 2**32 - 1"),
+        (["127.0.0.1:5557"], 1, "endpoint '127.0.0.1:5557' has no transport; write tcp://host:port"),
+        (["tcp://127.0.0.1"], 1, "cannot connect to tcp://127.0.0.1: "),
+    ],
+)
+def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], code: int, told: str) -> None:
+    with example("prefix_index.py", *arguments) as index:
+        ended = index.end()
+    assert (ended.code, ended.out) == (code, "")
+    assert f"prefix_index.py: {'error: ' if code == 2 else ''}{told}" in ended.err
+    assert "Traceback" not in ended.err
 
 
 def resident(tape: TapePlayer) -> int:

@@ -16,6 +16,7 @@ def test_the_root_offers_exactly_these_names() -> None:
         "Batch",
         "BlockRemoved",
         "BlockStored",
+        "Checkpoint",
         "Curve",
         "Decoded",
         "Delivery",

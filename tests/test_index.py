@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from array import array
@@ -31,8 +32,8 @@ from index_cases import (
 from index_keys import Scope, prompt_keys
 from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
+from kvevents.index.prefix import _layouts
 from kvevents.stream import Gap, Reset
-from kvevents.testing import VirtualClock
 from wire_cases import batch_of, pack, stored
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
@@ -467,6 +468,25 @@ def test_a_reset_forgets_the_stream_and_begins_again_from_0(index: PrefixIndex, 
     assert tokens_of(index, PROMPT) == 2
 
 
+def test_a_stream_may_name_64_places_in_each_life(index: PrefixIndex, feed: Feed) -> None:
+    """Names of media and groups are a peer's words, and kept: beyond 64, stores and hashes without tokens of one life are set
+    aside and counted, places known before stay usable, other streams are not touched, and a new life begins with none."""
+    named = [f"M{number}" for number in range(66)]
+    feed(*(chain(1, medium=medium) for medium in named))
+    assert index.stats().rejected == {("none", "too-many-planes"): 2}
+    assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == set(named[:64])
+    feed(store([1], [], 0, medium=named[65]), chain(1, 2, medium=named[3]))
+    assert index.stats().rejected == {("none", "too-many-planes"): 3}
+    assert tokens_of(index, PROMPT) == 4
+    other = Feed(index, "b")
+    other(*(chain(1, medium=medium) for medium in named[64:]))
+    assert {tier for _, _, tier, *_ in blocks_of(index, ("b", 0))} == {"M64", "M65"}
+    index.apply(Reset("a", 0, 1, "restart"))
+    Feed(index, incarnation=1)(*(chain(1, medium=medium) for medium in named[64:]))
+    assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == {"M64", "M65"}
+    assert sum(info.rejected.get(("none", "too-many-planes"), 0) for info in index.workers() if info.source == "b") == 0
+
+
 def test_duplicates_are_ignored(index: PrefixIndex, feed: Feed) -> None:
     """Replay overlaps with what was live: a batch applied twice would leave copies that no removal takes."""
     batch = feed.batch(chain(1))
@@ -532,6 +552,18 @@ def test_workers_of_different_block_sizes_are_matched_side_by_side(index: Prefix
     Feed(index, "four")(store([1, 2], PROMPT, 4))
     assert {worker[0]: tiers[0] for worker, tiers in answer(index.match(PROMPT)).items()} == {"two": 6, "four": 8}
     assert {worker[0]: tiers[0] for worker, tiers in answer(index.match(PROMPT[:7])).items()} == {"two": 6, "four": 4}
+
+
+@pytest.mark.parametrize("held", [63, 64, 65, 100])
+def test_block_sizes_of_which_one_is_looked_at_twice_are_matched_at_once(index: PrefixIndex, held: int) -> None:
+    """The first look is at 64 blocks of each size, and of 200 tokens only blocks of 2 are more: what the first look found of
+    the other size is in the answer of the second, and nothing is counted twice."""
+    tokens = list(range(1000, 1200))
+    Feed(index, "two")(store(range(1, held + 1), tokens[: 2 * held], 2))
+    Feed(index, "four")(store(range(1, 51), tokens, 4))
+    Feed(index, "short")(store(range(1, 8), tokens[:28], 4))
+    found = answer(index.match(tokens))
+    assert {worker[0]: tiers[0] for worker, tiers in found.items()} == {"two": 2 * held, "four": 200, "short": 28}
 
 
 def test_a_block_of_another_size_continues_no_chain(index: PrefixIndex, feed: Feed) -> None:
@@ -628,6 +660,36 @@ def test_what_is_no_list_of_tokens_is_refused_and_told(index: PrefixIndex, token
         with pytest.raises(REFUSED, match=r"(?i)token") as refusal:
             ask(tokens)
         assert type(tokens).__name__ in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "llama",
+        {"model": "llama"},
+        Namespace(model=5),  # type: ignore[arg-type]
+        Namespace(salt=b"tenant"),  # type: ignore[arg-type]
+        Namespace(lora=1.5),  # type: ignore[arg-type]
+        Namespace(lora=2**63),
+        Namespace(mm=["image"]),  # type: ignore[list-item]
+        Namespace(mm=[MultiModal("image", 0, "x")]),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_what_is_no_namespace_is_refused_and_told(index: PrefixIndex, given: Any) -> None:
+    """In one sentence that says what a namespace is, but no salt."""
+    for ask in (lambda: index.match(PROMPT, given), lambda: block_keys(PROMPT, 2, given)):
+        with pytest.raises(TypeError, match="namespace is a Namespace with text for model and salt") as refusal:
+            ask()
+        assert type(given).__name__ in str(refusal.value)
+        assert "tenant" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("stream", [5, None, b"a", ("a",), ("a", "0"), ("a", 0, 0), (1, "a")])
+def test_what_names_no_stream_is_refused_and_told(index: PrefixIndex, stream: Any) -> None:
+    with pytest.raises(TypeError, match=r"^a stream is \(source, rank\), or its source alone for rank 0; not ") as refusal:
+        index.apply_payload(stream, 0, 0, b"")
+    assert str(refusal.value).endswith(f"not {stream!r}")
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**64, -(2**63), 2**200, "x", None, 1.0, (1, 2)])
@@ -1011,47 +1073,6 @@ def test_a_snapshot_that_is_not_there_is_told(tmp_path: Path) -> None:
         PrefixIndex().snapshot(tmp_path / "nowhere" / "file")
 
 
-# --- overlay ----------------------------------------------------------------------------------------------------------------
-
-
-def test_speculation_counts_only_where_asked_for_and_for_a_while() -> None:
-    """A prompt just routed is expected to be cached soon; the confirmed state never knows of it."""
-    clock = VirtualClock()
-    index = PrefixIndex(clock=clock)
-    feed = Feed(index)
-    feed(chain(1))
-    blocks, digest = blocks_of(index, feed.worker), index.digest("a")
-
-    def seen() -> tuple[int, int]:
-        hit = index.match(PROMPT, overlay=True).get("a")
-        return tokens_of(index, PROMPT), hit.tokens if hit is not None else 0
-
-    assert seen() == (2, 2)
-    index.speculate(("a", 0), PROMPT[:7], ttl=2.0)
-    assert seen() == (2, 6)
-    assert (blocks_of(index, feed.worker), index.digest("a")) == (blocks, digest)
-    clock.advance(1.9)
-    index.speculate(("a", 0), PROMPT[:5], ttl=2.0)
-    assert seen() == (2, 6)
-    clock.advance(0.2)
-    assert seen() == (2, 4)
-    feed(chain(1, 2, 3))
-    assert seen() == (6, 6), "the confirmed state counts where it is longer"
-    clock.advance(2.0)
-    assert seen() == (6, 6)
-    feed(cleared())
-    assert seen() == (0, 0)
-
-
-def test_speculation_keeps_to_its_namespace_and_its_worker() -> None:
-    index = PrefixIndex(clock=VirtualClock())
-    Feed(index)(chain(1))
-    Feed(index, "b")(chain(1))
-    index.speculate(("a", 0), PROMPT, Namespace(salt="t"))
-    assert {hit.source: hit.tokens for hit in index.match(PROMPT, overlay=True)} == {"a": 2, "b": 2}
-    assert {hit.source: hit.tokens for hit in index.match(PROMPT, Namespace(salt="t"), overlay=True)} == {"a": 8}
-
-
 # --- what an operator sees --------------------------------------------------------------------------------------------------
 
 
@@ -1097,6 +1118,16 @@ def test_importing_the_package_does_not_load_the_native_module() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_the_layouts_of_native_tests_are_those_that_are_handed_over() -> None:
+    """Tests and timings in Rust have a list of their own, which must not stay behind when a dialect gains a field."""
+    source = (Path(__file__).parent.parent / "native" / "src" / "scan" / "layouts.rs").read_text()
+    lists = {
+        name: re.findall(r'"(\w+)"', body) for name, body in re.findall(r"const (\w+): .*? = &\[(.*?)\];", source, re.DOTALL)
+    }
+    rows = re.findall(r'\("(\w+)", (\w+), (\w+)\)', source)
+    assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == _layouts()
+
+
 def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixIndex) -> None:
     """A batch with both leads where either leads."""
     payload = batch_of(stored(block_hashes=[1, 2], token_ids=PROMPT[:4]))
@@ -1106,3 +1137,48 @@ def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixInd
     index.apply_payload(("c", 0), 0, 0, payload)
     assert blocks_of(index, ("a", 0)) == blocks_of(index, ("b", 0)) == blocks_of(index, ("c", 0))
     assert index.digest("a") == index.digest("b") == index.digest("c")
+
+
+# --- what an operator sees
+
+
+def test_a_worker_tells_how_it_cuts_its_blocks_and_where_they_are(index: PrefixIndex, feed: Feed) -> None:
+    """Both follow every event: stores, moves between tiers, removals, and a new life, which has told nothing."""
+    feed(chain(1, 2, medium="GPU"), chain(1, medium="CPU"))
+    (info,) = index.workers()
+    assert (info.block_sizes, info.tiers) == ([2], {"gpu": 2, "cpu": 1})
+    feed(store([9], range(4), 4), removal(1))
+    (info,) = index.workers()
+    assert (info.block_sizes, info.tiers) == ([2, 4], {"gpu": 2, "cpu": 1})
+    feed(cleared())
+    (info,) = index.workers()
+    assert (info.block_sizes, info.tiers) == ([2, 4], {})
+    index.apply(Reset("a", 0, 1, "restarted"))
+    (info,) = index.workers()
+    assert (info.block_sizes, info.tiers) == ([], {})
+
+
+def test_a_restored_worker_tells_the_same(index: PrefixIndex, feed: Feed, tmp_path: Path) -> None:
+    feed(chain(1, 2, medium="GPU"), chain(1, medium="CPU"))
+    index.snapshot(tmp_path / "snapshot")
+    other = PrefixIndex()
+    other.restore(tmp_path / "snapshot")
+    assert [(info.block_sizes, info.tiers) for info in other.workers()] == [([2], {"gpu": 2, "cpu": 1})]
+
+
+def test_rows_are_what_the_objects_say(index: PrefixIndex, feed: Feed) -> None:
+    feed(chain(1, 2, medium="GPU"), store([3], PROMPT[4:6], 2, 2, medium="CPU"))
+    match = index.match(PROMPT)
+    told = [(each.source, each.rank, *(each.tiers[name] for name in ("gpu", "cpu", "disk")), each.tokens) for each in match]
+    assert match.rows() == told == [("a", 0, 4, 6, 6, 6)]
+
+
+def test_many_blocks_under_other_hashes_keep_their_place(index: PrefixIndex) -> None:
+    """A second engine with hashes of its own: its table of them grows between batches, and nothing is lost by it."""
+    first, second = Feed(index, "a"), Feed(index, "b")
+    tokens = list(range(2 * 3_000))
+    for feed, offset in ((first, 1), (second, 1_000_000)):
+        for at in range(0, 3_000, 100):
+            parent = None if at == 0 else offset + at - 1
+            feed(store(range(offset + at, offset + at + 100), tokens[2 * at : 2 * at + 200], 2, parent))
+    assert [(each.source, each.tokens) for each in index.match(tokens)] == [("a", 6_000), ("b", 6_000)]

@@ -7,6 +7,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -141,6 +142,31 @@ def test_any_history_leaves_what_the_model_has(data: bytes) -> None:
 def test_what_waits_is_dropped_oldest_first_when_the_pool_is_full(data: bytes, max_orphans: int) -> None:
     """The same histories with a pool of a few blocks."""
     adversarial(data, max_orphans)
+
+
+@examples(60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(ALL_WORKERS), st.sampled_from([1, 2, 3]), st.integers(1, 80), st.booleans()), max_size=5
+    ),
+    st.integers(0, 240),
+    st.integers(0, 240),
+)
+def test_prompts_are_matched_in_every_scheme_at_once(
+    stores: list[tuple[Worker, int, int, bool]], asked: int, shared: int
+) -> None:
+    """Workers with blocks of several sizes, plain and EAGLE's, one worker with more than one of them too; chains and prompts on
+    both sides of the first look at 64 blocks, and prompts that leave the chains at some point."""
+    oracle, index = Oracle(), PrefixIndex()
+    feeds = {worker: Feed(index, *worker) for worker in ALL_WORKERS}
+    tokens = list(range(1, 300))
+    for number, (worker, size, count, eagle) in enumerate(stores):
+        hashes = range(1000 * number, 1000 * number + count)
+        given = list(pairwise(tokens))[: count * size] if eagle else tokens[: count * size]
+        batch = feeds[worker].batch(store(hashes, given, size))
+        assert oracle.apply(batch) == index.apply(batch).status
+    prompt = tokens[: min(shared, asked)] + [7] * (asked - shared)
+    assert answer(index.match(prompt)) == oracle.match(prompt, Scope())
 
 
 def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]) -> Iterator[Callable[[], Any]]:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, SnapshotError
 from kvevents.events import BlockStored
-from kvevents.stream import TRANSITIONS, Batch, Doubt, Gap, Phase, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.stream import (
+    TRANSITIONS,
+    Batch,
+    Checkpoint,
+    Doubt,
+    Fingerprint,
+    Gap,
+    Phase,
+    RawBatch,
+    Reset,
+    Source,
+    Stream,
+    StreamLimits,
+    Trust,
+)
 from kvevents.wire import Rejected, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
@@ -429,6 +446,71 @@ def test_a_live_batch_that_replay_brought_before_is_not_a_restart() -> None:
     assert wire.taken() == ["r0", "r1", "r2", "b3"]
 
 
+def outcomes(wire: Wire) -> tuple[int, ...]:
+    """Gaps: lost and healed. Requests: sent, and those that were complete, truncated, unanswered, contradicted."""
+    counted = wire.stream.counters
+    gaps = (counted.gaps, counted.healed)
+    return *gaps, counted.requests, counted.complete, counted.truncated, counted.unanswered, counted.conflicts
+
+
+def test_history_is_no_gap_that_was_healed() -> None:
+    """Neither what came before the subscriber nor what a new life begins with was ever missing."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    wire.feed(live(3))
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replayed(1), replayed(2))
+    assert outcomes(wire) == (0, 0, 1, 1, 0, 0, 0)
+    wire.feed(live(1, life=1))
+    assert wire.asked() == 0
+    wire.answer(replayed(0, life=1))
+    assert wire.taken() == ["r0", "r1", "r2", "b3", "R1", "r0", "b1"]
+    assert outcomes(wire) == (0, 0, 2, 2, 0, 0, 0)
+
+
+def test_each_hole_that_replay_fills_is_healed_once(wire: Wire) -> None:
+    """However many batches were in it, and however many answers that took; each answer is counted by what it left missing."""
+    wire.feed(live(0), live(4), live(5), live(7))
+    assert wire.asked() == 1
+    wire.answer(replayed(1), END)
+    assert outcomes(wire) == (0, 1, 2, 1, 1, 0, 0)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), replayed(3), replayed(6))
+    assert wire.taken() == ["b0", "r1", "r2", "r3", "b4", "b5", "r6", "b7"]
+    assert outcomes(wire) == (0, 2, 3, 2, 1, 0, 0)
+
+
+def test_what_was_missed_between_two_connections_is_a_gap_that_was_healed(wire: Wire) -> None:
+    wire.feed(live(0))
+    wire.stream.disconnected()
+    wire.stream.connected(1.0)
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replayed(1), END)
+    assert wire.asked() == 2
+    wire.answer(END)
+    assert wire.taken() == ["b0", "r1"]
+    assert outcomes(wire) == (0, 1, 3, 3, 0, 0, 0)
+
+
+def test_a_gap_that_was_healed_in_part_counts_as_both(wire: Wire) -> None:
+    wire.feed(live(0), live(3))
+    assert wire.asked() == 1
+    wire.answer(replayed(1), END)
+    for _ in range(LIMITS.max_fruitless):
+        assert wire.asked() == 2
+        wire.answer(END)
+    assert wire.taken() == ["b0", "r1", "g2-2", "b3"]
+    assert outcomes(wire) == (1, 1, 2 + LIMITS.max_fruitless, 1, 1 + LIMITS.max_fruitless, 0, 0)
+
+
+def test_requests_without_an_answer_are_neither_complete_nor_truncated(wire: Wire) -> None:
+    wire.feed(live(0), live(2))
+    for _ in range(LIMITS.max_unanswered):
+        assert wire.asked() == 1
+        wire.later(LIMITS.replay_timeout)
+    assert outcomes(wire) == (1, 0, 1 + LIMITS.max_unanswered, 1, 0, LIMITS.max_unanswered, 0)
+
+
 def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
     """A frame can be read before the connection's event; it is neither lost nor delivered out of order."""
     wire = Wire()
@@ -600,6 +682,306 @@ def test_a_report_about_what_was_never_delivered_is_void() -> None:
         stream.report(incarnation, seq, BAD, cleared=True)
     assert stream.trust == Trust.EXACT
     assert stream.counters.rejected == {}
+
+
+# --- streams that an earlier process followed ------------------------------------------------------------------------------
+
+
+def kept(stream: Stream[Batch]) -> Checkpoint:
+    """As it comes back from a disk."""
+    return Checkpoint.decode(stream.standing().checkpoint("engine", 3).encode())
+
+
+def restored(checkpoint: Checkpoint, source: Source = SOURCE) -> Wire:
+    """The stream in the next process, not yet connected."""
+    wire = Wire(source)
+    wire.stream.restore(checkpoint)
+    return wire
+
+
+def resumed(checkpoint: Checkpoint, source: Source = SOURCE) -> Wire:
+    """The same, connected."""
+    wire = restored(checkpoint, source)
+    wire.stream.connected(0.0)
+    return wire
+
+
+@pytest.fixture
+def checkpoint(wire: Wire) -> Checkpoint:
+    """Of an EXACT stream that has handed out numbers 0 to 2, all of them live."""
+    wire.feed(live(0), live(1), live(2))
+    wire.stream.deliveries()
+    wire.later(LIMITS.quiet_before_probe)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), END)
+    assert wire.stream.trust == Trust.EXACT
+    return kept(wire.stream)
+
+
+def test_a_restored_stream_claims_nothing_before_it_is_connected(checkpoint: Checkpoint) -> None:
+    """STALE with the reason; no request, no timer, no delivery; a loss of a connection that never was changes nothing."""
+    wire = restored(checkpoint)
+    wire.stream.disconnected()
+    wire.later(LIMITS.max_probe_interval)
+    assert wire.stream.trust == Trust.STALE
+    assert "not yet connected" in wire.stream.trust.reason
+    assert (wire.stream.last_seq, wire.stream.incarnation, wire.stream.deadline()) == (2, 0, None)
+    assert wire.asked() is None
+    assert wire.taken() == []
+    assert kept(wire.stream) == checkpoint
+
+
+def test_a_restored_stream_of_the_same_life_goes_on(checkpoint: Checkpoint) -> None:
+    """The anchor comes back: no reset, nothing twice, what was missed meanwhile, then EXACT, and a reconnect works as ever."""
+    wire = resumed(checkpoint)
+    assert wire.stream.trust == Trust.REPLAYING
+    assert wire.asked() == 2
+    wire.feed(live(5))
+    wire.answer(replayed(2), replayed(3), replayed(4), END)
+    assert wire.taken() == ["r3", "r4", "b5"]
+    assert wire.stream.trust == Trust.EXACT
+    assert wire.stream.incarnation == 0
+    assert wire.stream.counters.reconnects == 0
+
+
+def test_a_restored_stream_without_news_is_exact_and_knows_its_anchor_again(checkpoint: Checkpoint) -> None:
+    """The bytes that only their digest was known of are the anchor of the next check, and of the next checkpoint."""
+    wire = resumed(checkpoint)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), END)
+    assert wire.stream.trust == Trust.EXACT
+    assert kept(wire.stream) == checkpoint
+    wire.later(LIMITS.quiet_before_probe)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), END)
+    wire.feed(live(2))
+    wire.stream.disconnected()
+    wire.stream.connected(9.0)
+    assert wire.asked() == 2
+    wire.answer(replayed(2, life=1))
+    assert wire.taken() == ["R1"]
+
+
+def test_a_restored_stream_of_another_life_is_reset(checkpoint: Checkpoint) -> None:
+    """The number is there with another content: Reset with the next incarnation, then everything from 0."""
+    wire = resumed(checkpoint)
+    assert wire.asked() == 2
+    wire.feed(live(4, life=1))
+    wire.answer(replayed(2, life=1))
+    assert wire.taken() == ["R1"]
+    assert wire.asked() == 0
+    wire.answer(*(replayed(seq, life=1) for seq in range(4)))
+    assert wire.taken() == ["r0", "r1", "r2", "r3", "b4"]
+    assert wire.stream.trust == Trust.EXACT
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_a_publisher_that_no_longer_holds_the_anchor_is_another_one(checkpoint: Checkpoint, known: int) -> None:
+    """It holds less, or nothing where something was: a young life. The frames that waited are its own, and are kept."""
+    wire = resumed(checkpoint)
+    for _ in range(LIMITS.max_fruitless):
+        assert wire.asked() == 2
+        wire.answer(END)
+    assert wire.taken() == ["R1"]
+    assert wire.asked() == 0
+    wire.answer(*(replayed(seq, life=1) for seq in range(known)))
+    wire.feed(live(known, life=1))
+    assert wire.taken() == [*(f"r{seq}" for seq in range(known)), f"b{known}"]
+
+
+def test_a_number_that_is_not_above_the_last_one_resets_a_restored_stream(checkpoint: Checkpoint) -> None:
+    """Rule 5, in every mode: whatever comes live was sent after this process had connected."""
+    wire = resumed(checkpoint)
+    wire.feed(live(2, life=1))
+    assert wire.taken() == ["R1"]
+    unsupported = resumed(checkpoint, Source("tcp://engine:5557", name="engine", rank=3))
+    unsupported.feed(live(0, life=1))
+    assert unsupported.taken() == ["R1", "b0"]
+
+
+def test_frames_read_before_a_restored_stream_is_announced_are_of_the_new_connection(
+    checkpoint: Checkpoint,
+) -> None:
+    """They wait for the verdict, and follow it whichever it is."""
+    same, other = restored(checkpoint), restored(checkpoint)
+    for life, wire in enumerate((same, other)):
+        wire.feed(live(3, life=life))
+        assert wire.stream.trust == Trust.STALE
+        wire.stream.connected(0.0)
+        assert wire.asked() == 2
+        wire.answer(replayed(2, life=life))
+    assert same.taken() == ["b3"]
+    assert other.asked() == 0
+    other.answer(*(replayed(seq, life=1) for seq in range(3)))
+    assert other.taken() == ["R1", "r0", "r1", "r2", "b3"]
+
+
+def test_a_mute_replay_endpoint_leaves_the_identity_of_a_restored_stream_in_doubt(checkpoint: Checkpoint) -> None:
+    """As after a reconnect: live batches go on after a bounded wait, DEGRADED, until the anchor is proven."""
+    wire = resumed(checkpoint)
+    wire.feed(live(3))
+    for _ in range(LIMITS.max_unanswered):
+        assert wire.asked() == 2
+        wire.later(LIMITS.replay_timeout)
+    assert wire.taken() == ["b3"]
+    assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_SILENT}
+    wire.later(LIMITS.max_probe_interval)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), replayed(3), END)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_an_unproven_life_is_not_proven_by_its_own_batches(checkpoint: Checkpoint) -> None:
+    """A checkpoint keeps the anchor from before the doubt: a life that passed the old number unseen is found out later."""
+    wire = resumed(checkpoint)
+    wire.feed(live(3, life=1))
+    for _ in range(LIMITS.max_unanswered):
+        assert wire.asked() == 2
+        wire.later(LIMITS.replay_timeout)
+    assert wire.taken() == ["b3"]
+    again = kept(wire.stream)
+    assert (again.last_seq, again.doubts) == (3, {"IDENTITY": 2})
+    assert again.anchor == checkpoint.anchor
+    later = resumed(again)
+    assert later.asked() == 2
+    later.answer(replayed(2, life=1))
+    assert later.taken() == ["R1"]
+
+
+def test_without_replay_a_restored_stream_goes_on_in_doubt(checkpoint: Checkpoint) -> None:
+    """Rule 7: nothing can be proven, and trust says so; a checkpoint of that does not come back as EXACT with replay either."""
+    wire = resumed(checkpoint, Source("tcp://engine:5557", name="engine", rank=3))
+    wire.feed(live(3), live(5))
+    assert wire.taken() == ["b3", "g4-4", "b5"]
+    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.IDENTITY, Doubt.LOST}
+    proven = resumed(kept(wire.stream))
+    assert proven.asked() == 2
+    proven.answer(replayed(2), replayed(3), replayed(4), replayed(5), END)
+    assert proven.taken() == []
+    assert proven.stream.doubts == {Doubt.LOST}
+
+
+def test_doubts_come_back_and_end_as_they_would_have(wire: Wire) -> None:
+    """LOST stays through a restart, the next clear ends it; those about an endpoint stay behind."""
+    wire.feed(live(0), live(2))
+    for _ in range(LIMITS.max_unanswered):
+        assert wire.asked() == 1
+        wire.later(LIMITS.replay_timeout)
+    assert wire.taken() == ["b0", "g1-1", "b2"]
+    assert wire.stream.doubts == {Doubt.LOST, Doubt.REPLAY_SILENT}
+    again = resumed(kept(wire.stream))
+    assert again.asked() == 2
+    again.answer(replayed(2), END)
+    assert again.stream.trust == Trust.DEGRADED
+    assert again.stream.doubts == {Doubt.LOST}
+    again.feed(live_frames(TOPIC, 3, payload_of(0, 3, clear=True)))
+    assert again.stream.trust == Trust.EXACT
+
+
+def test_an_anchor_that_was_replayed_does_not_vouch_for_the_replay_endpoint() -> None:
+    """The first live batch after it is asked back, in the next process too."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(replayed(0), END)
+    again = resumed(kept(wire.stream))
+    assert again.asked() == 0
+    again.answer(replayed(0), END)
+    again.feed(live(1))
+    assert again.asked() == 1
+
+
+@pytest.mark.parametrize("source", [SOURCE, Source("tcp://engine:5557", name="engine", rank=3)])
+def test_without_an_anchor_a_restored_stream_begins_with_a_reset(source: Source) -> None:
+    """Nothing was handed out, or only a gap: whoever holds more than that cannot be told from another life."""
+    nothing = Stream(source).standing().checkpoint("engine", 3)
+    for checkpoint in (nothing, Checkpoint("engine", 3, 0, 4, doubts={"LOST": 4})):
+        wire = resumed(checkpoint, source)
+        wire.feed(live(0))
+        assert wire.taken()[0] == "R1"
+        assert not wire.stream.doubts - {Doubt.NO_REPLAY}
+
+
+def test_a_checkpoint_of_another_stream_is_refused(checkpoint: Checkpoint) -> None:
+    """Names and ranks must be equal: numbers of one stream mean nothing in another."""
+    with pytest.raises(ConfigError, match="rank 0 cannot go on with the checkpoint of engine rank 3"):
+        Stream(Source("tcp://e:1", name="engine")).restore(checkpoint)
+
+
+def test_a_checkpoint_is_small_and_tells_nothing_of_the_prompt(wire: Wire) -> None:
+    """Whatever the batch holds: 32 bytes stand for it."""
+    wire.feed(live_frames(TOPIC, 0, b"\x92" + b"secret" * 1_000_000))
+    written = kept(wire.stream).encode()
+    assert len(written) < 300
+    assert b"secret" not in written
+
+
+ANCHOR = Fingerprint(5, bytes(32), live=True)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ({}, "required field `source`"),
+        ([], "got `array`"),
+        ({"incarnation": -1}, ">= 0"),
+        ({"rank": "0"}, "got `str`"),
+        ({"last_seq": -2}, ">= -1"),
+        ({"last_seq": 2**48}, "<= 281474976710655"),
+        ({"last_seq": 1e300}, "got `float`"),
+        ({"last_seq": 4}, "anchor is number 5, but it ends with 4"),
+        ({"anchor": {"seq": 5, "digest": "AAAA", "live": True}}, "length >= 32"),
+        ({"anchor": {"seq": 5, "digest": "?" * 43 + "=", "live": True}}, "base64"),
+        ({"anchor": {"seq": 5}}, "required field `digest`"),
+        ({"doubts": {"EVERYTHING": 3}}, "no doubt 'EVERYTHING' is known"),
+        ({"doubts": {"NO_REPLAY": 3}}, "no doubt 'NO_REPLAY' is known"),
+        ({"doubts": {"LOST": None}}, "got `null`"),
+        ({"more": 1}, "unknown field `more`"),
+    ],
+    ids=str,
+)
+def test_what_is_no_checkpoint_is_refused_with_a_sentence(checkpoint: object, message: str) -> None:
+    """A corrupt or hostile file never becomes a position in a stream."""
+    good = Checkpoint("engine", 3, 0, 5, ANCHOR, doubts={"LOST": 3})
+    whole = {**msgspec.to_builtins(good), **checkpoint} if isinstance(checkpoint, dict) and checkpoint else checkpoint
+    written = msgspec.json.encode(whole)
+    with pytest.raises(SnapshotError, match=message) as caught:
+        Checkpoint.decode(written)
+    assert "no checkpoint of a stream" in str(caught.value)
+
+
+@given(st.binary(max_size=200) | st.tuples(st.integers(0, 150), st.binary(max_size=4)))
+def test_any_bytes_are_a_checkpoint_or_an_error(noise: bytes | tuple[int, bytes]) -> None:
+    """Nothing else is raised, and what is accepted can be written again."""
+    if isinstance(noise, tuple):
+        good = Checkpoint("engine", 3, 0, 5, ANCHOR, doubts={"LOST": 3}).encode()
+        noise = good[: noise[0]] + noise[1] + good[noise[0] + len(noise[1]) :]
+    try:
+        checkpoint = Checkpoint.decode(noise)
+    except SnapshotError:
+        return
+    assert Checkpoint.decode(checkpoint.encode()) == checkpoint
+
+
+def test_a_checkpoint_goes_into_whatever_msgspec_writes(checkpoint: Checkpoint) -> None:
+    """In JSON or MessagePack, alone or in a list."""
+    for codec in (msgspec.json, msgspec.msgpack):
+        assert codec.decode(codec.encode([checkpoint]), type=list[Checkpoint]) == [checkpoint]
+
+
+def test_a_state_of_a_later_moment_is_kept_with_the_doubts_of_both(checkpoint: Checkpoint) -> None:
+    """A gap that the state has seen cannot be mended by a batch that it passes over; a new incarnation voids all of it."""
+    doubted = msgspec.structs.replace(checkpoint, doubts={"IDENTITY": 1, "LOST": 2})
+    later = msgspec.structs.replace(checkpoint, last_seq=9, anchor=None, doubts={"LOST": 7, "REJECTED": 8})
+    both = doubted.spanning(later)
+    assert (both.last_seq, both.anchor) == (2, checkpoint.anchor)
+    assert both.doubts == {"IDENTITY": 1, "LOST": 7, "REJECTED": 8}
+    wire = resumed(both)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), replay_batch_frames(TOPIC, 3, payload_of(0, 3, clear=True)), END)
+    assert wire.stream.doubts == {Doubt.LOST, Doubt.REJECTED}
+    other = resumed(checkpoint.spanning(msgspec.structs.replace(later, incarnation=4)))
+    assert other.taken() == ["R5"]
 
 
 def test_every_phase_can_be_left_and_every_transition_is_explained() -> None:

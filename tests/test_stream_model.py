@@ -68,6 +68,18 @@ class StreamMachine(RuleBasedStateMachine):
         for _ in range(unseen):
             self.network.publish()
 
+    @rule(waiting=st.integers(0, 3))
+    def save(self, waiting: int) -> None:
+        """The application writes a checkpoint and its state, maybe before it was handed out the newest deliveries."""
+        self.told()
+        self.network.save(waiting)
+
+    @precondition(lambda self: hasattr(self, "network") and self.network.saved)
+    @rule(which=st.integers(0, 5) | st.just(-1), newer=st.integers(0, 2))
+    def resubscribe(self, which: int, newer: int) -> None:
+        """The subscriber restarts with one of its checkpoints, and the state of that moment or of a later one."""
+        self.network.resubscribe(self.open(self.network.stream.source), which, newer)
+
     @rule(limit=st.none() | st.integers(1, 6), lose_marker=st.booleans(), mute=st.booleans())
     def weather(self, limit: int | None, lose_marker: bool, mute: bool) -> None:
         self.network.reply_limit, self.network.lose_marker, self.network.mute = limit, lose_marker, mute

@@ -18,11 +18,12 @@ from kvevents.config import Curve
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
 from kvevents.events import BlockRemoved, BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.stream import Batch, Delivery, Doubt, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, Checkpoint, Delivery, Doubt, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
 from kvevents.testing.faults import Faults
 from kvevents.testing.proxy import FaultProxy
 from kvevents.testing.tape import TapePlayer
+from kvevents.testing.transport import FakeEngine, FakeTransport
 from network_model import payload_of
 
 LIMITS = StreamLimits(replay_timeout=0.4, reply_silence=0.2, quiet_before_probe=0.2, max_probe_interval=1.0)
@@ -490,6 +491,183 @@ def test_a_message_with_frames_too_many_does_not_confuse_what_follows(desk: Call
         taken: list[Any] = at.taken
         assert [(batch.seq, batch.payload) for batch in taken] == tape.batches()
         assert sum(at.subscriber.status("e").counters.malformed.values()) == 2
+
+
+# --- subscribers that restart ------------------------------------------------------------------------------------------------
+
+
+def on_disk(at: Desk) -> Checkpoint:
+    """The subscriber's process ends; this is what it leaves."""
+    at.driver.close()
+    (checkpoint,) = at.subscriber.checkpoints()
+    assert checkpoint == at.subscriber.checkpoint()
+    return Checkpoint.decode(checkpoint.encode())
+
+
+def test_a_restarted_subscriber_goes_on_with_a_publisher_that_went_on(desk: Callable[..., Desk], tmp_path: Path) -> None:
+    """What was published meanwhile follows, the rest is not delivered again, and EXACT is said after the proof only."""
+    endpoints = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    publisher = ZmqEventPublisher(0, *endpoints)
+    before = desk(Source(*endpoints, name="e"))
+    for number in range(5):
+        publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
+    before.until(lambda: len(before.taken) == 5)
+    checkpoint = on_disk(before)
+    for number in range(5, 9):
+        publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
+    after = desk()
+    after.subscriber.add(Source(*endpoints, name="e"), resume=checkpoint)
+    assert after.subscriber.trust("e") == Trust.STALE
+    after.until(lambda: len(after.taken) == 4)
+    after.trusted(Trust.EXACT)
+    publisher.publish(EventBatch(9.0, [BlockRemoved([9])]))
+    after.until(lambda: len(after.taken) == 5)
+    assert [seq for seq, _ in after.batches(0)] == [5, 6, 7, 8, 9]
+    publisher.shutdown()
+
+
+@pytest.mark.parametrize("published", [0, 1, 9])
+def test_a_restarted_subscriber_finds_that_the_publisher_restarted(
+    desk: Callable[..., Desk], tmp_path: Path, published: int
+) -> None:
+    """Idle, young, or already past the old number: Reset with the next incarnation, then its batches from 0."""
+    endpoints = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    first = ZmqEventPublisher(0, *endpoints)
+    before = desk(Source(*endpoints, name="e"))
+    for number in range(5):
+        first.publish(EventBatch(float(number), [BlockRemoved([number])]))
+    before.until(lambda: len(before.taken) == 5)
+    before.until(lambda: before.subscriber.checkpoint().replay_seen)
+    checkpoint = on_disk(before)
+    first.shutdown()
+    second = ZmqEventPublisher(0, *endpoints)
+    for number in range(published):
+        second.publish(EventBatch(100.0 + number, [BlockRemoved([number])]))
+    after = desk()
+    after.subscriber.add(Source(*endpoints, name="e"), resume=checkpoint)
+    after.until(lambda: len(after.taken) == 1 + published)
+    assert isinstance(after.taken[0], Reset)
+    assert [seq for seq, _ in after.batches(1)] == list(range(published))
+    after.trusted(Trust.EXACT)
+    assert after.subscriber.checkpoint().incarnation == 1
+    second.shutdown()
+
+
+def test_a_restarted_subscriber_waits_for_a_publisher_that_is_away(desk: Callable[..., Desk]) -> None:
+    """Nothing is claimed and nothing forgotten; the checkpoint of that time is the one it was given."""
+    checkpoint = Checkpoint("e", 0, 2, 7, doubts={"LOST": 7})
+    at = desk()
+    at.subscriber.add(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"), resume=checkpoint)
+    assert at.driver.receive(0.1) is None
+    assert at.subscriber.trust("e") == Trust.STALE
+    assert at.subscriber.status("e").last_seq == 7
+    assert at.subscriber.checkpoints() == [checkpoint]
+    with pytest.raises(ConfigError, match="checkpoint of e rank 0"):
+        at.subscriber.add(Source("tcp://127.0.0.1:9", name="other"), resume=checkpoint)
+    assert [status.source for status in at.subscriber.statuses()] == ["e"]
+
+
+def lively(transport: FakeTransport) -> FakeEngine:
+    """An engine with history: an event that cannot be read, a gap, a clear, and one batch that was not sent live."""
+    engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
+    for number in range(4):
+        engine.publish(BlockRemoved([number]))
+    engine.publish_payload(msgspec.msgpack.encode([4.0, [["Unheard", 1]]]))
+    engine.burn_number()
+    engine.publish(BlockRemoved([6]))
+    engine.publish_payload(payload_of(0, 7, clear=True))
+    engine.publish(BlockRemoved([8]), lost=True)
+    return engine
+
+
+def told(deliveries: list[Delivery]) -> list[object]:
+    """What they say, however they came."""
+    return [(item.incarnation, item.seq, item.payload) if isinstance(item, Batch) else item for item in deliveries]
+
+
+def follow(transport: FakeTransport, engine: FakeEngine, resume: Checkpoint) -> tuple[list[Delivery], Subscriber]:
+    """Everything that a subscriber delivers which goes on from there."""
+    subscriber = Subscriber(transport=transport, clock=transport.clock, limits=LIMITS)
+    subscriber.add(Source(engine.endpoint, engine.replay_endpoint, name="e"), resume=resume)
+    taken = []
+    while (delivery := subscriber.receive(timeout=5)) is not None:
+        taken.append(delivery)
+    return taken, subscriber
+
+
+def test_a_checkpoint_is_never_ahead_of_what_was_handed_out() -> None:
+    """One delivery at a time, while others wait: each checkpoint leads to exactly those that came after it."""
+    transport = FakeTransport()
+    engine = lively(transport)
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    taken: list[Delivery] = []
+    checkpoints: list[Checkpoint] = []
+    waited = 0
+    with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
+        while (delivery := subscriber.receive(timeout=5)) is not None:
+            taken.append(delivery)
+            checkpoints.append(subscriber.checkpoint("e"))
+            waited += "0 ready" not in repr(subscriber)
+        assert subscriber.trust("e") == Trust.EXACT
+    assert waited > 3
+    assert len(taken) == 9
+    for position, checkpoint in enumerate(checkpoints, 1):
+        again, subscriber = follow(transport, engine, checkpoint)
+        assert told(again) == told(taken[position:])
+        assert subscriber.trust("e") == Trust.EXACT
+        assert subscriber.checkpoint("e").last_seq == 8
+
+
+def test_a_checkpoint_between_two_lives_is_of_the_one_that_was_handed_out() -> None:
+    """A Reset that waits is delivered again; one that was handed out is not, unless nothing of its life was."""
+    transport = FakeTransport()
+    engine = lively(transport)
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
+        taken = [subscriber.receive(timeout=5) for _ in range(9)]
+        engine.restart([BlockRemoved([100 + number]) for number in range(20)])
+        reset = subscriber.receive(timeout=5)
+        assert isinstance(reset, Reset)
+        positions = [subscriber.checkpoint("e")]
+        for _ in range(20):
+            taken.append(subscriber.receive(timeout=5))
+            positions.append(subscriber.checkpoint("e"))
+    assert [(each.incarnation, each.last_seq) for each in positions] == [(1, seq) for seq in range(-1, 20)]
+    assert positions[0].anchor is None
+    assert all(each.anchor is not None and not each.doubts for each in positions[1:])
+    for position, checkpoint in enumerate(positions[1:], 10):
+        again, _ = follow(transport, engine, checkpoint)
+        assert told(again) == told([item for item in taken[position:] if item is not None])
+    again, _ = follow(transport, engine, positions[0])
+    assert isinstance(again[0], Reset)
+    assert len(again) == 21
+
+
+def test_what_was_reported_while_others_wait_is_in_the_checkpoint() -> None:
+    """A consumer of raw batches has found something that it cannot read; later ones are still to be handed out."""
+    transport = FakeTransport()
+    engine = lively(transport)
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    with Subscriber(source, decode=False, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
+        raw = [subscriber.receive(timeout=5) for _ in range(5)][-1]
+        assert isinstance(raw, RawBatch)
+        subscriber.report(raw, raw.decode().rejected)
+        assert subscriber.checkpoint("e").last_seq == 4
+        assert subscriber.checkpoint("e").doubts == {"REJECTED": 4}
+
+
+def test_deliveries_of_a_source_that_was_removed_do_not_count_for_its_successor() -> None:
+    """They may still wait when the same name is followed again."""
+    transport = FakeTransport()
+    engine = lively(transport)
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
+        subscriber.receive(timeout=5)
+        checkpoint = subscriber.checkpoint("e")
+        subscriber.remove("e")
+        subscriber.add(source, resume=checkpoint)
+        assert "0 ready" not in repr(subscriber)
+        assert subscriber.checkpoint("e") == checkpoint
 
 
 def test_type_checkers_know_what_is_delivered() -> None:

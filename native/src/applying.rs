@@ -1,11 +1,14 @@
 //! What events mean for the blocks of a stream.
 
+mod ahead;
+
 use std::collections::VecDeque;
 
 use crate::contexts::Context;
 use crate::core::Core;
 use crate::gate::{BLOCKS_PER_HOLD, Writer};
 use crate::keys::{self, Scheme};
+use crate::pages;
 use crate::planes::{Plane, Rule, tier};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
 use crate::slab::TWIN;
@@ -13,10 +16,12 @@ use crate::stream::{Block, Place, Stream};
 use crate::table::Stage;
 use crate::waiting::{Content, Waiting};
 
+use ahead::{Ahead, Ring};
+
 /// Names of planes that one life of a stream may use: an engine has a handful, and all streams share `MAX_PLANES`.
 const MAX_PLACES: usize = 64;
-/// Blocks between asking for memory and using it.
-const AHEAD: usize = 16;
+/// Blocks of an event that are asked for before it is hashed.
+const FIRST: usize = 4;
 /// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
 const FEW_BLOCKS: usize = 8;
 
@@ -44,7 +49,7 @@ pub struct Work {
     keys: Vec<u64>,
     extras: Vec<(usize, u64)>,
     window: Vec<u32>,
-    ahead: Vec<Block>,
+    ring: Ring,
 }
 
 /// Blocks of one event whose room is kept for the next.
@@ -173,6 +178,10 @@ impl Stream {
     }
 
     fn dense(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, parent: Option<u64>, work: &mut Work, max_waiting: usize) {
+        // Where their hashes belong is known before their keys are.
+        for &hash in store.hashes.iter().take(FIRST) {
+            self.prefetch(writer.spot(hash), Stage::Bucket);
+        }
         for at in 0..store.hashes.len() {
             let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
             let Some(awaited) = awaited else {
@@ -213,47 +222,47 @@ impl Stream {
         let number = writer.contexts.retain(context, 1);
         let count = store.hashes.len() - first;
         // A long event is hashed while others may read and write; what this stream holds nobody else changes meanwhile.
-        if count > FEW_BLOCKS {
-            writer.unlocked(|| hash_all(store, first, before.map(|(key, _)| key), context.seed(), work));
+        self.cut_by(store.scheme.size);
+        if count > FEW_BLOCKS || pages::are_short() || self.is_tight(count) {
+            let secret = writer.secret;
+            writer.unlocked(|| {
+                pages::prepare();
+                self.make_room(count, secret);
+                hash_all(store, first, before.map(|(key, _)| key), context.seed(), work);
+            });
         } else {
             hash_all(store, first, before.map(|(key, _)| key), context.seed(), work);
         }
-        let mut guess = parent.map_or(u32::MAX, |parent| parent.wrapping_add(1));
-        let hashes = &store.hashes[first..];
-        let ahead = &mut work.ahead;
-        ahead.clear();
-        for (&hash, &key) in hashes.iter().zip(&work.keys).take(3 * AHEAD) {
-            ahead.push(Block::new(writer, hash, key, number));
-        }
-        for (stage, distance) in [(Stage::Directory, 3), (Stage::Segment, 2), (Stage::Bucket, 1)] {
-            ahead
-                .iter()
-                .take(distance * AHEAD)
-                .for_each(|block| self.ask(writer, block, stage));
-        }
-        for at in 0..count {
-            let block = ahead[at % (3 * AHEAD)];
-            if at + AHEAD < count {
-                self.ask(writer, &ahead[(at + AHEAD) % (3 * AHEAD)], Stage::Bucket);
-            }
-            if at + 2 * AHEAD < count {
-                self.ask(writer, &ahead[(at + 2 * AHEAD) % (3 * AHEAD)], Stage::Segment);
-            }
-            if let (Some(&hash), Some(&key)) = (hashes.get(at + 3 * AHEAD), work.keys.get(at + 3 * AHEAD)) {
-                ahead[at % (3 * AHEAD)] = Block::new(writer, hash, key, number);
-                self.ask(writer, &ahead[at % (3 * AHEAD)], Stage::Directory);
-            }
-            let Some((placed, fresh)) = self.place(writer, &block, store.plane, guess) else {
-                self.counters.reject("none", "too-many-alike");
-                break;
-            };
-            guess = placed.wrapping_add(1);
-            if fresh && !self.waiting.is_empty() {
-                self.link(writer, block.hash, placed);
-            }
-            writer.pause(1);
-        }
+        let blocks = Ahead {
+            hashes: &store.hashes[first..],
+            keys: &work.keys,
+            context: number,
+            ring: &mut work.ring,
+        };
+        self.place_all(writer, blocks, store.plane, parent);
         writer.contexts.release(number, 1);
+    }
+
+    /// Places blocks behind `parent`.
+    fn place_all(&mut self, writer: &mut Writer<'_>, mut blocks: Ahead<'_>, plane: u16, parent: Option<u32>) {
+        let count = blocks.hashes.len();
+        let mut guess = parent.map_or(u32::MAX, |parent| parent.wrapping_add(1));
+        blocks.start(self, writer);
+        for start in (0..count).step_by(BLOCKS_PER_HOLD) {
+            let core: &mut Core = writer;
+            let end = count.min(start + BLOCKS_PER_HOLD);
+            for at in start..end {
+                let block = blocks.next(self, core, at);
+                let Some((placed, fresh)) = self.place(core, &block, plane, guess) else {
+                    return self.counters.reject("none", "too-many-alike");
+                };
+                guess = placed.wrapping_add(1);
+                if fresh && !self.waiting.is_empty() {
+                    self.link(core, block.hash, placed);
+                }
+            }
+            writer.pause(end - start);
+        }
     }
 
     /// Asks for what a block will need that is to be placed soon.
@@ -271,7 +280,7 @@ impl Stream {
     }
 
     /// Places what waited for a block, and what waited for that, the nearest first.
-    fn link(&mut self, writer: &mut Writer<'_>, hash: u64, number: u32) {
+    fn link(&mut self, core: &mut Core, hash: u64, number: u32) {
         let mut queue: VecDeque<(Waiting, u32)> = self
             .waiting
             .take_awaiting(hash)
@@ -280,29 +289,27 @@ impl Stream {
             .collect();
         while let Some((item, above)) = queue.pop_front() {
             let Some(mut content) = item.content else {
-                self.copy(writer, item.hash, above, item.plane);
+                self.copy(core, item.hash, above, item.plane);
                 continue;
             };
-            let parent = *writer.records.get(above);
-            let salt = content
-                .salt
-                .unwrap_or_else(|| writer.contexts.get(parent.context & !TWIN).salt);
+            let parent = *core.records.get(above);
+            let salt = content.salt.unwrap_or_else(|| core.contexts.get(parent.context & !TWIN).salt);
             let context = Context {
                 scheme: content.scheme,
                 lora: content.lora,
                 salt,
             };
             let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
-            let held = writer.contexts.retain(context, 1);
-            let block = Block::new(writer, item.hash, keys::chained(parent.key, local), held);
-            match self.place(writer, &block, item.plane, above.wrapping_add(1)) {
+            let held = core.contexts.retain(context, 1);
+            let block = Block::new(core, item.hash, keys::chained(parent.key, local), held);
+            match self.place(core, &block, item.plane, above.wrapping_add(1)) {
                 Some((placed, true)) => {
                     queue.extend(self.waiting.take_awaiting(item.hash).into_iter().map(|next| (next, placed)));
                 }
                 Some(_) => {}
                 None => self.counters.reject("none", "too-many-alike"),
             }
-            writer.contexts.release(held, 1);
+            core.contexts.release(held, 1);
         }
     }
 

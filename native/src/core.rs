@@ -157,7 +157,8 @@ impl Core {
         let records = &self.records;
         let mut twins = 0;
         let mut found = None;
-        self.keys.for_each_match(key_spot, |number| {
+        let seat = self.keys.seat(key_spot);
+        self.keys.for_each_match_at(seat, |number| {
             let record = records.get(number);
             if record.key == key && record.context & !TWIN == context {
                 twins += 1;
@@ -181,7 +182,8 @@ impl Core {
             context: context | flag,
         })?;
         self.contexts.add(context);
-        self.keys.insert(key_spot, number, &ByKey(&self.records, self.secret));
+        let hashes = ByKey(&self.records, self.secret);
+        self.keys.insert_at(seat, key_spot, number, &hashes);
         Some(number)
     }
 
@@ -209,8 +211,8 @@ impl Core {
     /// Adds or removes a holder of a block.
     #[inline]
     pub fn toggle(&mut self, number: u32, plane: u16, stream: u32, last: &mut Move) {
-        let set = self.records.get(number).set;
-        self.records.get_mut(number).set = self.sets.moved(set, plane, stream, last);
+        let record = self.records.get_mut(number);
+        record.set = self.sets.moved(record.set, plane, stream, last);
     }
 
     /// Forgets a block that nobody holds any more.

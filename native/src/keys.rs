@@ -80,7 +80,8 @@ pub fn untagged(key: &[u8]) -> u64 {
 #[cfg(target_endian = "big")]
 compile_error!("tokens are hashed as they lie in memory, which must be little-endian");
 
-fn bytes_of(tokens: &[u32]) -> &[u8] {
+/// Numbers as they lie in memory.
+pub fn bytes_of(tokens: &[u32]) -> &[u8] {
     // SAFETY: u32 has no padding, u8 has no alignment, and the length is that of the slice in bytes.
     unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }
 }

@@ -9,6 +9,7 @@ pub mod core;
 pub mod gate;
 pub mod index;
 pub mod keys;
+pub mod lifting;
 pub mod matching;
 pub mod overlay;
 pub mod pages;

@@ -1,92 +1,206 @@
-//! Memory for tables and records: pieces of one size, cut from huge pages.
+//! Memory for tables and records: pieces of a few sizes, cut from huge pages.
 //!
 //! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB most of them also miss
 //! the processor's cache of page addresses, which costs as much as the access itself; pieces of huge pages share one entry there. The
 //! pool also gives whole regions back to the system, which a general allocator rarely can.
+//!
+//! A region is one huge page, cut into spans, and a span into pieces of one size. All sizes share the regions, so that no more than
+//! one of those is partly used while an index grows, and huge pages can be asked for early.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
 /// Bytes of a region: one huge page of x86-64 and of most others.
 const REGION: usize = 2 << 20;
-/// Bytes at the end of a region that hold its header.
-const HEADER: usize = 512;
-/// Empty regions of a size that are kept, so that an index at a limit does not ask the system again and again.
+/// Bytes of a span: records of a chunk, or 12 or 8 segments of a table.
+const SPAN: usize = 24 << 10;
+/// Spans of a region. Behind them is room for its header.
+const SPANS: usize = REGION / SPAN;
+/// The most pieces of a span.
+const MOST: usize = 16;
+/// Empty regions that are kept, so that an index at a limit does not ask the system again and again.
 const SPARE: usize = 1;
-/// Regions of a size from which on huge pages are asked for: a part of one that is not used yet is memory all the same.
-const HUGE_FROM: usize = 16;
+/// Regions from which on huge pages are asked for: a part of one that is not used yet is memory all the same, an eighth at most.
+const HUGE_FROM: usize = 8;
+/// Free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
+const SHORT: usize = 3;
 
 /// At the end of each region.
 struct Header {
-    /// A bit for each free piece.
-    free: [u64; 16],
+    /// A bit for each free span.
+    free: [u64; SPANS.div_ceil(64)],
     used: usize,
     listed: bool,
+    /// By span, a bit for each free piece.
+    pieces: [u16; SPANS],
+    /// By span, its place in the list of those with free pieces of the same size.
+    places: [u32; SPANS],
 }
 
-/// All pieces of one size.
+const HEADER: usize = REGION - SPANS * SPAN;
+const _: () = assert!(size_of::<Header>() <= HEADER && HEADER.is_multiple_of(align_of::<Header>()));
+
+/// A span, by its region and number.
+#[derive(Clone, Copy)]
+struct Span {
+    header: NonNull<Header>,
+    number: usize,
+}
+
+impl Span {
+    fn of(piece: NonNull<u8>) -> Self {
+        let offset = piece.addr().get() & (REGION - 1);
+        let end = piece.addr().get() - offset + SPANS * SPAN;
+        // SAFETY: regions are aligned to their size, so this is the address of the header of the one that holds the piece.
+        let header = unsafe { NonNull::new_unchecked(piece.as_ptr().with_addr(end).cast()) };
+        Self {
+            header,
+            number: offset / SPAN,
+        }
+    }
+
+    fn start(self) -> NonNull<u8> {
+        // SAFETY: the spans of a region lie before its header.
+        unsafe { self.header.cast::<u8>().byte_sub((SPANS - self.number) * SPAN) }
+    }
+}
+
+/// All pieces.
 struct Pool {
-    size: usize,
-    /// Regions with free pieces.
+    /// Regions with free spans.
     open: Vec<NonNull<Header>>,
+    /// Spans with free pieces, by the number of pieces that they are cut into.
+    cut: [Vec<Span>; MOST + 1],
     empty: usize,
     mapped: usize,
+    free: usize,
 }
 
 // SAFETY: a pool owns its regions, and they are memory like any other.
 unsafe impl Send for Pool {}
 
-fn header_of(piece: NonNull<u8>) -> NonNull<Header> {
-    let end = (piece.as_ptr().addr() & !(REGION - 1)) + REGION - HEADER;
-    // SAFETY: regions are aligned to their size, so this is the address of the header of the one that holds the piece.
-    unsafe { NonNull::new_unchecked(piece.as_ptr().with_addr(end).cast()) }
+static POOL: Mutex<Pool> = Mutex::new(Pool::new());
+/// Regions that are mapped, and free spans, as of the last change: to be looked at without the lock.
+static MAPPED: AtomicUsize = AtomicUsize::new(0);
+static FREE: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether `prepare` would do something.
+#[inline]
+pub fn are_short() -> bool {
+    FREE.load(Ordering::Relaxed) < SHORT && MAPPED.load(Ordering::Relaxed) >= HUGE_FROM
+}
+
+/// Gets memory from the system before it is needed. Clearing a huge page takes as long as thousands of blocks do, so that is not
+/// left to those who have to be quick, as one is who holds a lock.
+pub fn prepare() {
+    if are_short() {
+        let region = map(true);
+        POOL.lock().add(region);
+    }
 }
 
 impl Pool {
-    const fn new(size: usize) -> Self {
+    const fn new() -> Self {
         Self {
-            size,
             open: Vec::new(),
+            cut: [const { Vec::new() }; MOST + 1],
             empty: 0,
             mapped: 0,
+            free: 0,
         }
     }
 
-    fn pieces(&self) -> usize {
-        (REGION - HEADER) / self.size
+    /// A piece of a span that is cut into so many.
+    fn take(&mut self, cut: usize) -> NonNull<u8> {
+        let span = match self.cut[cut].last() {
+            Some(&span) => span,
+            None => self.cut_one(cut),
+        };
+        // SAFETY: `cut` names spans of mapped regions, whose headers only the holder of the pool's lock uses.
+        let free = unsafe { &mut (*span.header.as_ptr()).pieces[span.number] };
+        let at = free.trailing_zeros() as usize;
+        *free &= *free - 1;
+        if *free == 0 {
+            self.cut[cut].pop();
+        }
+        // SAFETY: inside of the span.
+        unsafe { span.start().byte_add(at * (SPAN / cut)) }
     }
 
-    fn take(&mut self) -> NonNull<u8> {
-        let mut header = match self.open.last() {
+    fn give(&mut self, cut: usize, piece: NonNull<u8>) {
+        let span = Span::of(piece);
+        let at = (piece.addr().get() - span.start().addr().get()) / (SPAN / cut);
+        // SAFETY: the piece came from `take`, so its region is mapped, and the pool's lock is held.
+        let header = unsafe { &mut *span.header.as_ptr() };
+        let before = header.pieces[span.number];
+        let after = before | 1 << at;
+        header.pieces[span.number] = after;
+        if after.count_ones() as usize == cut {
+            if before != 0 {
+                self.unlist(cut, header.places[span.number] as usize);
+            }
+            self.give_span(span);
+        } else if before == 0 {
+            header.places[span.number] = self.cut[cut].len() as u32;
+            self.cut[cut].push(span);
+        }
+    }
+
+    /// Cuts a free span into pieces.
+    fn cut_one(&mut self, cut: usize) -> Span {
+        let span = self.take_span();
+        // SAFETY: as in `take`.
+        let header = unsafe { &mut *span.header.as_ptr() };
+        header.pieces[span.number] = u16::MAX >> (MOST - cut);
+        header.places[span.number] = self.cut[cut].len() as u32;
+        self.cut[cut].push(span);
+        span
+    }
+
+    /// Takes a span out of the list of those with free pieces; the last one takes its place.
+    fn unlist(&mut self, cut: usize, place: usize) {
+        self.cut[cut].swap_remove(place);
+        if let Some(moved) = self.cut[cut].get(place) {
+            // SAFETY: as in `take`.
+            unsafe { (*moved.header.as_ptr()).places[moved.number] = place as u32 };
+        }
+    }
+
+    fn take_span(&mut self) -> Span {
+        let header = match self.open.last() {
             Some(&header) => header,
-            None => self.map(),
+            None => {
+                let header = map(self.mapped >= HUGE_FROM);
+                self.add(header);
+                header
+            }
         };
         // SAFETY: headers in `open` are those of mapped regions, and the pool's lock is held.
-        let found = unsafe { header.as_mut() };
+        let found = unsafe { &mut *header.as_ptr() };
         self.empty -= usize::from(found.used == 0);
         let word = found.free.iter().position(|&bits| bits != 0).unwrap_or(0);
-        let at = word * 64 + found.free[word].trailing_zeros() as usize;
+        let number = word * 64 + found.free[word].trailing_zeros() as usize;
         found.free[word] &= found.free[word] - 1;
         found.used += 1;
-        if found.used == self.pieces() {
+        if found.used == SPANS {
             found.listed = false;
             self.open.pop();
         }
-        let base = (header.as_ptr().addr() & !(REGION - 1)) + at * self.size;
-        // SAFETY: inside of the region.
-        unsafe { NonNull::new_unchecked(header.as_ptr().with_addr(base).cast()) }
+        self.count(self.free - 1);
+        Span { header, number }
     }
 
-    fn give(&mut self, piece: NonNull<u8>) {
-        let mut header = header_of(piece);
-        let at = (piece.as_ptr().addr() & (REGION - 1)) / self.size;
-        // SAFETY: the piece came from `take`, so its region is mapped, and the pool's lock is held.
-        let found = unsafe { header.as_mut() };
-        found.free[at / 64] |= 1 << (at % 64);
+    fn give_span(&mut self, Span { header, number }: Span) {
+        // SAFETY: as in `give`.
+        let found = unsafe { &mut *header.as_ptr() };
+        found.free[number / 64] |= 1 << (number % 64);
         found.used -= 1;
+        self.count(self.free + 1);
         if !found.listed {
             found.listed = true;
             self.open.push(header);
@@ -100,101 +214,117 @@ impl Pool {
         }
         self.open.retain(|&other| other != header);
         self.mapped -= 1;
-        // SAFETY: no piece of this region is in use, and nothing else knows it.
-        unsafe { libc::munmap(header.as_ptr().byte_sub(REGION - HEADER).cast(), REGION) };
+        self.count(self.free - SPANS);
+        // SAFETY: no span of this region is in use, and nothing else knows it.
+        unsafe { libc::munmap(header.as_ptr().byte_sub(SPANS * SPAN).cast(), REGION) };
     }
 
-    /// A region from the system.
-    #[cold]
-    fn map(&mut self) -> NonNull<Header> {
-        // SAFETY: plain calls; what is mapped beyond an aligned region is given back at once.
-        let base = unsafe {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-            let found = libc::mmap(
-                std::ptr::null_mut(),
-                2 * REGION,
-                libc::PROT_READ | libc::PROT_WRITE,
-                flags,
-                -1,
-                0,
-            );
-            if found == libc::MAP_FAILED {
-                handle_alloc_error(Layout::from_size_align_unchecked(REGION, REGION));
-            }
-            let before = found.addr().wrapping_neg() & (REGION - 1);
-            let base = found.byte_add(before);
-            if before > 0 {
-                libc::munmap(found, before);
-            }
-            libc::munmap(base.byte_add(REGION), REGION - before);
-            if self.mapped >= HUGE_FROM {
-                // Only a wish: where huge pages are switched off everything works, slower.
-                libc::madvise(base, REGION, libc::MADV_HUGEPAGE);
-            }
-            base
-        };
-        let mut free = [0; 16];
-        for at in 0..self.pieces() {
-            free[at / 64] |= 1 << (at % 64);
-        }
-        // SAFETY: the header lies inside of the new region, which nobody else knows.
-        let header = unsafe {
-            let header = base.byte_add(REGION - HEADER).cast::<Header>();
-            header.write(Header {
-                free,
-                used: 0,
-                listed: true,
-            });
-            NonNull::new_unchecked(header)
-        };
+    /// Takes a new region in.
+    fn add(&mut self, header: NonNull<Header>) {
         self.open.push(header);
         self.empty += 1;
         self.mapped += 1;
-        header
+        self.count(self.free + SPANS);
+    }
+
+    fn count(&mut self, free: usize) {
+        self.free = free;
+        FREE.store(free, Ordering::Relaxed);
+        MAPPED.store(self.mapped, Ordering::Relaxed);
     }
 }
 
-/// What pieces of `COUNT` values are made of.
-pub trait Pooled<const COUNT: usize>: Copy {
-    /// The pool of its pieces.
-    fn pool() -> &'static Sizes;
-}
-
-/// A pool behind its lock.
-pub struct Sizes(Mutex<Pool>);
-
-impl Sizes {
-    /// A pool of pieces of `size` bytes, a multiple of 64 of which at most 1024 fit in a region.
-    pub const fn new(size: usize) -> Self {
-        assert!(size >= REGION / 1024 && size <= REGION - HEADER && size.is_multiple_of(64));
-        Self(Mutex::new(Pool::new(size)))
+/// A region from the system, of huge pages where that is wanted and possible.
+#[cold]
+fn map(huge: bool) -> NonNull<Header> {
+    // SAFETY: plain calls; what is mapped beyond an aligned region is given back at once.
+    let base = unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let found = libc::mmap(
+            std::ptr::null_mut(),
+            2 * REGION,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            -1,
+            0,
+        );
+        if found == libc::MAP_FAILED {
+            handle_alloc_error(Layout::from_size_align_unchecked(REGION, REGION));
+        }
+        let before = found.addr().wrapping_neg() & (REGION - 1);
+        let base = found.byte_add(before);
+        if before > 0 {
+            libc::munmap(found, before);
+        }
+        libc::munmap(base.byte_add(REGION), REGION - before);
+        if huge {
+            // Only a wish: where huge pages are switched off everything works, slower.
+            libc::madvise(base, REGION, libc::MADV_HUGEPAGE);
+        }
+        base
+    };
+    let mut free = [0; SPANS.div_ceil(64)];
+    for number in 0..SPANS {
+        free[number / 64] |= 1 << (number % 64);
+    }
+    // SAFETY: the header lies inside of the new region, which nobody else knows. Writing it also makes a huge page real.
+    unsafe {
+        let header = base.byte_add(SPANS * SPAN).cast::<Header>();
+        header.write(Header {
+            free,
+            used: 0,
+            listed: true,
+            pieces: [0; SPANS],
+            places: [0; SPANS],
+        });
+        NonNull::new_unchecked(header)
     }
 }
 
 /// Room for `COUNT` values, aligned to 64 bytes.
-pub struct Piece<T: Pooled<COUNT>, const COUNT: usize> {
+pub struct Piece<T: Copy, const COUNT: usize> {
     at: NonNull<T>,
     owned: PhantomData<T>,
 }
 
 // SAFETY: it owns its values, as a box does.
-unsafe impl<T: Pooled<COUNT> + Send, const COUNT: usize> Send for Piece<T, COUNT> {}
+unsafe impl<T: Copy + Send, const COUNT: usize> Send for Piece<T, COUNT> {}
 // SAFETY: as above.
-unsafe impl<T: Pooled<COUNT> + Sync, const COUNT: usize> Sync for Piece<T, COUNT> {}
+unsafe impl<T: Copy + Sync, const COUNT: usize> Sync for Piece<T, COUNT> {}
 
-impl<T: Pooled<COUNT>, const COUNT: usize> Piece<T, COUNT> {
+impl<T: Copy, const COUNT: usize> Piece<T, COUNT> {
+    /// Pieces of a span.
+    const CUT: usize = {
+        let size = COUNT * size_of::<T>();
+        assert!(SPAN.is_multiple_of(size) && SPAN / size <= MOST && size.is_multiple_of(64) && align_of::<T>() <= 64);
+        SPAN / size
+    };
+
     /// A piece with `value` everywhere.
     pub fn filled(value: T) -> Self {
-        let at: NonNull<T> = T::pool().0.lock().take().cast();
+        let at: NonNull<T> = POOL.lock().take(Self::CUT).cast();
         for index in 0..COUNT {
             // SAFETY: the piece has room for that many, and is aligned for what 64 bytes align.
             unsafe { at.add(index).write(value) };
         }
         Self { at, owned: PhantomData }
     }
+
+    /// The piece as a pointer that owns it, until it is given to `from_raw`.
+    pub fn into_raw(self) -> NonNull<T> {
+        ManuallyDrop::new(self).at
+    }
+
+    /// A piece again.
+    ///
+    /// # Safety
+    /// The pointer is from `into_raw` of the same kind of piece, and owns it.
+    pub unsafe fn from_raw(at: NonNull<T>) -> Self {
+        Self { at, owned: PhantomData }
+    }
 }
 
-impl<T: Pooled<COUNT>, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
+impl<T: Copy, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
     type Target = [T];
 
     #[inline]
@@ -204,7 +334,7 @@ impl<T: Pooled<COUNT>, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
     }
 }
 
-impl<T: Pooled<COUNT>, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
+impl<T: Copy, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and there is no other way to them.
@@ -212,22 +342,15 @@ impl<T: Pooled<COUNT>, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT
     }
 }
 
-impl<T: Pooled<COUNT>, const COUNT: usize> Drop for Piece<T, COUNT> {
+impl<T: Copy, const COUNT: usize> Drop for Piece<T, COUNT> {
     fn drop(&mut self) {
-        T::pool().0.lock().give(self.at.cast());
+        POOL.lock().give(Self::CUT, self.at.cast());
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    impl Pooled<2> for [u64; 512] {
-        fn pool() -> &'static Sizes {
-            static POOL: Sizes = Sizes::new(8192);
-            &POOL
-        }
-    }
 
     /// Pieces never overlap, and come back.
     #[test]
@@ -256,7 +379,32 @@ mod tests {
                 .collect();
         }
         pieces.clear();
-        let pool = <[u64; 512] as Pooled<2>>::pool().0.lock();
-        assert!(pool.open.len() <= SPARE && pool.empty == pool.open.len());
+        assert!(POOL.lock().cut[3].is_empty());
+    }
+
+    /// Pieces of all sizes share regions, in any order of coming and going.
+    #[test]
+    fn sizes_share_regions() {
+        fn turn<const COUNT: usize>(kept: &mut Vec<(u64, Piece<u64, COUNT>)>, number: u64, random: usize) {
+            if random.is_multiple_of(5) || kept.len() < 200 {
+                kept.push((number, Piece::filled(number)));
+            } else {
+                let (number, piece) = kept.swap_remove(random % kept.len());
+                assert!(piece.iter().all(|&value| value == number));
+            }
+        }
+        let (mut small, mut middle, mut large) = (Vec::new(), Vec::new(), Vec::new());
+        let mut random = 1_usize;
+        for number in 0..20_000 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            match random >> 60 {
+                0..=6 => turn::<256>(&mut small, number, random >> 32),
+                7..=13 => turn::<384>(&mut middle, number, random >> 32),
+                _ => turn::<3072>(&mut large, number, random >> 32),
+            }
+        }
+        assert!(small.iter().all(|(number, piece)| piece.iter().all(|value| value == number)));
+        assert!(middle.iter().all(|(number, piece)| piece.iter().all(|value| value == number)));
+        assert!(large.iter().all(|(number, piece)| piece.iter().all(|value| value == number)));
     }
 }

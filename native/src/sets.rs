@@ -118,15 +118,17 @@ impl Sets {
     /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
     #[inline]
     pub fn moved(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> u32 {
-        let (from, to) = (last.from.0 as usize, last.to.0 as usize);
-        let same = last.known && last.holder == (plane, stream) && last.from.0 == set;
-        let alive = |at: usize, born: u32| self.entries.get(at).is_some_and(|entry| entry.born == born);
-        let target = if same && alive(from, last.from.1) && alive(to, last.to.1) {
-            last.to.0
-        } else {
-            self.toggled(set, plane, stream)
-        };
-        self.entries[target as usize].refs += u32::from(target != EMPTY);
+        if last.known && last.from.0 == set && last.holder == (plane, stream) && self.is(last.from) && self.is(last.to) {
+            self.change(set, last.to.0);
+            return last.to.0;
+        }
+        self.moved_anew(set, plane, stream, last)
+    }
+
+    /// The same by a search.
+    #[cold]
+    fn moved_anew(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> u32 {
+        let target = self.toggled(set, plane, stream);
         let born = |number: u32| (number, self.entries[number as usize].born);
         *last = Move {
             from: born(set),
@@ -134,8 +136,25 @@ impl Sets {
             holder: (plane, stream),
             known: true,
         };
-        self.release(set);
+        self.change(set, target);
         target
+    }
+
+    /// Whether a set is the one that had the number then.
+    #[inline]
+    fn is(&self, (number, born): (u32, u32)) -> bool {
+        self.entries.get(number as usize).is_some_and(|entry| entry.born == born)
+    }
+
+    /// Counts one block less of one set and one more of the other.
+    #[inline]
+    fn change(&mut self, from: u32, to: u32) {
+        if to != EMPTY {
+            self.entries[to as usize].refs += 1;
+        }
+        if from != EMPTY {
+            self.release(from);
+        }
     }
 
     /// Moves one block from `set` to the one without any holder of `stream`.
@@ -149,8 +168,7 @@ impl Sets {
         words.retain(|word| word.bits != 0);
         let target = self.intern(&words);
         self.scratch = words;
-        self.entries[target as usize].refs += u32::from(target != EMPTY);
-        self.release(set);
+        self.change(set, target);
         target
     }
 
@@ -204,12 +222,19 @@ impl Sets {
         number
     }
 
+    #[inline]
     fn release(&mut self, set: u32) {
         let entry = &mut self.entries[set as usize];
-        entry.refs -= u32::from(set != EMPTY);
-        if entry.refs > 0 {
-            return;
+        entry.refs -= 1;
+        if entry.refs == 0 {
+            self.forget(set);
         }
+    }
+
+    /// Gives the number of a set back that no block has any more.
+    #[cold]
+    fn forget(&mut self, set: u32) {
+        let entry = &mut self.entries[set as usize];
         let words = std::mem::take(&mut entry.words);
         self.births = self.births.wrapping_add(1);
         entry.born = self.births;

@@ -1,6 +1,6 @@
 //! Records of blocks, found by number.
 
-use crate::pages::{Piece, Pooled, Sizes};
+use crate::pages::Piece;
 
 /// What the index knows about one block.
 #[derive(Clone, Copy, Debug)]
@@ -22,13 +22,6 @@ const NONE: u32 = u32::MAX;
 const BITS: u32 = 10;
 const CHUNK: usize = 1 << BITS;
 const MASK: u32 = (CHUNK - 1) as u32;
-
-impl Pooled<CHUNK> for Record {
-    fn pool() -> &'static Sizes {
-        static POOL: Sizes = Sizes::new(CHUNK * size_of::<Record>());
-        &POOL
-    }
-}
 
 const VACANT: Record = Record {
     key: 0,
@@ -126,7 +119,26 @@ impl Slab {
     }
 
     /// Stores a record, and tells its number; None when there are as many as numbers.
+    #[inline]
     pub fn insert(&mut self, record: Record) -> Option<u32> {
+        // Nearly always the next one behind that of the call before.
+        if let Some(chunk) = self.chunks.get_mut(self.current)
+            && let Some(records) = &mut chunk.records
+            && let Some(place) = records.get_mut(chunk.fresh as usize)
+        {
+            *place = record;
+            let inner = chunk.fresh;
+            chunk.fresh += 1;
+            chunk.used += 1;
+            self.used += 1;
+            return Some(((self.current << BITS) as u32) | inner);
+        }
+        self.insert_elsewhere(record)
+    }
+
+    /// The same in a chunk without memory, or in a place that was given back.
+    #[cold]
+    fn insert_elsewhere(&mut self, record: Record) -> Option<u32> {
         let at = self.room()?;
         let chunk = &mut self.chunks[at];
         chunk.used += 1;

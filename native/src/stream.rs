@@ -4,16 +4,19 @@ use std::collections::HashMap;
 
 use hashbrown::HashTable;
 
-use crate::core::{ByHash, Core};
+use crate::core::{ByHash, Core, Secret};
 use crate::gate::Writer;
 use crate::planes::Rules;
 use crate::sets::Move;
-use crate::slab::TWIN;
-use crate::table::{Spot, Stage, Table};
+use crate::slab::{Record, TWIN};
+use crate::table::{Seat, Spot, Stage, Table};
 use crate::waiting::Queue;
 
 /// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
 pub const MAX_SAME_HASH: usize = 1 << 16;
+
+/// Sizes of blocks that are remembered of a stream, which has one, or two while it lies.
+const MAX_SIZES: usize = 8;
 
 /// A block under another hash than its record has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +103,10 @@ pub struct Stream {
     copies: HashMap<(u32, u16), u32>,
     /// By plane, the part of a digest that it stands for.
     marks: Vec<u64>,
+    /// By plane, blocks held there.
+    held: Vec<usize>,
+    /// Tokens per block that this life has told of.
+    sizes: Vec<u32>,
     added: Move,
     removed: Move,
 }
@@ -118,6 +125,7 @@ pub struct Place {
 }
 
 /// One copy's part of a digest.
+#[inline]
 fn mark(hash: u64, key: u64, plane: u64) -> u128 {
     let fold = |a: u64, b: u64| {
         let product = u128::from(a) * u128::from(b);
@@ -148,6 +156,8 @@ impl Stream {
             several: HashMap::new(),
             copies: HashMap::new(),
             marks: Vec::new(),
+            held: Vec::new(),
+            sizes: Vec::new(),
             added: Move::default(),
             removed: Move::default(),
         }
@@ -166,6 +176,47 @@ impl Stream {
     /// Copies beyond the first of each block and plane.
     pub fn copies(&self) -> usize {
         self.copies.values().map(|&extra| extra as usize).sum()
+    }
+
+    /// Blocks held on each plane.
+    pub fn held(&self) -> &[usize] {
+        &self.held
+    }
+
+    /// Tokens per block that this life has told of, as far as they are remembered.
+    pub fn sizes(&self) -> &[u32] {
+        &self.sizes
+    }
+
+    /// Notes how a life cuts its blocks.
+    #[inline]
+    pub fn cut_by(&mut self, size: u32) {
+        if !self.sizes.contains(&size) && self.sizes.len() < MAX_SIZES {
+            self.sizes.push(size);
+        }
+    }
+
+    /// Begins a life of another publisher: nothing of the one before holds.
+    pub fn begin(&mut self, writer: &mut Writer<'_>, incarnation: i64) {
+        self.forget(writer);
+        self.rules = Rules::default();
+        self.places.clear();
+        self.sizes.clear();
+        writer.rule(self.number, None);
+        (self.incarnation, self.last) = (incarnation, -1);
+    }
+
+    /// Whether so many blocks more may need a larger table for those under other hashes than their records'.
+    #[inline]
+    pub fn is_tight(&self, blocks: usize) -> bool {
+        !self.foreign.is_empty() && self.foreign.capacity() - self.foreign.len() < blocks
+    }
+
+    /// Makes that table larger, while nobody waits for the shared part: it moves as a whole.
+    pub fn make_room(&mut self, blocks: usize, secret: Secret) {
+        if self.is_tight(blocks) {
+            self.foreign.reserve(blocks, |entry| secret.place(entry.hash));
+        }
     }
 
     /// Asks for the memory that is looked at for a hash, in the stages of a table.
@@ -207,8 +258,9 @@ impl Stream {
             hash_spot,
             ..
         } = *block;
+        let seat = self.table.seat(hash_spot);
         let (mut known, mut own) = (None, None);
-        self.table.for_each_match(hash_spot, |number| {
+        self.table.for_each_match_at(seat, |number| {
             let record = core.records.get(number);
             if record.hash == hash {
                 known = Some(number);
@@ -232,19 +284,21 @@ impl Stream {
             return None;
         }
         let number = core.record(block, self.number, guess)?;
-        self.enter(core, hash, hash_spot, number);
-        self.copy(core, hash, number, plane);
+        self.enter(core, block, seat, number);
+        self.hold(core, hash, key, number, plane);
         if let Some(other) = known {
             self.several.entry(hash).or_insert_with(|| vec![other]).push(number);
         }
         Some((number, known.is_none()))
     }
 
-    /// Knows `number` by `hash` from now on.
+    /// Knows `number` by the hash of `block` from now on, which belongs at `seat`.
     #[inline]
-    fn enter(&mut self, core: &Core, hash: u64, spot: Spot, number: u32) {
+    fn enter(&mut self, core: &Core, block: &Block, seat: Option<Seat>, number: u32) {
+        let hash = block.hash;
         if core.records.get(number).hash == hash {
-            self.table.insert(spot, number, &ByHash(&core.records, core.secret));
+            let hashes = ByHash(&core.records, core.secret);
+            self.table.insert_at(seat, block.hash_spot, number, &hashes);
         } else {
             let place = core.secret.place(hash);
             self.foreign
@@ -269,19 +323,28 @@ impl Stream {
     /// One copy more of a block that the stream knows.
     #[inline]
     pub fn copy(&mut self, core: &mut Core, hash: u64, number: u32, plane: u16) {
-        let record = *core.records.get(number);
-        if core.sets.holds(record.set, plane, self.number) {
+        let Record { key, set, .. } = *core.records.get(number);
+        if core.sets.holds(set, plane, self.number) {
             *self.copies.entry((number, plane)).or_default() += 1;
+            self.digest = self.digest.wrapping_add(mark(hash, key, self.mark_of(core, plane)));
         } else {
-            core.toggle(number, plane, self.number, &mut self.added);
+            self.hold(core, hash, key, number, plane);
         }
-        self.digest = self.digest.wrapping_add(mark(hash, record.key, self.mark_of(core, plane)));
+    }
+
+    /// The first copy of a block on a plane.
+    #[inline]
+    fn hold(&mut self, core: &mut Core, hash: u64, key: u64, number: u32, plane: u16) {
+        core.toggle(number, plane, self.number, &mut self.added);
+        self.digest = self.digest.wrapping_add(mark(hash, key, self.mark_of(core, plane)));
+        self.held[plane as usize] += 1;
     }
 
     #[inline]
     fn mark_of(&mut self, core: &Core, plane: u16) -> u64 {
         while self.marks.len() <= plane as usize {
             self.marks.push(core.planes[self.marks.len()].digest());
+            self.held.push(0);
         }
         self.marks[plane as usize]
     }
@@ -320,6 +383,7 @@ impl Stream {
             return true;
         }
         core.toggle(number, plane, self.number, &mut self.removed);
+        self.held[plane as usize] -= 1;
         if !core.sets.knows(core.records.get(number).set, self.number) {
             self.leave(core, hash, number);
         }
@@ -399,6 +463,7 @@ impl Stream {
     #[inline]
     pub fn put(&mut self, core: &mut Core, block: &Block, planes: &[(u16, u32)], guess: u32) -> Option<u32> {
         let known = self.blocks;
+        self.cut_by(core.contexts.get(block.context).scheme.size);
         let (number, _) = self.place(core, block, planes.first()?.0, guess)?;
         if self.blocks == known {
             return None;
@@ -453,6 +518,7 @@ impl Stream {
             let each = mark(hash, key, self.mark_of(core, plane));
             self.digest = self.digest.wrapping_sub(each.wrapping_mul(u128::from(copies)));
             core.toggle(number, plane, self.number, &mut self.removed);
+            self.held[plane as usize] -= 1;
         }
         if self.copies.is_empty() {
             self.copies = HashMap::new();
@@ -479,6 +545,7 @@ impl Stream {
         }
         (self.several, self.copies, self.waiting) = (HashMap::new(), HashMap::new(), Queue::default());
         (self.blocks, self.digest) = (0, 0);
+        self.held.fill(0);
         writer.show(number, true);
     }
 
@@ -510,7 +577,7 @@ impl Stream {
 }
 
 /// What identifies a block.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Block {
     /// The engine's hash.
     pub hash: u64,
@@ -526,6 +593,7 @@ pub struct Block {
 
 impl Block {
     /// A block with its spots.
+    #[inline]
     pub fn new(core: &Core, hash: u64, key: u64, context: u32) -> Self {
         Self {
             hash,

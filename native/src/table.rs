@@ -6,210 +6,17 @@
 //! table would be half empty afterwards. So hashes are first bent, which makes the segments of one end of the directory fill up to
 //! twice as fast as those of the other: at any size some have just been split and others are about to be, and the table takes about
 //! 10.5 bytes an entry always. A dense table has a size of segments between, and takes about 8.5. Tags are the bits of the hash behind
-//! those that a segment was found by, so three splits of four need no hashes from the records, which would be a cache miss each. No
+//! those that a segment was found by, so four splits of five need no hashes from the records, which would be a cache miss each. No
 //! single operation moves more than a segment, apart from the doubling of the directory.
 
-use std::ops::{Deref, DerefMut};
+mod segment;
+
 use std::ptr;
 
-use crate::pages::{Piece, Pooled, Sizes};
+use segment::{Bucket, SEGMENT, Segment, WIDE};
 
-/// Entries of a bucket.
-const WAYS: usize = 10;
-/// Buckets of a segment that is not small.
-const SEGMENT: usize = 32;
-/// Buckets of a segment that is about to be split, in a dense table.
-const WIDE: usize = 48;
-/// Entries for each bucket above which a segment is split or grows.
-const FULL_PER_MILLE: usize = 900;
-/// The same below which two segments become one, or one becomes smaller.
-const SPARSE_PER_MILLE: usize = 600;
-/// Splits after which tags are taken anew, since those use up their bits.
-const SPLITS_BY_TAG: u32 = 3;
-/// Bits of a hash that tell a bucket from the others of its segment.
-const HOME_BITS: u32 = 16 - SPLITS_BY_TAG - 1;
 /// Bits of the directory: segments above it grow instead of being split.
 const MAX_DEPTH: u32 = 30;
-
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Bucket {
-    tags: [u16; WAYS],
-    used: u16,
-    /// Entries that should be here and are in a later bucket; it sticks at the maximum.
-    sent_on: u16,
-    records: [u32; WAYS],
-}
-
-const EMPTY: Bucket = Bucket {
-    tags: [0; WAYS],
-    used: 0,
-    sent_on: 0,
-    records: [0; WAYS],
-};
-
-impl Bucket {
-    /// A bit for each entry with this tag.
-    #[inline]
-    fn matches(&self, tag: u16) -> u32 {
-        #[cfg(target_arch = "x86_64")]
-        let mask = {
-            use std::arch::x86_64::{
-                __m128i, _mm_cmpeq_epi16, _mm_loadu_si128, _mm_movemask_epi8, _mm_packs_epi16, _mm_set1_epi16,
-            };
-            let line = ptr::from_ref(self).cast::<__m128i>();
-            // SAFETY: SSE2 is part of x86_64, and the 32 bytes are the first of this bucket's 64.
-            unsafe {
-                let wanted = _mm_set1_epi16(tag.cast_signed());
-                let low = _mm_cmpeq_epi16(_mm_loadu_si128(line), wanted);
-                let high = _mm_cmpeq_epi16(_mm_loadu_si128(line.add(1)), wanted);
-                _mm_movemask_epi8(_mm_packs_epi16(low, high)) as u32
-            }
-        };
-        #[cfg(not(target_arch = "x86_64"))]
-        let mask = (0..WAYS).fold(0, |mask, at| mask | u32::from(self.tags[at] == tag) << at);
-        mask & ((1 << self.used) - 1)
-    }
-}
-
-impl Pooled<SEGMENT> for Bucket {
-    fn pool() -> &'static Sizes {
-        static POOL: Sizes = Sizes::new(SEGMENT * size_of::<Bucket>());
-        &POOL
-    }
-}
-
-impl Pooled<WIDE> for Bucket {
-    fn pool() -> &'static Sizes {
-        static POOL: Sizes = Sizes::new(WIDE * size_of::<Bucket>());
-        &POOL
-    }
-}
-
-/// The buckets of a segment: a piece, or for other sizes memory of their own.
-enum Buckets {
-    Piece(Piece<Bucket, SEGMENT>),
-    Wide(Piece<Bucket, WIDE>),
-    Own(Box<[Bucket]>),
-}
-
-impl Deref for Buckets {
-    type Target = [Bucket];
-
-    #[inline]
-    fn deref(&self) -> &[Bucket] {
-        match self {
-            Self::Piece(buckets) => buckets,
-            Self::Wide(buckets) => buckets,
-            Self::Own(buckets) => buckets,
-        }
-    }
-}
-
-impl DerefMut for Buckets {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut [Bucket] {
-        match self {
-            Self::Piece(buckets) => buckets,
-            Self::Wide(buckets) => buckets,
-            Self::Own(buckets) => buckets,
-        }
-    }
-}
-
-struct Segment {
-    buckets: Buckets,
-    used: usize,
-    /// Leading bits of bent hashes that all of its entries share.
-    depth: u32,
-    /// The bits behind this many are the tags.
-    base: u32,
-}
-
-impl Segment {
-    fn new(buckets: usize, depth: u32, base: u32) -> Self {
-        let buckets = match buckets {
-            SEGMENT => Buckets::Piece(Piece::filled(EMPTY)),
-            WIDE => Buckets::Wide(Piece::filled(EMPTY)),
-            other => Buckets::Own(vec![EMPTY; other].into_boxed_slice()),
-        };
-        Self {
-            buckets,
-            used: 0,
-            depth,
-            base,
-        }
-    }
-
-    fn room(&self) -> usize {
-        self.buckets.len() * WAYS
-    }
-
-    #[inline]
-    fn tag(&self, bent: u64) -> u16 {
-        (bent << self.base >> 48) as u16
-    }
-
-    /// By bits that are part of the tag whether it was just taken or is about to be, so that it never depends on which.
-    #[inline]
-    fn home(&self, bent: u64) -> usize {
-        (((bent << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
-    }
-
-    #[inline]
-    fn put(&mut self, bent: u64, record: u32) {
-        let tag = self.tag(bent);
-        let mut at = self.home(bent);
-        loop {
-            let bucket = &mut self.buckets[at];
-            let used = bucket.used as usize;
-            if used < WAYS {
-                bucket.tags[used] = tag;
-                bucket.records[used] = record;
-                bucket.used += 1;
-                self.used += 1;
-                return;
-            }
-            bucket.sent_on = bucket.sent_on.saturating_add(1);
-            at = if at + 1 == self.buckets.len() { 0 } else { at + 1 };
-        }
-    }
-
-    fn take(&mut self, bent: u64, record: u32) -> bool {
-        let (tag, home, size) = (self.tag(bent), self.home(bent), self.buckets.len());
-        let behind = |step: usize| if home + step < size { home + step } else { home + step - size };
-        for step in 0..size {
-            let bucket = &mut self.buckets[behind(step)];
-            let mut matches = bucket.matches(tag);
-            while matches != 0 {
-                let way = matches.trailing_zeros() as usize;
-                matches &= matches - 1;
-                if bucket.records[way] == record {
-                    let last = bucket.used as usize - 1;
-                    bucket.tags[way] = bucket.tags[last];
-                    bucket.records[way] = bucket.records[last];
-                    bucket.used -= 1;
-                    self.used -= 1;
-                    for passed in 0..step {
-                        let before = &mut self.buckets[behind(passed)];
-                        before.sent_on -= u16::from(before.sent_on != u16::MAX);
-                    }
-                    return true;
-                }
-            }
-            if bucket.sent_on == 0 {
-                return false;
-            }
-        }
-        false
-    }
-
-    fn records(&self) -> impl Iterator<Item = u32> + '_ {
-        self.buckets
-            .iter()
-            .flat_map(|bucket| bucket.records[..bucket.used as usize].iter().copied())
-    }
-}
 
 /// The full hashes of entries, which their records know.
 pub trait Hashes {
@@ -237,7 +44,7 @@ fn bent(hash: u64) -> u64 {
 }
 
 /// A hash, ready to be looked for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Spot {
     bent: u64,
 }
@@ -247,6 +54,14 @@ impl From<u64> for Spot {
     fn from(hash: u64) -> Self {
         Self { bent: bent(hash) }
     }
+}
+
+/// Where a hash belongs in a table, as it is now.
+#[derive(Clone, Copy, Debug)]
+pub struct Seat {
+    segment: u32,
+    home: u32,
+    tag: u16,
 }
 
 /// What `Table::prefetch` asks for.
@@ -319,8 +134,27 @@ impl Table {
 
     #[inline]
     fn at(&self, bent: u64) -> usize {
+        self.directory[self.entry(bent)] as usize
+    }
+
+    /// The place of a hash in the directory.
+    #[inline]
+    fn entry(&self, bent: u64) -> usize {
         // Two shifts, since one by 64 is none.
-        self.directory[(bent >> 1 >> (63 - self.depth)) as usize] as usize
+        (bent >> 1 >> (63 - self.depth)) as usize
+    }
+
+    /// Where a hash belongs as long as no other entry comes or goes; None while there are none.
+    #[inline]
+    pub fn seat(&self, spot: impl Into<Spot>) -> Option<Seat> {
+        let Spot { bent } = spot.into();
+        let &number = self.directory.get(self.entry(bent))?;
+        let segment = &self.segments[number as usize];
+        Some(Seat {
+            segment: number,
+            home: segment.home(bent) as u32,
+            tag: segment.tag(bent),
+        })
     }
 
     /// Asks for the memory that leads to a hash: first its place in the directory, when that is here its segment, and then its bucket.
@@ -328,15 +162,14 @@ impl Table {
     #[inline]
     pub fn prefetch(&self, spot: Spot, stage: Stage) {
         #[cfg(target_arch = "x86_64")]
-        if !self.directory.is_empty() {
+        if let Some(entry) = self.directory.get(self.entry(spot.bent)) {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let at = (spot.bent >> 1 >> (63 - self.depth)) as usize;
             let wanted: *const i8 = match stage {
-                Stage::Directory => ptr::from_ref(&self.directory[at]).cast(),
-                Stage::Segment => ptr::from_ref(&self.segments[self.directory[at] as usize]).cast(),
+                Stage::Directory => ptr::from_ref(entry).cast(),
+                Stage::Segment => ptr::from_ref(&self.segments[*entry as usize]).cast(),
                 Stage::Bucket => {
-                    let segment = &self.segments[self.directory[at] as usize];
-                    ptr::from_ref(&segment.buckets[segment.home(spot.bent)]).cast()
+                    let segment = &self.segments[*entry as usize];
+                    segment.bucket(segment.home(spot.bent)).cast()
                 }
             };
             // SAFETY: a prefetch is a hint, and all of these are there.
@@ -346,26 +179,15 @@ impl Table {
 
     /// Visits records whose hash may be this one, until `visit` says false.
     #[inline]
-    pub fn for_each_match(&self, spot: impl Into<Spot>, mut visit: impl FnMut(u32) -> bool) {
-        if self.directory.is_empty() {
-            return;
-        }
-        let Spot { bent } = spot.into();
-        let segment = &self.segments[self.at(bent)];
-        let (mut at, tag) = (segment.home(bent), segment.tag(bent));
-        for _ in 0..segment.buckets.len() {
-            let bucket = &segment.buckets[at];
-            let mut matches = bucket.matches(tag);
-            while matches != 0 {
-                if !visit(bucket.records[matches.trailing_zeros() as usize]) {
-                    return;
-                }
-                matches &= matches - 1;
-            }
-            if bucket.sent_on == 0 {
-                return;
-            }
-            at = if at + 1 == segment.buckets.len() { 0 } else { at + 1 };
+    pub fn for_each_match(&self, spot: impl Into<Spot>, visit: impl FnMut(u32) -> bool) {
+        self.for_each_match_at(self.seat(spot), visit);
+    }
+
+    /// The same from where the hash belongs.
+    #[inline]
+    pub fn for_each_match_at(&self, seat: Option<Seat>, visit: impl FnMut(u32) -> bool) {
+        if let Some(Seat { segment, home, tag }) = seat {
+            self.segments[segment as usize].for_each_match(home as usize, tag, visit);
         }
     }
 
@@ -385,18 +207,33 @@ impl Table {
     /// Adds an entry. `hashes` are those of entries that have to move.
     #[inline]
     pub fn insert(&mut self, spot: impl Into<Spot>, record: u32, hashes: &impl Hashes) {
-        let Spot { bent } = spot.into();
-        loop {
-            if !self.directory.is_empty() {
-                let at = self.at(bent);
-                let segment = &mut self.segments[at];
-                if segment.used * 1000 < segment.room() * FULL_PER_MILLE {
-                    segment.put(bent, record);
-                    self.len += 1;
-                    return;
-                }
+        let spot = spot.into();
+        self.insert_at(self.seat(spot), spot, record, hashes);
+    }
+
+    /// The same where the hash belongs.
+    #[inline]
+    pub fn insert_at(&mut self, seat: Option<Seat>, spot: Spot, record: u32, hashes: &impl Hashes) {
+        self.len += 1;
+        if let Some(Seat { segment, home, tag }) = seat {
+            let segment = &mut self.segments[segment as usize];
+            if segment.has_room() {
+                return segment.put(home as usize, tag, record);
             }
+        }
+        self.insert_with_room(spot, record, hashes);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn insert_with_room(&mut self, Spot { bent }: Spot, record: u32, hashes: &impl Hashes) {
+        loop {
             self.make_room(bent, hashes);
+            let at = self.at(bent);
+            let segment = &mut self.segments[at];
+            if segment.has_room() {
+                return segment.put(segment.home(bent), segment.tag(bent), record);
+            }
         }
     }
 
@@ -415,7 +252,7 @@ impl Table {
         self.len -= 1;
         if self.len == 0 {
             self.clear();
-        } else if segment.used * 1000 < segment.room() * (SPARSE_PER_MILLE / 2) {
+        } else if Segment::may_shrink(2 * segment.used(), segment.size()) {
             self.shrink(bent, at, hashes);
         }
         true
@@ -436,7 +273,6 @@ impl Table {
 
     // --- growing and shrinking
 
-    #[cold]
     fn make_room(&mut self, bent: u64, hashes: &impl Hashes) {
         if self.directory.is_empty() {
             self.directory = vec![0];
@@ -445,80 +281,49 @@ impl Table {
             return;
         }
         let at = self.at(bent);
-        let (size, depth) = (self.segments[at].buckets.len(), self.segments[at].depth);
+        let (size, depth) = (self.segments[at].size(), self.segments[at].depth());
         if self.dense && size == SEGMENT {
-            self.refit(bent, at, WIDE, hashes);
+            self.refit(at, WIDE);
         } else if size < SEGMENT || depth >= MAX_DEPTH || !self.split(bent, at, hashes) {
             // A wide segment that cannot be split goes on from a power of two.
-            self.refit(bent, at, if size == WIDE { 2 * SEGMENT } else { size * 2 }, hashes);
+            self.refit(at, if size == WIDE { 2 * SEGMENT } else { size * 2 });
         }
     }
 
-    /// Entries of a segment with their bent hashes, as far as a segment of `depth` and that size needs them, and the base of their
-    /// tags. `bent` is one of them. Where tags do not tell enough, the records do; they lie anywhere, so all are asked for before any
-    /// is read.
-    fn entries(&self, bent_hash: u64, at: usize, depth: u32, size: usize, hashes: &impl Hashes) -> (Vec<(u64, u32)>, u32) {
-        let segment = &self.segments[at];
-        let mut entries = Vec::with_capacity(segment.used);
-        if size <= WIDE && depth >= segment.base && depth - segment.base <= SPLITS_BY_TAG {
-            let shared = if segment.base == 0 {
-                0
-            } else {
-                bent_hash & !(u64::MAX >> segment.base)
-            };
-            for bucket in segment.buckets.iter() {
-                for (&tag, &record) in bucket.tags.iter().zip(&bucket.records).take(bucket.used as usize) {
-                    entries.push((shared | u64::from(tag) << 48 >> segment.base, record));
-                }
-            }
-            return (entries, segment.base);
-        }
-        for record in segment.records() {
-            hashes.prefetch(record);
-            entries.push((0, record));
-        }
-        for (bent_hash, record) in &mut entries {
-            *bent_hash = bent(hashes.hash_of(*record));
-        }
-        (entries, depth)
-    }
-
-    fn refit(&mut self, bent: u64, at: usize, buckets: usize, hashes: &impl Hashes) {
-        let (depth, before) = (self.segments[at].depth, self.segments[at].buckets.len());
-        let (entries, base) = self.entries(bent, at, depth, buckets, hashes);
-        let mut new = Segment::new(buckets, depth, base);
-        for (bent, record) in entries {
-            new.put(bent, record);
-        }
-        self.buckets = self.buckets + buckets - before;
-        self.segments[at] = new;
+    fn refit(&mut self, at: usize, buckets: usize) {
+        let old = &self.segments[at];
+        let mut new = [Segment::new(buckets, old.depth(), old.base())];
+        old.pour(&mut new, [old.used()]);
+        self.buckets = self.buckets + buckets - old.size();
+        [self.segments[at]] = new;
     }
 
     /// Splits a segment by the next bit. False when that would not help: many entries have the same hash.
     fn split(&mut self, bent: u64, at: usize, hashes: &impl Hashes) -> bool {
-        let (size, depth) = (self.segments[at].buckets.len(), self.segments[at].depth + 1);
-        let (entries, base) = self.entries(bent, at, depth, size, hashes);
-        let second = |bent: u64| bent >> (64 - depth) & 1 == 1;
-        let more = entries.iter().filter(|entry| second(entry.0)).count();
-        if more.min(entries.len() - more) * 8 < entries.len() {
+        let old = &self.segments[at];
+        let (size, depth, base) = (old.size(), old.depth() + 1, old.base());
+        let more = old.in_second_half();
+        let used = [old.used() - more, more];
+        if used.iter().any(|half| half * 8 < old.used()) {
             return false;
-        }
-        if depth > self.depth {
-            self.directory = self.directory.iter().flat_map(|&segment| [segment, segment]).collect();
-            self.depth = depth;
         }
         // Halves of a wide segment are not always small enough for narrow ones.
         let half = |used: usize| {
-            if size == WIDE && used * 1000 < SEGMENT * WAYS * FULL_PER_MILLE {
+            if size == WIDE && Segment::takes(used, SEGMENT) {
                 SEGMENT
             } else {
                 size
             }
         };
-        let sizes = [half(entries.len() - more), half(more)];
+        let sizes = used.map(half);
         let mut halves = sizes.map(|size| Segment::new(size, depth, base));
-        for (bent, record) in entries {
-            halves[usize::from(second(bent))].put(bent, record);
+        old.pour(&mut halves, used);
+        if halves[0].tags_are_used_up() {
+            halves.iter_mut().for_each(|half| half.take_tags(depth, hashes));
+        }
+        if depth > self.depth {
+            self.directory = self.directory.iter().flat_map(|&segment| [segment, segment]).collect();
+            self.depth = depth;
         }
         let [low, high] = halves;
         self.segments[at] = low;
@@ -536,17 +341,16 @@ impl Table {
     /// The part of the directory that shares the first `depth` bits of a hash.
     fn span(&self, bent: u64, depth: u32) -> (usize, usize) {
         let span = 1 << (self.depth - depth);
-        ((bent >> 1 >> (63 - self.depth)) as usize & !(span - 1), span)
+        (self.entry(bent) & !(span - 1), span)
     }
 
     #[cold]
     fn shrink(&mut self, bent: u64, at: usize, hashes: &impl Hashes) {
-        let Segment { used, depth, .. } = self.segments[at];
-        let size = self.segments[at].buckets.len();
-        let fits = |used: usize, size: usize| used * 1000 < size * WAYS * SPARSE_PER_MILLE;
+        let segment = &self.segments[at];
+        let (used, depth, size) = (segment.used(), segment.depth(), segment.size());
         if size > SEGMENT || (depth == 0 && size > 1) {
-            if size == WIDE || fits(used, size / 2) {
-                self.refit(bent, at, if size == WIDE { SEGMENT } else { size / 2 }, hashes);
+            if size == WIDE || Segment::may_shrink(used, size / 2) {
+                self.refit(at, if size == WIDE { SEGMENT } else { size / 2 });
             }
             return;
         }
@@ -557,26 +361,22 @@ impl Table {
         let pair = [self.directory[first] as usize, self.directory[first + span / 2] as usize];
         let same = pair
             .iter()
-            .all(|&half| self.segments[half].depth == depth && self.segments[half].buckets.len() == SEGMENT);
-        if !same || !fits(self.segments[pair[0]].used + self.segments[pair[1]].used, SEGMENT) {
+            .all(|&half| self.segments[half].depth() == depth && self.segments[half].size() == SEGMENT);
+        if !same || !Segment::may_shrink(self.segments[pair[0]].used() + self.segments[pair[1]].used(), SEGMENT) {
             return;
         }
-        // The pair differs in the bit before the last that both share; of the other half only that one is known.
-        let bit = 1 << (64 - depth);
-        let (mut entries, base) = self.entries(bent & !bit, pair[0], depth - 1, SEGMENT, hashes);
-        let (more, other) = self.entries(bent | bit, pair[1], depth - 1, SEGMENT, hashes);
-        entries.extend(more);
-        let mut merged = Segment::new(SEGMENT, depth - 1, base);
-        if base != other {
-            entries
-                .iter_mut()
-                .for_each(|(known, record)| *known = self::bent(hashes.hash_of(*record)));
-            merged.base = depth - 1;
+        // Both need the same tags, with the bit in them that is no longer shared.
+        let [base, other] = pair.map(|half| self.segments[half].base());
+        let base = if base == other { base.min(depth - 1) } else { depth - 1 };
+        let mut merged = [Segment::new(SEGMENT, depth - 1, base)];
+        for half in pair {
+            let half = &mut self.segments[half];
+            if half.base() != base {
+                half.take_tags(base, hashes);
+            }
+            half.pour(&mut merged, [half.used()]);
         }
-        for (bent, record) in entries {
-            merged.put(bent, record);
-        }
-        self.segments[pair[0]] = merged;
+        [self.segments[pair[0]]] = merged;
         self.directory[first..first + span].fill(pair[0] as u32);
         self.buckets -= SEGMENT;
         self.drop_segment(pair[1], hashes);
@@ -590,7 +390,7 @@ impl Table {
         if gone != last {
             // Segments hold at least one entry, unless nothing was ever put there; then the directory is searched.
             let moved = &self.segments[gone];
-            let depth = moved.depth;
+            let depth = moved.depth();
             match moved.records().next() {
                 Some(record) => {
                     let (first, span) = self.span(bent(hashes.hash_of(record)), depth);

@@ -18,7 +18,7 @@ from kvevents.events import (
     KVEventBatch,
 )
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
-from kvevents.stream import Batch, Delivery, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, Checkpoint, Delivery, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, StreamStatus, Subscriber
 from kvevents.wire import Decoded, Dialect, decode_batch, dialect_for, encode_batch
 
@@ -34,6 +34,7 @@ __all__ = [
     "Batch",
     "BlockRemoved",
     "BlockStored",
+    "Checkpoint",
     "Curve",
     "Decoded",
     "Delivery",

@@ -36,6 +36,8 @@ class Match:
         """The worker with the longest prefix."""
     def get(self, source: str, rank: int = 0) -> WorkerMatch | None:
         """What one worker holds, or None."""
+    def rows(self) -> list[tuple[str, int, int, int, int, int]]:
+        """Per worker `(source, rank, gpu, cpu, disk, tokens)`, tiers cumulative: the same without an object for each."""
 
 class NativeIndex:
     """The native part of `kvevents.index.PrefixIndex`."""
@@ -75,3 +77,5 @@ class NativeIndex:
     def _scan(self, payload: bytes) -> list[dict[str, Any]] | None: ...
 
 def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...
+def chained(hashes: list[int]) -> list[int]: ...
+def lifted(text: bytes, name: str) -> tuple[bytes, bytes] | None: ...

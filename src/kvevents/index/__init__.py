@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from kvevents._native import Match, WorkerMatch
-from kvevents.index.namespace import MultiModal, Namespace, block_keys, local_hashes
+from kvevents.index.namespace import MultiModal, Namespace, block_keys, chain_hashes, lift_tokens, local_hashes
 from kvevents.index.prefix import MAX_PAYLOAD_EXPANSION, PrefixIndex
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 
@@ -38,5 +38,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerMatch",
     "block_keys",
+    "chain_hashes",
+    "lift_tokens",
     "local_hashes",
 ]

@@ -91,6 +91,10 @@ class WorkerInfo(Counted):
     incarnation: int
     last_seq: int
     """Number of the newest batch; -1 before the first."""
+    block_sizes: list[int]
+    """Tokens per block, as its present life has told; more than one where it contradicts itself."""
+    tiers: dict[str, int]
+    """Blocks by tier; a block counts on each that holds it, and once for each group of a hybrid model."""
 
 
 @dataclass(frozen=True, slots=True)

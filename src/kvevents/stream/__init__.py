@@ -1,5 +1,6 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
+from kvevents.stream.checkpoint import Checkpoint, Fingerprint
 from kvevents.stream.deliveries import Batch, Delivery, Gap, RawBatch, RawDelivery, Reset
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.machine import Stream
@@ -12,8 +13,10 @@ __all__ = [
     "TRANSITIONS",
     "Ask",
     "Batch",
+    "Checkpoint",
     "Delivery",
     "Doubt",
+    "Fingerprint",
     "Gap",
     "Phase",
     "RawBatch",

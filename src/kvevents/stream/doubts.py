@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvevents.stream.trust import HEALED_BY_CLEAR, Doubt
+from kvevents.stream.trust import HEALED_BY_CLEAR, KEPT_BY_CHECKPOINT, Doubt
 
 
 class Doubts:
@@ -45,6 +45,10 @@ class Doubts:
         """Events of batch `seq` could not be read; that matters unless a later batch is known to clear everything."""
         if seq >= self._cleared:
             self.add(Doubt.REJECTED, seq)
+
+    def kept(self) -> dict[Doubt, int]:
+        """Those that outlive a process, each with the last number in doubt."""
+        return {doubt: self._through[doubt] for doubt in self if doubt in KEPT_BY_CHECKPOINT}
 
     def begin_life(self) -> None:
         """What was doubted about events is about a life that has ended."""

@@ -16,6 +16,9 @@ three things are kept apart:
 One request for replay at a time is open (`OpenAsk`). It either *catches up* (history at the start, a gap later) or
 *verifies* (from the anchor: after a reconnect, while live frames wait; or as a probe of a quiet stream, while they do not).
 
+A stream that an earlier process followed is one whose connection is gone: `restore` brings back its number, its anchor and its
+doubts, and connecting is then a reconnect. Live frames are all of the new connection: a number not above its last is a restart.
+
 The phases, and what leads from one to the next, are a table: `kvevents.stream.state.TRANSITIONS`.
 """
 
@@ -26,7 +29,9 @@ from itertools import repeat
 from struct import Struct
 from typing import Any, Final, Generic, overload
 
+from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared
+from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
@@ -129,6 +134,8 @@ class Stream(Generic[B]):
             return Trust.CONNECTING
         if self.phase is Phase.DOWN:
             return Trust.STALE.because("disconnected")
+        if self.phase is Phase.RESTORED:
+            return Trust.STALE.because(self.phase.value)
         if self.phase is not Phase.FOLLOWING:
             return Trust.REPLAYING.because(self.phase.value)
         if self._doubts:
@@ -149,6 +156,11 @@ class Stream(Generic[B]):
     def waiting(self) -> int:
         """Batches held back because an earlier one is missing."""
         return len(self._pending) + len(self._suspects)
+
+    def standing(self) -> Standing:
+        """What a checkpoint keeps, once the deliveries so far were taken."""
+        anchor = self._anchor or self._last()
+        return Standing(self.incarnation, self._expected - 1, anchor, self._replay_seen, self._doubts.kept())
 
     # --- take ------------------------------------------------------------------------------------------------------------
 
@@ -183,6 +195,26 @@ class Stream(Generic[B]):
 
     # --- feed ------------------------------------------------------------------------------------------------------------
 
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on where an earlier process has ended; before anything is fed. `ConfigError` for another stream's checkpoint."""
+        if (checkpoint.source, checkpoint.rank) != (self._name, self._rank):
+            raise ConfigError(
+                f"{self._name} rank {self._rank} cannot go on with the checkpoint of {checkpoint.source} rank {checkpoint.rank}"
+            )
+        self.phase = Phase.RESTORED
+        self.incarnation = checkpoint.incarnation
+        self._newest = self._last_live = checkpoint.last_seq
+        self._expected = checkpoint.last_seq + 1
+        # Somebody may hold more than the checkpoint tells of: another life is always a reset.
+        self._emitted = True
+        self._replay_seen = checkpoint.replay_seen
+        if (anchor := checkpoint.anchor) is not None:
+            self._anchor = Anchor(anchor.seq, anchor.digest, anchor.live, digested=True)
+            self._last_seq, self._last_was_live = anchor.seq, anchor.live
+            self._unconfirmed = not anchor.live
+        for name, through in checkpoint.doubts.items():
+            self._doubts.add(Doubt[name], through)
+
     def connected(self, now: float) -> None:
         """The subscription is up. Every frame of an earlier connection must have been fed before."""
         self._now = self._heard_at = now
@@ -191,13 +223,16 @@ class Stream(Generic[B]):
             self._start_life()
             self._admit_suspects()
             return
-        if self.phase is not Phase.DOWN:
+        restored = self.phase is Phase.RESTORED
+        if not restored:
             self.disconnected()
-        self.counters.reconnects += 1
+            self.counters.reconnects += 1
+            self._old_suspects = len(self._suspects)
         self._agreed = False
-        self._old_suspects = len(self._suspects)
         anchor = self._anchor = self._anchor or self._last()
-        if not self._can_replay:
+        if restored and anchor is None:
+            self._restart_with_suspects("restored with nothing by which to recognise the publisher")
+        elif not self._can_replay:
             if self._emitted:
                 self._doubt(Doubt.IDENTITY)
             self._enter(Phase.FOLLOWING)
@@ -211,7 +246,7 @@ class Stream(Generic[B]):
 
     def disconnected(self) -> None:
         """The subscription is down. Frames fed from now until `connected` may be from before or after."""
-        if self.phase in (Phase.CONNECTING, Phase.DOWN):
+        if self.phase in (Phase.CONNECTING, Phase.DOWN, Phase.RESTORED):
             return
         self._ask = None
         self._enter(Phase.DOWN)
@@ -506,7 +541,7 @@ class Stream(Generic[B]):
         self._accept_replayed(ask, reply)
 
     def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
-        if reply.payload != anchor.payload:
+        if not anchor.is_of(reply.payload):
             reason = f"publisher restarted: number {anchor.seq} now has another content"
             if self.phase is Phase.VERIFYING:
                 self._restart_with_suspects(reason)
@@ -515,6 +550,9 @@ class Stream(Generic[B]):
             return
         self._brought(ask)
         ask.anchor = self._anchor = None
+        if anchor.seq == self._last_seq:
+            # Of a restored one only the digest was known.
+            self._last_payload = reply.payload
         ask.expected_before = self._expected
         ask.fruitless = 0
         ask.beyond = False
@@ -549,9 +587,13 @@ class Stream(Generic[B]):
 
     def _end_of_reply(self, ask: OpenAsk) -> None:
         if ask.anchor is not None:
+            self.counters.truncated += 1
             self._anchor_missing(ask, ask.anchor)
             return
-        if self._expected <= self._newest:
+        if self._expected > self._newest:
+            self.counters.complete += 1
+        else:
+            self.counters.truncated += 1
             ask.fruitless = 0 if self._expected > ask.expected_before else ask.fruitless + 1
             if ask.fruitless < self._limits.max_fruitless:
                 self._ask_again(ask)
@@ -654,11 +696,12 @@ class Stream(Generic[B]):
     def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
         self._expected = seq + 1
         self._newest = max(self._newest, seq)
+        if replayed:
+            self.counters.healed += self._last_was_live
+            self._remember(seq, payload)
         self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
         self._emitted = True
         self.counters.delivered += 1
-        if replayed:
-            self._remember(seq, payload)
         if self._decode is None:
             self._out.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
         else:
@@ -729,6 +772,8 @@ class Stream(Generic[B]):
         ask = self._ask
         verifying = ask is not None and ask.anchor is not None
         if self._expected > self._newest and self._newest == self._last_live and not verifying:
+            if ask is not None and ask.sent:
+                self.counters.complete += 1
             self._settle()
 
     def _settle(self) -> None:

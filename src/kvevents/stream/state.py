@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -15,6 +16,7 @@ class Phase(enum.Enum):
     VERIFYING = "reconnected; is the publisher still the same?"
     FOLLOWING = "live batches are delivered as they come"
     DOWN = "the connection is gone"
+    RESTORED = "restored; not yet connected"
 
 
 TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
@@ -42,6 +44,11 @@ TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
         Phase.CATCHING_UP: "reconnected before anything was delivered",
         Phase.FOLLOWING: "reconnected, without a replay endpoint",
     },
+    Phase.RESTORED: {
+        Phase.VERIFYING: "connected",
+        Phase.CATCHING_UP: "connected, with nothing by which to recognise the publisher",
+        Phase.FOLLOWING: "connected, without a replay endpoint",
+    },
 }
 
 
@@ -59,6 +66,17 @@ class Anchor(NamedTuple):
     payload: bytes
     live: bool
     """Whether it came live: then a replay that repeats it is of the same stream."""
+    digested: bool = False
+    """Whether `payload` is only its digest, which is all that a checkpoint keeps."""
+
+    def is_of(self, payload: bytes) -> bool:
+        """Whether this is the payload by which the life is recognised."""
+        return self.payload == (digest_of(payload) if self.digested else payload)
+
+
+def digest_of(payload: bytes) -> bytes:
+    """What a checkpoint keeps of a payload: nobody finds another one with the same SHA-256."""
+    return hashlib.sha256(payload).digest()
 
 
 @dataclass(slots=True)
@@ -99,11 +117,20 @@ class StreamCounters:
     gaps: int = 0
     lost: int = 0
     """Batches inside those gaps."""
+    healed: int = 0
+    """Holes after something live that replay has begun to fill: losses, and what was missed between two connections. The
+    history before the first live batch is none. One of which a part is lost counts among `gaps` as well."""
     resets: int = 0
     reconnects: int = 0
     requests: int = 0
+    """For replay. What came of them is in the next four; of one that a lost connection or a restart has ended, nothing is."""
+    complete: int = 0
+    """Answered, and nothing more was known to be missing then."""
+    truncated: int = 0
+    """Answered without all that was asked for."""
     unanswered: int = 0
     conflicts: int = 0
+    """Answered with something that contradicts the live stream."""
     overflowed: int = 0
     """Live batches that found no room to wait; they are replayed later."""
     discarded: int = 0

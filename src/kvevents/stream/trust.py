@@ -20,6 +20,8 @@ class Doubt(enum.Enum):
 
 HEALED_BY_CLEAR: Final = frozenset({Doubt.IDENTITY, Doubt.LOST, Doubt.REJECTED})
 """After AllBlocksCleared nothing older matters: these doubts were about older events."""
+KEPT_BY_CHECKPOINT: Final = HEALED_BY_CLEAR | {Doubt.REPLAY_UNCONFIRMED}
+"""These are about what was delivered, or about who delivered it. The others are about an endpoint, and arise anew."""
 
 
 @final
@@ -43,7 +45,7 @@ class Trust:
     DEGRADED: ClassVar[Trust]
     """Following, but not exact; `reason` says why."""
     STALE: ClassVar[Trust]
-    """The connection is gone: what was delivered ages."""
+    """The connection is gone, or not yet there after a restart of this process: what was delivered ages."""
 
     def __init__(self, name: str, reason: str = "") -> None:
         object.__setattr__(self, "name", name)

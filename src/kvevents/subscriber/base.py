@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeAlias, TypedDict
 
 from kvevents.errors import ClosedError, ConfigError
-from kvevents.stream import DEFAULT_STREAM_LIMITS, Batch, Gap, RawBatch, Reset, Source, StreamLimits, Trust
+from kvevents.stream import DEFAULT_STREAM_LIMITS, Batch, Checkpoint, Gap, RawBatch, Reset, Source, StreamLimits, Trust
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.hub import DEFAULT_CONCURRENT_REPLAYS, Hub, StreamStatus
 from kvevents.subscriber.transport import Transport
@@ -49,13 +49,17 @@ class BaseSubscriber(Generic[B]):
             self._close()
             raise
 
-    def add(self, source: Source | str) -> None:
+    def add(self, source: Source | str, resume: Checkpoint | None = None) -> None:
         """Follow one more source; a string is its endpoint.
 
-        Raises `ConfigError` for a name and rank that are followed already, `EndpointError` for an impossible endpoint.
+        With `resume`, go on where an earlier process has ended: the publisher is first proven to be the same, as after a
+        reconnect. If it is, the batch after the checkpoint's last is next; if not, a `Reset` is. Until then trust is STALE.
+
+        Raises `ConfigError` for a name and rank that are followed already, or that are not those of `resume`, `EndpointError`
+        for an impossible endpoint.
         """
         self._check_open()
-        self._hub.add(Source(source) if isinstance(source, str) else source)
+        self._hub.add(Source(source) if isinstance(source, str) else source, resume)
 
     def remove(self, name: str, rank: int = 0) -> None:
         """Stop following a source; deliveries already received from it are still handed out."""
@@ -72,6 +76,17 @@ class BaseSubscriber(Generic[B]):
         There is nothing to say of other deliveries, nor of sources that were removed; for them this does nothing.
         """
         self._hub.report(delivery, rejected, cleared=cleared)
+
+    def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
+        """What to keep of a stream to `resume` it in a later process: how far its deliveries were handed out, no further.
+
+        Take it when everything received was applied and reported. It may be taken after `close`, too.
+        """
+        return self._hub.checkpoint(name, rank)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The same of every stream."""
+        return self._hub.checkpoints()
 
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """How far the deliveries of a stream can be trusted; `name` may be left out when there is one stream only."""

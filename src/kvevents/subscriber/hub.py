@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic
 
 from kvevents.errors import ConfigError, UnknownSourceError
-from kvevents.stream import Batch, Doubt, Gap, RawBatch, Reset, Source, Stream, StreamCounters, StreamLimits, Trust
+from kvevents.stream import (
+    Batch,
+    Checkpoint,
+    Doubt,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    Stream,
+    StreamCounters,
+    StreamLimits,
+    Trust,
+)
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.transport import Link, Transport
 from kvevents.wire import Rejected, decode_batch
@@ -40,15 +52,28 @@ class StreamStatus:
 
 
 class _Entry:
-    """A stream with its link and timer."""
+    """A stream with its link and timer, and what it has delivered since all of it was last handed out."""
 
-    __slots__ = ("link", "stream", "timer", "waits_for_turn")
+    __slots__ = ("before", "delivered", "link", "stream", "timer", "waits_for_turn")
 
     def __init__(self, stream: Stream[Any], link: Link) -> None:
         self.stream = stream
         self.link = link
+        self.all_handed_out()
         self.timer: float | None = None
         self.waits_for_turn = False
+
+    def all_handed_out(self) -> None:
+        self.before = self.stream.standing()
+        self.delivered: list[Any] = []
+
+    def checkpoint(self, waiting: Container[int]) -> Checkpoint:
+        """As of what was handed out; `waiting` are the ids of deliveries that were not."""
+        standing = self.stream.standing()
+        handed_out = [delivery for delivery in self.delivered if id(delivery) not in waiting]
+        if len(handed_out) < len(self.delivered):
+            standing = self.before.after(handed_out, standing)
+        return standing.checkpoint(self.stream.source.label, self.stream.source.rank)
 
 
 class Hub(Generic[B]):
@@ -66,6 +91,7 @@ class Hub(Generic[B]):
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._by_link: dict[Link, _Entry] = {}
+        self._delivering: set[_Entry] = set()
         self._hungry: dict[_Entry, None] = {}
         """A set that keeps its order, so that equal inputs give equal runs."""
         self._timers: list[tuple[float, int, _Entry]] = []
@@ -75,12 +101,15 @@ class Hub(Generic[B]):
 
     # --- sources
 
-    def add(self, source: Source) -> None:
-        """Start following `source`."""
+    def add(self, source: Source, resume: Checkpoint | None) -> None:
+        """Start following `source`, or go on with it."""
         key = (source.label, source.rank)
         if key in self._entries:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
-        entry = _Entry(Stream(source, self._limits, decode=self._decode), self.transport.open(source))
+        stream = Stream(source, self._limits, decode=self._decode)
+        if resume is not None:
+            stream.restore(resume)
+        entry = _Entry(stream, self.transport.open(source))
         self._entries[key] = entry
         self._by_link[entry.link] = entry
         self._hungry[entry] = None
@@ -92,6 +121,7 @@ class Hub(Generic[B]):
         del self._by_link[entry.link]
         self._hungry.pop(entry, None)
         self._replaying.discard(entry)
+        self._delivering.discard(entry)
         entry.waits_for_turn = False
         entry.link.close()
 
@@ -111,6 +141,15 @@ class Hub(Generic[B]):
     def statuses(self) -> list[StreamStatus]:
         """State of all streams, in the order in which they were added."""
         return [_status(entry.stream) for entry in self._entries.values()]
+
+    def checkpoint(self, name: str | None, rank: int) -> Checkpoint:
+        """What to keep of one stream."""
+        return self._entry(name, rank).checkpoint({id(delivery) for delivery in self.ready})
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """What to keep of all streams, in the order in which they were added."""
+        waiting = {id(delivery) for delivery in self.ready}
+        return [entry.checkpoint(waiting) for entry in self._entries.values()]
 
     def trust(self, name: str | None, rank: int) -> Trust:
         """Trust of one stream."""
@@ -132,6 +171,10 @@ class Hub(Generic[B]):
 
     def turn(self, links: Iterable[Link], now: float) -> None:
         """Read from links that have something, and do what is due."""
+        if not self.ready:
+            for delivering in self._delivering:
+                delivering.all_handed_out()
+            self._delivering.clear()
         self._hungry.update((entry, None) for link in links if (entry := self._by_link.get(link)) is not None)
         hungry, self._hungry = self._hungry, {}
         for entry in hungry:
@@ -157,7 +200,11 @@ class Hub(Generic[B]):
 
     def _serve(self, entry: _Entry, now: float) -> None:
         """Take from a stream what feeding it has brought."""
-        self.ready.extend(entry.stream.deliveries())
+        deliveries = entry.stream.deliveries()
+        if deliveries:
+            self.ready.extend(deliveries)
+            entry.delivered += deliveries
+            self._delivering.add(entry)
         if entry.stream.asking:
             self._ask(entry, now)
         elif entry in self._replaying:

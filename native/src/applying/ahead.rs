@@ -1,0 +1,64 @@
+//! The blocks of a run, on their way to be placed.
+
+use crate::core::Core;
+use crate::stream::{Block, Stream};
+use crate::table::Stage;
+
+/// Blocks between one step of asking for memory and the next: placing so many takes longer than memory does.
+const AHEAD: usize = 8;
+/// Places for blocks that were asked for, a power of two.
+const RING: usize = 4 * AHEAD;
+
+/// Blocks that were asked for, by their number modulo `RING`; kept from one run to the next to spare allocations.
+#[derive(Debug)]
+pub struct Ring(Box<[Block; RING]>);
+
+impl Default for Ring {
+    fn default() -> Self {
+        Self(Box::new([Block::default(); RING]))
+    }
+}
+
+/// Blocks of one context, and the keys that they are placed by. What each of them needs is a cache miss that leads to the next one, so
+/// it is asked for in three steps.
+pub struct Ahead<'a> {
+    pub hashes: &'a [u64],
+    pub keys: &'a [u64],
+    pub context: u32,
+    pub ring: &'a mut Ring,
+}
+
+impl Ahead<'_> {
+    /// Asks for what the first blocks need.
+    pub fn start(&mut self, stream: &Stream, core: &Core) {
+        let known = self.hashes.iter().zip(self.keys).zip(&mut *self.ring.0);
+        for (at, ((&hash, &key), place)) in known.take(3 * AHEAD).enumerate() {
+            *place = Block::new(core, hash, key, self.context);
+            let stage = match at / AHEAD {
+                0 => Stage::Bucket,
+                1 => Stage::Segment,
+                _ => Stage::Directory,
+            };
+            stream.ask(core, place, stage);
+        }
+    }
+
+    /// The block `at`, which is to be placed next; asks for what later ones need.
+    #[inline]
+    pub fn next(&mut self, stream: &Stream, core: &Core, at: usize) -> Block {
+        let (ring, count) = (&mut *self.ring.0, self.hashes.len());
+        if at + AHEAD < count {
+            stream.ask(core, &ring[(at + AHEAD) % RING], Stage::Bucket);
+        }
+        if at + 2 * AHEAD < count {
+            stream.ask(core, &ring[(at + 2 * AHEAD) % RING], Stage::Segment);
+        }
+        let last = at + 3 * AHEAD;
+        if let (Some(&hash), Some(&key)) = (self.hashes.get(last), self.keys.get(last)) {
+            let block = Block::new(core, hash, key, self.context);
+            stream.ask(core, &block, Stage::Directory);
+            ring[last % RING] = block;
+        }
+        ring[at % RING]
+    }
+}

@@ -1,0 +1,193 @@
+//! Who there is: streams by worker, models, and fences of those that were removed.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::{Index, Outcome};
+use crate::core::{Member, Worker};
+use crate::stream::Stream;
+
+/// Streams of one source by rank.
+type Ranks = Vec<(i64, Arc<Mutex<Stream>>)>;
+
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    pub(super) streams: HashMap<String, Ranks>,
+    /// Newest lives of removed workers, and the order in which those were removed.
+    fences: HashMap<Worker, i64>,
+    fenced: VecDeque<Worker>,
+    /// Models by source.
+    pub(super) labels: HashMap<String, String>,
+}
+
+impl Registry {
+    pub(super) fn find(&self, source: &str, rank: i64) -> Option<&Arc<Mutex<Stream>>> {
+        self.streams
+            .get(source)?
+            .iter()
+            .find(|(other, _)| *other == rank)
+            .map(|(_, stream)| stream)
+    }
+}
+
+impl Index {
+    /// The stream of a worker that was not known when it was looked for; refused where a fence stands, or there is no number for it.
+    pub(super) fn enlist(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
+        let mut registry = self.registry.write();
+        if let Some(stream) = registry.find(source, rank) {
+            return Ok(stream.clone());
+        }
+        let worker = Arc::new(Worker {
+            source: source.into(),
+            rank,
+        });
+        if registry.fences.get(&*worker).is_some_and(|&fence| incarnation <= fence) {
+            self.ended.lock().void += 1;
+            return Err(Outcome::Void);
+        }
+        let mut writer = self.gate.write();
+        let number = writer.vacancy().ok_or(Outcome::Full)?;
+        let stream = Arc::new(Mutex::new(Stream::new(number, incarnation)));
+        let model = registry.labels.get(source).cloned();
+        let member = Member {
+            worker,
+            model,
+            hybrid: None,
+            stream: Arc::downgrade(&stream),
+            blocks: 0,
+        };
+        writer.join(number, member);
+        drop(writer);
+        registry
+            .streams
+            .entry(source.into())
+            .or_default()
+            .push((rank, stream.clone()));
+        Ok(stream)
+    }
+
+    /// Labels all ranks of a source, also those that come later.
+    pub fn label(&self, source: &str, model: Option<&str>) {
+        let mut registry = self.registry.write();
+        match model {
+            Some(model) => registry.labels.insert(source.into(), model.into()),
+            None => registry.labels.remove(source),
+        };
+        // Not asking the streams, which may be busy: nothing else goes on while the registry is locked.
+        let mut core = self.gate.write();
+        let own = |member: &Option<Member>| member.as_ref().is_some_and(|member| member.worker.source == source);
+        for number in (0..core.members.len())
+            .filter(|&number| own(&core.members[number]))
+            .collect::<Vec<_>>()
+        {
+            core.label(number as u32, model.map(str::to_owned));
+        }
+    }
+
+    /// All labels.
+    pub fn labels(&self) -> Vec<(String, String)> {
+        self.registry
+            .read()
+            .labels
+            .iter()
+            .map(|(source, model)| (source.clone(), model.clone()))
+            .collect()
+    }
+
+    /// All fences, the oldest first.
+    pub fn fences(&self) -> Vec<(Worker, i64)> {
+        let registry = self.registry.read();
+        let fence = |worker: &Worker| Some((worker.clone(), *registry.fences.get(worker)?));
+        registry.fenced.iter().filter_map(fence).collect()
+    }
+
+    /// Forgets a worker, or all ranks of a source, and what was decided for it. Deliveries of its life are void from now on. Returns its
+    /// blocks.
+    pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
+        let mut registry = self.registry.write();
+        let ranks = registry.streams.remove(source).unwrap_or_default();
+        let (removed, kept): (Vec<_>, Vec<_>) = ranks
+            .into_iter()
+            .partition(|(other, _)| rank.is_none_or(|rank| rank == *other));
+        if !kept.is_empty() {
+            registry.streams.insert(source.into(), kept);
+        }
+        let mut locked: Vec<(Worker, MutexGuard<'_, Stream>)> = Vec::new();
+        for (rank, stream) in &removed {
+            let stream = stream.lock();
+            locked.push((
+                Worker {
+                    source: source.into(),
+                    rank: *rank,
+                },
+                stream,
+            ));
+        }
+        for (worker, stream) in &mut locked {
+            stream.gone = true;
+            self.fence(&mut registry, worker.clone(), stream.incarnation);
+        }
+        drop(registry);
+        let mut blocks = 0;
+        for (_, mut stream) in locked {
+            blocks += stream.blocks;
+            let mut writer = self.gate.write();
+            stream.forget(&mut writer);
+            writer.leave(stream.number);
+            drop(writer);
+            self.streams_bytes.fetch_sub(stream.counted, Ordering::Relaxed);
+            self.ended.lock().add(&stream.counters);
+        }
+        self.overlay.lock().forget(source, rank);
+        blocks
+    }
+
+    pub(super) fn fence(&self, registry: &mut Registry, worker: Worker, incarnation: i64) {
+        if registry.fences.insert(worker.clone(), incarnation).is_none() {
+            registry.fenced.push_back(worker);
+        }
+        while registry.fenced.len() > self.limits.fences {
+            if let Some(oldest) = registry.fenced.pop_front() {
+                registry.fences.remove(&oldest);
+            }
+        }
+    }
+
+    /// Lets a removed worker in again, whatever its incarnation.
+    pub fn admit(&self, source: &str, rank: i64) {
+        let mut registry = self.registry.write();
+        let worker = Worker {
+            source: source.into(),
+            rank,
+        };
+        registry.fences.remove(&worker);
+        registry.fenced.retain(|other| *other != worker);
+    }
+
+    /// Every stream, ordered by worker.
+    pub fn streams(&self) -> Vec<(Worker, Arc<Mutex<Stream>>)> {
+        let registry = self.registry.read();
+        let all = registry.streams.iter().flat_map(|(source, ranks)| {
+            ranks.iter().map(|(rank, stream)| {
+                (
+                    Worker {
+                        source: source.clone(),
+                        rank: *rank,
+                    },
+                    stream.clone(),
+                )
+            })
+        });
+        let mut all: Vec<_> = all.collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    }
+
+    /// One stream.
+    pub fn stream(&self, source: &str, rank: i64) -> Option<Arc<Mutex<Stream>>> {
+        self.registry.read().find(source, rank).cloned()
+    }
+}

@@ -1,0 +1,137 @@
+//! What an operator is told: workers, counters, bytes, single blocks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::Index;
+use crate::core::Worker;
+use crate::planes::Plane;
+use crate::stream::{Counters, Stream};
+
+/// One stream as an operator sees it.
+#[derive(Clone, Debug)]
+pub struct Info {
+    /// Who.
+    pub worker: Arc<Worker>,
+    /// Its model.
+    pub model: Option<String>,
+    /// Its blocks.
+    pub blocks: usize,
+    /// Which life.
+    pub incarnation: i64,
+    /// Number of its last batch.
+    pub last: i64,
+    /// Blocks that wait.
+    pub orphans: usize,
+    /// Copies beyond the first.
+    pub copies: usize,
+    /// Tokens per block that its present life has told of.
+    pub sizes: Vec<u32>,
+    /// Blocks by tier; a block counts on each that holds it.
+    pub tiers: BTreeMap<String, usize>,
+    /// What went wrong.
+    pub counters: Counters,
+}
+
+/// A block on one plane.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// Its key.
+    pub key: u64,
+    /// The engine's hash.
+    pub hash: u64,
+    /// Where.
+    pub plane: u16,
+    /// How often.
+    pub copies: u32,
+}
+
+/// The overlay in numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct Speculated {
+    /// Blocks of all decisions.
+    pub blocks: usize,
+    /// Decisions whose prompt was held when they ended.
+    pub confirmed: u64,
+    /// Decisions that ended unconfirmed.
+    pub expired: u64,
+}
+
+impl Index {
+    /// Every stream as an operator sees it.
+    pub fn infos(&self) -> Vec<Info> {
+        let labels = self.registry.read().labels.clone();
+        let info = |(worker, stream): (Worker, Arc<Mutex<Stream>>)| {
+            let stream = stream.lock();
+            (!stream.gone).then(|| Info {
+                model: labels.get(&worker.source).cloned(),
+                worker: Arc::new(worker),
+                blocks: stream.blocks,
+                incarnation: stream.incarnation,
+                last: stream.last,
+                orphans: stream.waiting.len(),
+                copies: stream.copies(),
+                sizes: stream.sizes().to_vec(),
+                tiers: self.tiers(&stream),
+                counters: stream.counters.clone(),
+            })
+        };
+        self.streams().into_iter().filter_map(info).collect()
+    }
+
+    fn tiers(&self, stream: &Stream) -> BTreeMap<String, usize> {
+        let core = self.gate.read();
+        let mut found = BTreeMap::new();
+        for (plane, &blocks) in core.planes.iter().zip(stream.held()).filter(|(_, blocks)| **blocks > 0) {
+            *found.entry(plane.tier.clone()).or_default() += blocks;
+        }
+        found
+    }
+
+    /// What was counted for workers that are gone.
+    pub fn ended(&self) -> Counters {
+        self.ended.lock().clone()
+    }
+
+    /// Heap bytes of everything, and different blocks.
+    pub fn bytes(&self) -> (usize, usize) {
+        let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
+        let core = self.gate.read();
+        (core.bytes() + streams, core.records.len())
+    }
+
+    /// Blocks of a stream on each of their planes, and all planes.
+    pub fn blocks(&self, source: &str, rank: i64) -> (Vec<Held>, Vec<Plane>) {
+        let Some(stream) = self.stream(source, rank) else {
+            return (Vec::new(), Vec::new());
+        };
+        let stream = stream.lock();
+        let core = self.gate.read();
+        let mut found = Vec::new();
+        for (hash, number) in stream.each(&core) {
+            let record = core.records.get(number);
+            for plane in core.sets.planes(record.set, stream.number) {
+                let copies = stream.count(&core, number, plane);
+                found.push(Held {
+                    key: record.key,
+                    hash,
+                    plane,
+                    copies,
+                });
+            }
+        }
+        (found, core.planes.clone())
+    }
+
+    /// The overlay in numbers.
+    pub fn speculated(&self, now: f64) -> Speculated {
+        let overlay = self.overlay_at(now);
+        Speculated {
+            blocks: overlay.len(),
+            confirmed: overlay.confirmed,
+            expired: overlay.expired,
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! The shapes of events that `kvevents.index` hands over, for tests and timings that have no Python to hand them over. A Python test
+//! holds them against the originals.
+
+const STORED_ARRAY: &[&str] = &[
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+];
+const STORED_MAP: &[&str] = &[
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "session_id",
+    "lookahead_token_ids",
+    "cache_salt",
+    "block_digests",
+    "parent_block_digest",
+];
+const REMOVED_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx"];
+const REMOVED_MAP: &[&str] = &[
+    "block_hashes",
+    "medium",
+    "group_idx",
+    "locality",
+    "ownership",
+    "block_digests",
+];
+const CLEARED_ARRAY: &[&str] = &[];
+const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
+
+/// By tag the fields of array events and the names of map events.
+pub type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
+
+/// As `Schema::new` takes them.
+pub fn layouts() -> Layouts {
+    let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    [
+        ("BlockStored", STORED_ARRAY, STORED_MAP),
+        ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),
+        ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
+    ]
+    .map(|(tag, array, map)| (tag.to_owned(), owned(array), owned(map)))
+    .to_vec()
+}

@@ -1,0 +1,124 @@
+"""What is kept of a stream, so that another process can go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from kvevents.errors import SnapshotError
+from kvevents.stream.deliveries import Batch, Gap, RawBatch, Reset
+from kvevents.stream.state import Anchor, digest_of
+from kvevents.stream.trust import KEPT_BY_CHECKPOINT, Doubt
+from kvevents.wire import MAX_SEQ
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
+_Through = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_KEPT_NAMES: Final = frozenset(doubt.name for doubt in KEPT_BY_CHECKPOINT)
+
+
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A delivered batch by which a life is recognised, without its bytes: those may be megabytes, and are prompts."""
+
+    seq: _Count
+    digest: _Digest
+    """SHA-256 of the payload."""
+    live: bool
+    """Whether it came live rather than by replay."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a stream was handed out, for `Subscriber.add(source, resume=...)` in a later process.
+
+    Keep it with the state that was made of these deliveries, both of one moment; see `spanning` where they are not. It takes a
+    few hundred bytes, whatever the batches hold. Write it with `encode`, or inside of something larger with msgspec.
+    """
+
+    source: str
+    rank: _Count
+    incarnation: _Count
+    last_seq: _Through
+    """Number of the newest batch handed out, or told to be lost, in this incarnation; -1 before the first."""
+    anchor: Fingerprint | None = None
+    """What the publisher must still hold to be the same; without it the stream begins with a `Reset`."""
+    replay_seen: bool = False
+    """Whether the replay endpoint ever held a batch: one that did and holds none now is of another life."""
+    doubts: dict[str, _Through] = {}
+    """Names of the doubts that stood and that outlive a process, each with the last number in doubt."""
+
+    def __post_init__(self) -> None:
+        if self.anchor is not None and self.anchor.seq > self.last_seq:
+            raise ValueError(f"its anchor is number {self.anchor.seq}, but it ends with {self.last_seq}")
+        for unknown in self.doubts.keys() - _KEPT_NAMES:
+            raise ValueError(f"no doubt {unknown!r} is known")
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Checkpoint:
+        """What `encode` wrote. Raises `SnapshotError` for anything else."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise SnapshotError(f"this is no checkpoint of a stream: {error}; add its source without one") from error
+
+    def spanning(self, later: Checkpoint) -> Checkpoint:
+        """The one to keep with a state that was saved at some moment between this and `later`, while the stream went on.
+
+        What followed this one is delivered again, so the state must pass over numbers that it knows already. Doubts are those
+        of both. Where a new incarnation began in between, everything is delivered again, after a `Reset`.
+        """
+        if later.incarnation != self.incarnation:
+            return Checkpoint(self.source, self.rank, max(self.incarnation, later.incarnation), -1)
+        doubts = {**self.doubts, **{name: max(last, self.doubts.get(name, -1)) for name, last in later.doubts.items()}}
+        return msgspec.structs.replace(self, doubts=doubts)
+
+
+class Standing(NamedTuple):
+    """How a stream stands, as a checkpoint before anything was digested."""
+
+    incarnation: int
+    last_seq: int
+    anchor: Anchor | None
+    replay_seen: bool
+    doubts: dict[Doubt, int]
+
+    def after(self, handed_out: Iterable[Batch | RawBatch | Reset | Gap], now: Standing) -> Standing:
+        """How it stood after these deliveries, where `now` is how it stands after these and others that still wait.
+
+        The anchor stays where it was: whatever was noticed meanwhile, a life that still holds it is that of all that followed.
+        """
+        incarnation, last_seq, anchor, doubts = self.incarnation, self.last_seq, self.anchor, dict(self.doubts)
+        for delivery in handed_out:
+            if isinstance(delivery, Reset):
+                incarnation, last_seq, anchor, doubts = delivery.incarnation, -1, None, {}
+            elif isinstance(delivery, Gap):
+                last_seq = doubts[Doubt.LOST] = delivery.last
+            else:
+                last_seq = delivery.seq
+                anchor = anchor or Anchor(last_seq, delivery.payload, not delivery.replayed)
+                if isinstance(delivery, Batch) and any(each.costs_events for each in delivery.rejected):
+                    doubts[Doubt.REJECTED] = last_seq
+        if incarnation == now.incarnation:
+            # What ended a doubt was handed out, or waits and will be delivered again. Reports arrive without a delivery.
+            told = {Doubt.REJECTED, Doubt.REPLAY_UNCONFIRMED}
+            doubts = {doubt: doubts.get(doubt, last) for doubt, last in now.doubts.items() if doubt in doubts or doubt in told}
+        return Standing(incarnation, last_seq, anchor, now.replay_seen, doubts)
+
+    def checkpoint(self, source: str, rank: int) -> Checkpoint:
+        """To be kept."""
+        anchor = self.anchor
+        digest = None if anchor is None else anchor.payload if anchor.digested else digest_of(anchor.payload)
+        return Checkpoint(
+            source,
+            rank,
+            self.incarnation,
+            self.last_seq,
+            None if anchor is None or digest is None else Fingerprint(anchor.seq, digest, anchor.live),
+            self.replay_seen,
+            {doubt.name: last for doubt, last in self.doubts.items()},
+        )
