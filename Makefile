@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+TESTS_STAMP := $(VENV)/.ready-tests
 
 # The native module, built in place. Cargo rebuilds only what changed; without a change it is not even asked.
 NATIVE := src/kvevents/_native.abi3.so
@@ -10,14 +11,14 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
-.PHONY: demo test lint types unit bench fuzz fuzz-native dist clean
+.PHONY: demo test lint types unit bench faults fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## Play a recorded vLLM run over real sockets, with losses and a restart, and tail it live
 	$(BIN)/python examples/demo.py
 
 test: lint types unit  ## Everything that CI checks
 
-unit: $(NATIVE)
+unit: $(NATIVE) $(TESTS_STAMP)
 	cargo test $(CARGO_FLAGS)
 	$(BIN)/python -m pytest
 
@@ -33,6 +34,9 @@ types: $(STAMP)
 
 bench: $(NATIVE)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
 	$(BIN)/python -m benchmarks
+
+faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
+	$(BIN)/python -m benchmarks.faults
 
 fuzz: $(NATIVE) fuzz-native  ## The property tests with many more, and new, examples
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --timeout 3600 \
@@ -57,6 +61,10 @@ $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 $(STAMP): pyproject.toml tools/setup
 	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
+
+$(TESTS_STAMP): tools/setup $(STAMP)  # a browser and a Prometheus, for which nobody else waits
+	tools/setup tests
+	touch $(TESTS_STAMP)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target $(NATIVE)

@@ -12,10 +12,12 @@ from benchmarks import engines, report
 from benchmarks import figures as streams
 from benchmarks.indexing import figures as indexing
 from benchmarks.indexing.rival import interpreter
+from benchmarks.service import figures as service
+from benchmarks.service import wrk
 from benchmarks.trials import Results, Trial, measure, rows
 
-TRIALS: Final = (*streams.TRIALS, *indexing.TRIALS)
-FIGURES: Final = (*streams.FIGURES, *indexing.FIGURES)
+TRIALS: Final = (*streams.TRIALS, *indexing.TRIALS, *service.TRIALS)
+FIGURES: Final = (*streams.FIGURES, *indexing.FIGURES, *service.FIGURES)
 
 
 def main() -> int:
@@ -44,7 +46,9 @@ def _fetch(chosen: list[Trial]) -> None:
     if any(trial in streams.TRIALS for trial in chosen):
         for engine in (engines.VLLM, engines.SGLANG):
             engines.extracted(engine, engine.module)
-    if any(trial in indexing.TRIALS for trial in chosen):
+    if any(trial in service.TRIALS for trial in chosen):
+        wrk.program()
+    if any(trial in indexing.TRIALS + service.TRIALS for trial in chosen):
         interpreter()
 
 

@@ -6,18 +6,27 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
+from kvevents.cli.checkup import fleet, service
+from kvevents.cli.checkup.findings import Finding
+from kvevents.cli.checkup.service import ENOUGH_LOOKUPS
 from kvevents.cli.checkup.traffic import check_topic
 from kvevents.cli.handshake import shake_hands
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.service.shapes import HealthAnswer, SourceView
 from kvevents.testing import Faults, TapePlayer
 from test_cli import RECORDING, RUN, SECONDS, Ended, Program, adjacent, refusing, run, tape_of
+from test_cli_service import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
 
 LOOK = ("--seconds", "0.6")
 
@@ -223,8 +232,9 @@ def server(reply: bytes | None) -> Iterator[str]:
                     return
                 kept.append(connection)
                 if reply is not None:
-                    connection.recv(1 << 16)
-                    connection.sendall(reply)
+                    with suppress(ConnectionError):  # who has heard enough goes
+                        connection.recv(1 << 16)
+                        connection.sendall(reply)
                     connection.close()
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -277,3 +287,222 @@ def test_interrupted() -> None:
         ended = program.interrupt()
     assert ended.code == 130
     assert "Traceback" not in ended.err
+
+
+# --- of a service
+
+
+def examined(url: str, *args: object) -> dict[str, dict[str, str]]:
+    return findings(run("doctor", "--service", url, "--json", *args))
+
+
+def test_a_healthy_service_and_its_fleet() -> None:
+    with serving() as served, engine(blocks(2)) as one, engine(blocks(3)) as other:
+        served.register("engine-0", one)
+        served.register("engine-1", other)
+        served.wait_exact("engine-0/0", 2)
+        served.wait_exact("engine-1/0", 3)
+        one.publish(KVEventBatch(time.time(), [blocks(2)], 0))
+        served.wait("engine-0/0", lambda source: source["lag_seconds"] is not None)
+        for _ in range(2):
+            served.ask("POST", "/v1/match", {"model": "m", "tokens": list(range(48))})
+        ended = run("doctor", "--service", served.url)
+        report = json.loads(run("doctor", "--service", served.url, "--json").out)
+    assert ended.code == 0, ended.out
+    assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
+    for said in (
+        f"answers at {served.url}",
+        "2 of 2 sources are EXACT",
+        "2 sources of 2 engines",
+        "2 of 2 sources EXACT",
+        "nobody is silent; the newest batch came",
+        "the newest batches came within",
+        "2 lookups, 100% of them found something",
+        "5 blocks in",
+        "--state-dir",
+    ):
+        assert said in ended.out
+    assert list(report) == ["service", "version", "verdict", "findings"]
+    assert report["service"] == served.url
+
+
+def test_a_service_that_is_not_there() -> None:
+    with refusing() as endpoint:
+        found = examined(endpoint.replace("tcp", "http"))
+    assert list(found) == ["service"]
+    assert "nothing listens at" in found["service"]["text"]
+    assert "kvevents serve" in found["service"]["advice"]
+
+
+def test_an_engine_port_given_as_the_service() -> None:
+    with adjacent() as (tape,):
+        found = examined(tape.endpoint.replace("tcp", "http"), "--timeout", 0.3)
+    assert "speaks ZeroMQ, not HTTP" in found["service"]["text"]
+    assert f"kvevents doctor {tape.endpoint.removeprefix('tcp://')}" in found["service"]["advice"]
+
+
+def test_a_service_that_wants_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with guarded(tmp_path) as (url, _):
+        found = examined(url)
+        assert found["access"]["verdict"] == "fail"
+        assert "KVEVENTS_TOKEN" in found["access"]["advice"]
+        assert found["ready"]["verdict"] == "ok"
+        monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
+        assert examined(url)["discovery"]["text"] == "no engine is registered, so nobody holds anything"
+
+
+def test_engines_that_are_gone_or_cannot_be_replayed() -> None:
+    with serving() as served, engine(blocks(2)) as one, refusing() as nowhere:
+        with engine(blocks(2)) as other:
+            served.register("engine-0", one, replay_endpoint=None)
+            served.register("engine-1", other)
+            served.wait("engine-0/0", lambda source: source["trust"]["state"] == "DEGRADED")
+            served.wait_exact("engine-1/0", 2)
+        served.ask("POST", "/register", {"instance_id": "engine-2", "endpoint": nowhere, "model_name": "m"})
+        served.wait("engine-1/0", lambda source: source["trust"]["state"] == "STALE")
+        served.wait("engine-2/0", lambda source: source["fault"] is not None)
+        ended = run("doctor", "--service", served.url)
+    assert ended.code == 1
+    assert re.search(r"fail +trust +engine-1/0 is STALE for \d", ended.out)
+    assert re.search(r"fail +trust +engine-2/0 is CONNECTING for \S+ s: nothing listens at", ended.out)
+    assert re.search(r"warn +trust +engine-0/0 is DEGRADED for \S+ s: no replay endpoint", ended.out)
+    assert "-> is the engine up, with KV events enabled" in ended.out
+    assert "-> name the engine's replay endpoint when it is registered" in ended.out
+
+
+def test_a_rank_that_is_missing() -> None:
+    with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
+        served.register("engine-0", one)
+        served.register("engine-0", other, dp_rank=2)
+        served.wait_exact("engine-0/0", 1)
+        served.wait_exact("engine-0/2", 1)
+        found = examined(served.url)
+    assert found["ranks"]["verdict"] == "warn"
+    assert found["ranks"]["text"] == "engine-0/1: not registered, though later ranks are"
+
+
+def test_what_discovery_could_not_find() -> None:
+    with serving("--dns", "no-such-host.invalid:5557", "--model", "m") as served:
+        until(lambda: bool(served.ask("GET", "/v1/sources")["faults"]))
+        found = examined(served.url)
+    assert found["discovery"]["verdict"] == "fail"
+    assert "no-such-host.invalid" in found["discovery"]["text"]
+
+
+def test_lookups_that_never_find_anything() -> None:
+    with serving() as served, engine(blocks(2)) as one:
+        served.register("engine-0", one)
+        served.wait_exact("engine-0/0", 2)
+        wrong = {"model": "m", "tokens": list(range(100, 164))}
+        served.ask("POST", "/v1/match", wrong)
+        few = examined(served.url)["lookups"]
+        for _ in range(ENOUGH_LOOKUPS):
+            served.ask("POST", "/v1/match", wrong)
+        many = examined(served.url)["lookups"]
+    assert (few["verdict"], many["verdict"]) == ("warn", "fail")
+    assert "1 lookup, and none found anything, though 2 blocks are held" in few["text"]
+    for said in ("model name", "block size", "tokenizer"):
+        assert said in few["advice"]
+
+
+def test_a_port_that_is_open_to_everybody() -> None:
+    with Program("serve", "--port", 0, "--host", "0.0.0.0") as program:  # noqa: S104 - that is what is looked for
+        served = Served(program)
+        found = examined(served.url)
+    assert found["health"]["verdict"] == "warn"
+    assert "set access.tokens" in found["health"]["text"]
+
+
+def test_an_engine_of_another_block_size_than_declared() -> None:
+    with serving() as served, engine(blocks(2)) as one:
+        served.register("engine-0", one, block_size=32)
+        served.wait("engine-0/0", lambda source: source["block_sizes"] == [BLOCK] and source["trust"]["state"] == "DEGRADED")
+        found = examined(served.url)
+    assert found["blocks"]["text"] == "tokens per block: engine-0/0 is declared with 32 and sends 16"
+    assert "block size that it has" in found["trust"]["advice"]
+
+
+def view(**more: Any) -> SourceView:
+    """A source that nothing speaks against, at the time 1010."""
+    return source(1, **more)
+
+
+def one(finding: Finding | None) -> tuple[str, str]:
+    assert finding is not None
+    return finding.verdict.value, finding.text
+
+
+def test_block_sizes_declared_and_seen() -> None:
+    assert fleet.check_block_sizes([view(block_sizes=[])]) is None
+    assert one(fleet.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as declared")
+    assert one(fleet.check_block_sizes([view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
+    verdict, text = one(fleet.check_block_sizes([view(), view(block_sizes=[32])]))
+    assert (verdict, text) == ("fail", "tokens per block: engine-001/0 is declared with 16 and sends 32")
+
+
+def test_lag_and_clocks() -> None:
+    assert fleet.check_lag([view(lag_seconds=None)]) is None
+    assert one(fleet.check_lag([view()])) == ("ok", "the newest batches came within 3 ms")
+    assert one(fleet.check_lag([view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
+    ahead = one(fleet.check_lag([view(lag_seconds=-300.0)]))
+    assert ahead == ("warn", "clocks are ahead of the service's: engine-001/0 by 5 min")
+
+
+def test_silence() -> None:
+    (never,) = fleet.check_traffic([view(last_event=None, blocks=0)], 1010.0)
+    assert one(never) == ("warn", "nothing ever came from engine-001/0")
+    (silent,) = fleet.check_traffic([view(last_event=10.0)], 1010.0)
+    assert one(silent) == ("warn", "silent: engine-001/0 for 17 min")
+    assert list(fleet.check_traffic([source(1, "STALE")], 1010.0)) == []
+
+
+def test_losses_and_rejected_events() -> None:
+    gap = {"first": 3, "last": 4, "incarnation": 0, "at": 1000.0}
+    losing = [view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
+    assert fleet.check_losses([view()], 1010.0) is None
+    assert one(fleet.check_losses(losing, 1010.0)) == (
+        "warn",
+        "lost for good, some within the last hour: 2 batches of engine-001/0",
+    )
+    assert one(fleet.check_losses(losing, 9010.0))[0] == "ok"
+    assert one(fleet.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
+
+
+def test_many_doubtful_sources_are_summed_up() -> None:
+    sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
+    told = [*fleet.check_trust(sources, 1010.0)]
+    assert len(told) == fleet.MAX_TOLD + 1
+    assert "engine-099/0 is STALE" in told[0].text
+    assert told[-1].text == "and 21 sources more"
+
+
+def test_a_source_that_is_still_coming_up() -> None:
+    (coming,) = fleet.check_trust([source(1, "REPLAYING")], 1001.0)
+    assert (coming.verdict.value, coming.advice) == ("warn", "give it a moment, and look again")
+    (stuck,) = fleet.check_trust([source(1, "CONNECTING")], 1100.0)
+    assert stuck.verdict.value == "fail"
+    assert "kvevents doctor tcp://10.0.0.7:5557" in stuck.advice
+
+
+def test_memory_and_snapshots() -> None:
+    assert one(service.check_memory(stats(memory_limit=None))) == ("ok", "12,345 blocks in 3.0 MiB, without a limit")
+    assert one(service.check_memory(stats()))[0] == "ok"
+    near = one(service.check_memory(stats(memory_limit=3 << 20)))
+    assert near == ("warn", "12,345 blocks in 3.0 MiB, 100% of the limit of 3.0 MiB")
+    assert "7 blocks were evicted" in one(service.check_memory(stats(evicted=7)))[1]
+    assert one(service.check_snapshot(stats(snapshot_fault="the disk is full"), 10.0)) == ("fail", "the disk is full")
+    assert one(service.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the last one is 10 s old")
+    assert one(service.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"
+
+
+def test_readiness_and_health() -> None:
+    def ready(**more: object) -> list[str]:
+        told = msgspec.structs.replace(READY, **more)
+        return [finding.verdict.value for finding in service.check_ready(told)]
+
+    assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
+    failed = HealthAnswer(status="failed", warnings=["nothing is followed any more: RuntimeError: x"])
+    assert [finding.verdict.value for finding in service.check_health(failed, stats())] == ["fail"]
+    assert [finding.verdict.value for finding in service.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
+        "fail"
+    ]

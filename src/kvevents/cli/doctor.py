@@ -1,11 +1,11 @@
-"""`kvevents doctor`: what works between here and an engine, what does not, and what to do about it."""
+"""`kvevents doctor`: what works, between here and an engine or of a service, what does not, and what to do about it."""
 
 from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -16,8 +16,10 @@ from kvevents.cli.checkup.address import check_address, next_ranks
 from kvevents.cli.checkup.findings import Finding, Verdict, worst
 from kvevents.cli.checkup.replay import check_replay, contents_of, topics_of
 from kvevents.cli.checkup.sample import MAX_PER_TURN, Sample
+from kvevents.cli.checkup.service import ServiceExamination
 from kvevents.cli.checkup.traffic import check_decoding, check_frames, check_ranks, check_topic, check_traffic
 from kvevents.cli.checkup.trust import check_trust
+from kvevents.cli.client import client_of
 from kvevents.cli.command import FAILED, OK, Command
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.sources import replay_candidates
@@ -33,10 +35,19 @@ _ADVICE_INDENT: Final = " " * 18
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `--json` prints."""
+    """What `--json` prints of an engine."""
 
     endpoint: str
     replay_endpoint: str | None
+    verdict: Verdict
+    findings: list[Finding]
+
+
+class ServiceReport(msgspec.Struct, frozen=True):
+    """What `--json` prints of a service."""
+
+    service: str
+    version: str | None
     verdict: Verdict
     findings: list[Finding]
 
@@ -117,18 +128,29 @@ class Examination:
 def run(args: Namespace) -> int:
     """Examine, show every finding as it comes, and conclude."""
     console = Console()
-    examination = Examination(args)
-    found: list[Finding] = []
-    for finding in examination.findings():
-        found.append(finding)
-        if not args.json:
-            _show(finding, console)
-    verdict = worst(found)
+    report: Report | ServiceReport
+    if args.service is not None:
+        service = ServiceExamination(client_of(args))
+        found = _told(service.findings(), console, quiet=args.json)
+        report = ServiceReport(args.service, service.version, worst(found), found)
+    else:
+        engine = Examination(args)
+        found = _told(engine.findings(), console, quiet=args.json)
+        report = Report(args.endpoint, engine.replay, worst(found), found)
     if args.json:
-        console.data(msgspec.json.encode(Report(args.endpoint, examination.replay, verdict, found)))
+        console.data(msgspec.json.encode(report))
     else:
         _conclude(found, console)
-    return FAILED if verdict is Verdict.FAIL else OK
+    return FAILED if report.verdict is Verdict.FAIL else OK
+
+
+def _told(findings: Iterable[Finding], console: Console, *, quiet: bool) -> list[Finding]:
+    found: list[Finding] = []
+    for finding in findings:
+        found.append(finding)
+        if not quiet:
+            _show(finding, console)
+    return found
 
 
 def _show(finding: Finding, console: Console) -> None:
@@ -148,22 +170,32 @@ def _conclude(found: list[Finding], console: Console) -> None:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    options.add_engine(parser)
-    parser.add_argument(
-        "--seconds", type=options.seconds, default=DEFAULT_SECONDS, metavar="S", help="how long to look (default: %(default)g)"
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument(
+        "endpoint", nargs="?", metavar="ENDPOINT", type=options.endpoint, help="where the engine publishes: tcp://HOST:PORT"
+    )
+    who.add_argument(
+        "--service", metavar="URL", type=options.service_url, help="examine a service and its fleet instead: http://HOST:PORT"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
+    engine = parser.add_argument_group("of an engine")
+    options.add_engine_details(engine)
+    engine.add_argument(
+        "--seconds", type=options.seconds, default=DEFAULT_SECONDS, metavar="S", help="how long to look (default: %(default)g)"
+    )
+    options.add_access(parser.add_argument_group("of a service"))
 
 
 COMMAND: Final = Command(
     "doctor",
     "find out what works, what does not, and what to do about it",
-    "Find out what works between here and an engine, what does not, and what to do about it.\n"
-    "It asks for everything that can be replayed, which may delay a busy engine's live events by up to 0.2 s.",
+    "Find out what works between here and an engine, or of a service and its fleet, what does not, and what to do about it.\n"
+    "It asks an engine for everything that can be replayed, which may delay a busy engine's live events by up to 0.2 s.",
     """\
   kvevents doctor tcp://10.0.0.7:5557
   kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic kv@ --seconds 30
   kvevents doctor 'tcp://*:5557' --bind              the engine connects to us
+  kvevents doctor --service http://10.0.0.9:8090     a service, and every engine that it follows
 """,
     add_arguments,
     run,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from argparse import ArgumentParser
-from typing import Final
+from pathlib import Path
+from typing import Final, NoReturn, TypeAlias
+from urllib.parse import urlsplit
 
 from kvevents.endpoints import MAX_PORT, split_tcp
 
@@ -13,7 +16,12 @@ WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 MAX_RANKS: Final = 1024
 """More ranks than any engine has; without a bound a slip of the finger opens thousands of sockets."""
 FOREVER: Final = float("inf")
+SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
+DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
+ANSWER_SECONDS: Final = 5.0
+"""How long a service has for an answer unless told otherwise; it takes milliseconds."""
 
+Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 
 
@@ -47,6 +55,25 @@ def count(text: str) -> int:
     return int(text)
 
 
+def service_url(text: str) -> str:
+    """Where a service answers; `host:port` alone means http."""
+    url = text if "://" in text else f"http://{text}"
+    no_service = argparse.ArgumentTypeError(f"{text!r} is no service; write http://HOST:PORT or https://HOST:PORT")
+    try:
+        parts = urlsplit(url)
+        place = parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:  # a port that is none, brackets that do not close
+        raise no_service from None
+    usable = parts.scheme in {"http", "https"} and place and not parts.query and not parts.fragment
+    if not usable or not url.isascii() or not url.isprintable():
+        raise no_service
+    return url.rstrip("/")
+
+
+def _no_token(_text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("everybody on this machine sees arguments; set KVEVENTS_TOKEN, or use --token-file")
+
+
 def _ranks(text: str) -> int:
     if count(text) > MAX_RANKS:
         raise argparse.ArgumentTypeError(f"{text} ranks are more than {MAX_RANKS}")
@@ -66,6 +93,11 @@ def _positive(text: str, unit: str) -> float:
 def add_engine(parser: ArgumentParser) -> None:
     """Where an engine is and how to ask it for replay."""
     parser.add_argument("endpoint", metavar="ENDPOINT", type=endpoint, help="where the engine publishes: tcp://HOST:PORT")
+    add_engine_details(parser)
+
+
+def add_engine_details(parser: ArgumentParser | Group) -> None:
+    """How to ask an engine for replay, and what to receive of it."""
     replay = parser.add_mutually_exclusive_group()
     replay.add_argument(
         "--replay", metavar="ENDPOINT", type=endpoint, help="where it answers replay requests; looked for when not given"
@@ -124,4 +156,33 @@ def add_publisher(parser: ArgumentParser) -> None:
         const=FOREVER,
         metavar="S",
         help="go on answering replay requests for S seconds after the last batch, or until Ctrl-C",
+    )
+
+
+def add_service(parser: ArgumentParser) -> None:
+    """Which service to ask."""
+    parser.add_argument(
+        "--service",
+        metavar="URL",
+        type=service_url,
+        default=os.environ.get(SERVICE_VARIABLE) or DEFAULT_SERVICE,
+        help=f"where the service answers (default: {SERVICE_VARIABLE}, or {DEFAULT_SERVICE})",
+    )
+    add_access(parser)
+
+
+def add_access(parser: ArgumentParser | Group) -> None:
+    """How to be let in by a service."""
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="file of the bearer token (default: the variable KVEVENTS_TOKEN)"
+    )
+    # Without this, `--token SECRET` would be short for --token-file, and the error would tell the secret.
+    parser.add_argument("--token", type=_no_token, help=argparse.SUPPRESS)
+    parser.add_argument("--ca-file", metavar="FILE", type=Path, help="PEM file of the authority that signed its certificate")
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=ANSWER_SECONDS,
+        metavar="S",
+        help="how long it has for an answer (default: %(default)g)",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -11,21 +10,33 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli import doctor, play, publish, record, tail
+from kvevents.cli import doctor, play, publish, query, record, serve, tail, top
 from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.stopping import interrupting
 from kvevents.errors import KVEventsError
+from kvevents.version import version
 
-COMMANDS: Final[tuple[Command, ...]] = (tail.COMMAND, record.COMMAND, play.COMMAND, publish.COMMAND, doctor.COMMAND)
+COMMANDS: Final[tuple[Command, ...]] = (
+    tail.COMMAND,
+    record.COMMAND,
+    play.COMMAND,
+    publish.COMMAND,
+    doctor.COMMAND,
+    serve.COMMAND,
+    query.COMMAND,
+    top.COMMAND,
+)
 
-_DESCRIPTION: Final = "Watch, record, play, publish and examine the KV cache events of inference engines."
+_DESCRIPTION: Final = "Watch, record, play, publish, examine and serve the KV cache events of inference engines."
 _EXAMPLES: Final = """\
 examples:
   kvevents tail tcp://127.0.0.1:5557                 every event of an engine, in order, as it happens
   kvevents doctor tcp://127.0.0.1:5557               what works, what does not, and what to do about it
   kvevents record run.jsonl.gz tcp://127.0.0.1:5557  keep it
   kvevents play run.jsonl.gz --wait-for-subscriber   be that engine again, without a GPU
+  kvevents serve                                     know a fleet's caches, and answer for them over HTTP
+  kvevents top                                       how that fleet fares, live
 
 `kvevents COMMAND --help` tells more. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage, 3 nothing arrived.
 """
@@ -66,14 +77,6 @@ def _parser() -> ArgumentParser:
         command.add_arguments(sub)
         sub.set_defaults(command=command)
     return parser
-
-
-def version() -> str:
-    """The installed release."""
-    try:
-        return importlib.metadata.version("kvevents")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 def _one_line(error: KVEventsError) -> str:

@@ -1,0 +1,1 @@
+"""The service against Dynamo's standalone indexer."""

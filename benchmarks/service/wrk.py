@@ -1,0 +1,57 @@
+"""Requests by wrk, which costs the machine less than any client in Python."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_SCRIPT: Final = """
+local file = io.open("{body}", "rb")
+wrk.method, wrk.body = "POST", file:read("*a")
+wrk.headers["Content-Type"] = "{content_type}"
+file:close()
+function done(summary, latency)
+  local e = summary.errors
+  io.stderr:write(string.format(
+    '{{"p50": %.3f, "p99": %.3f, "requests": %d, "rate": %.3f, "errors": %d}}',
+    latency:percentile(50), latency:percentile(99), summary.requests, summary.requests / summary.duration * 1e6,
+    e.connect + e.read + e.write + e.status + e.timeout))
+end
+"""
+
+
+class Load(NamedTuple):
+    """What came of it; times in microseconds."""
+
+    p50: float
+    p99: float
+    requests: int
+    rate: float
+    """Per second."""
+    errors: int
+
+
+def program() -> str:
+    """Where wrk is. Raises `SystemExit` with a sentence when it is not there."""
+    found = shutil.which("wrk")
+    return found or sys.exit("the trials of the service need wrk: apt install wrk, or --only with other names")
+
+
+def load(url: str, body: bytes, content_type: str, clients: int, seconds: int) -> Load:
+    """Send the same request again and again, each client when it has its answer, over a connection of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, script = Path(folder, "body"), Path(folder, "post.lua")
+        file.write_bytes(body)
+        script.write_text(_SCRIPT.format(body=file, content_type=content_type))
+        options = ("--threads", 1, "--connections", clients, "--duration", f"{seconds}s", "--script", script)
+        command = [program(), *map(str, options), url]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - with our own words
+    found = Load(**json.loads(done.stderr))
+    if found.errors:
+        raise RuntimeError(f"{found.errors} of {found.requests} requests to {url} failed")
+    return found

@@ -1,0 +1,246 @@
+"""The frames of `kvevents top` on a terminal. What does not fit goes: columns by how little they tell, then rows from below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvevents.cli.amounts import duration, share, size, why, worker
+from kvevents.cli.console import printable
+from kvevents.cli.lines import plural
+from kvevents.cli.watching import Frame, Source
+from kvevents.service.shapes import StatsAnswer
+
+MAX_NAME: Final = 40
+"""Columns of a name; more of it is cut."""
+MAX_FAULTS: Final = 3
+"""Faults of discovery that are shown."""
+_GAP: Final = 2
+_TRUST_STYLES: Final = {
+    "EXACT": "green",
+    "REPLAYING": "cyan",
+    "DEGRADED": "yellow",
+    "CONNECTING": "magenta",
+    "STALE": "bold red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the table."""
+
+    title: str
+    cell: Callable[[Source, float], str]
+    """What it says of a source at a time."""
+    rank: int
+    """The columns with the largest numbers go first where it is narrow; 0 stays."""
+    justify: Literal["left", "right"] = "right"
+    style: Callable[[Source], str] = lambda _: ""
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value else "-"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def _lag(source: Source, _now: float) -> str:
+    return "-" if source.lag_seconds is None else _short(source.lag_seconds)
+
+
+def _age(source: Source, now: float) -> str:
+    return "never" if source.last_event is None else duration(max(now - source.last_event, 0.0))
+
+
+def _short(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
+
+
+def _tiers(source: Source, _now: float) -> str:
+    return " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks)
+
+
+def _alarming(count: int) -> str:
+    return "red" if count else "dim"
+
+
+WHY: Final = Column("why", lambda source, _: why(source), 1, "left")
+"""Takes what width is left."""
+MIN_WHY: Final = 16
+COLUMNS: Final = (
+    Column(
+        "worker",
+        lambda source, _: worker(source.instance, source.rank, source.tenant, source.group),
+        0,
+        "left",
+        lambda _: "cyan",
+    ),
+    Column("model", lambda source, _: source.model, 9, "left"),
+    Column("trust", lambda source, _: source.trust.state, 0, "left", lambda source: _TRUST_STYLES.get(source.trust.state, "")),
+    Column("blocks", lambda source, _: f"{source.blocks:,}", 2),
+    Column("tiers", _tiers, 10, "left"),
+    Column("batches/s", lambda source, _: _rate(source.rate), 4),
+    Column("lag", _lag, 6),
+    Column("last", _age, 5),
+    Column("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _alarming(source.lost)),
+    Column("gaps", lambda source, _: _count(source.gap_count), 8, style=lambda source: _alarming(source.gap_count)),
+    Column("restarts", lambda source, _: _count(source.resets), 7),
+    WHY,
+)
+
+
+class Screen:
+    """Draws frames; `limit` is how many sources at most."""
+
+    def __init__(self, limit: int | None, console: Console | None = None) -> None:
+        self._limit = limit
+        self._console = console or Console(highlight=False)
+        self._last: Frame | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody can watch."""
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
+    def show(self, frame: Frame) -> None:
+        """One frame, below what was written before, with all sources."""
+        self._console.print(self.draw(frame, self._console.width, None))
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Frame], None]]:
+        """The whole terminal; the function that is yielded shows another frame."""
+        with Live(console=self._console, screen=True, auto_refresh=False) as live:
+            yield lambda frame: live.update(self.draw(frame, self._console.width, self._console.height), refresh=True)
+
+    def draw(self, frame: Frame, width: int, height: int | None) -> RenderableType:
+        """A frame. While the service is away, what it said last is below."""
+        if frame.error is None:
+            self._last = frame
+        shown = self._last
+        lines = [*_away(frame, shown), *([] if shown is None else _head(shown, width))]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        if shown is None or not shown.sources:
+            return Group(*lines)
+        room = len(shown.sources) if height is None else max(height - len(lines) - 3, 1)
+        rows = shown.sources[: min(room, self._limit or room)]
+        more = len(shown.sources) - len(rows)
+        table = _table(rows, shown.at, width, dim=frame.error is not None)
+        return Group(*lines, Text(), table, *([Text(f"and {more:,} more", "dim", no_wrap=True)] if more else []))
+
+
+# --- the lines above
+
+
+def _away(frame: Frame, last: Frame | None) -> list[Text]:
+    if frame.error is None or frame.away_since is None:
+        return []
+    since = datetime.fromtimestamp(frame.away_since, UTC).astimezone().strftime("%H:%M:%S")
+    told = f" away since {since} ({duration(frame.at - frame.away_since)}): {frame.error}"
+    lines = [Text.assemble((frame.service, "bold"), (printable(told), "bold red"))]
+    return [*lines, Text("what it said last:", "dim")] if last is not None else lines
+
+
+def _head(frame: Frame, width: int) -> list[Text]:
+    stats, ready = frame.stats, frame.ready
+    if stats is None or ready is None:
+        return []
+    state = ("ready", "green") if ready.ready else ("not ready", "bold yellow")
+    who = f"  kvevents {printable(stats.version)}, up {duration(stats.uptime_seconds)}  "
+    first = Text.assemble((frame.service, "bold"), who, state, f": {printable(ready.why)}")
+    counted = [(f"{count:,} {name}", style) for name, style in _TRUST_STYLES.items() if (count := _in_state(stats, name))]
+    second = Text(plural(len(frame.sources), "source"), "bold")
+    for text, style in counted:
+        second.append("  ").append(text, style)
+    facts = _facts(frame, stats)
+    return [first, second, *_flowed(facts, width), *_faults(frame)]
+
+
+def _in_state(stats: StatsAnswer, name: str) -> int:
+    return next((count for state, count in stats.sources.items() if state == name), 0)
+
+
+def _facts(frame: Frame, stats: StatsAnswer) -> list[Text]:
+    limit = "" if stats.memory_limit is None else f" of {size(stats.memory_limit)}"
+    asked = "" if frame.lookups_per_second is None else f" ({_rate(frame.lookups_per_second)}/s)"
+    facts = [
+        Text(f"{plural(stats.blocks, 'block')} ({stats.unique_blocks:,} unique)"),
+        Text(f"{size(stats.index_bytes)}{limit}"),
+        Text(f"{_rate(stats.batches_per_second)} batches/s"),
+        Text(f"{plural(stats.lookups, 'lookup')}{asked}, {share(stats.hits, stats.lookups)} hit"),
+    ]
+    if stats.tiers:
+        facts.insert(1, Text(printable(", ".join(f"{tier} {count:,}" for tier, count in stats.tiers.items() if count))))
+    if stats.evicted:
+        facts.append(Text(f"{stats.evicted:,} evicted", "yellow"))
+    if stats.snapshot_fault is not None:
+        facts.append(Text(printable(stats.snapshot_fault), "red"))
+    return facts
+
+
+def _flowed(facts: Sequence[Text], width: int) -> list[Text]:
+    """As few lines as hold them, with no fact broken in two."""
+    lines: list[Text] = []
+    for fact in facts:
+        if lines and lines[-1].cell_len + 3 + fact.cell_len <= width:
+            lines[-1].append("   ").append(fact)
+        else:
+            lines.append(fact)
+    return lines
+
+
+def _faults(frame: Frame) -> list[Text]:
+    told = [f"{name}: {sentence}" for name, sentences in frame.faults.items() for sentence in sentences]
+    lines = [Text(printable(sentence), "red") for sentence in told[:MAX_FAULTS]]
+    rest = len(told) - MAX_FAULTS
+    return [*lines, Text(f"and {plural(rest, 'fault')} more: see `kvevents doctor --service`", "red")] if rest > 0 else lines
+
+
+# --- the table
+
+
+def _table(sources: Sequence[Source], now: float, width: int, *, dim: bool) -> Table:
+    cells = {column: [_text(column, source, now) for source in sources] for column in COLUMNS}
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, style="dim" if dim else "", header_style="dim")
+    widths = _fitting({column: _widest(column, texts) for column, texts in cells.items()}, width)
+    for column, wide in widths.items():
+        table.add_column(column.title, justify=column.justify, no_wrap=True, overflow="ellipsis", width=wide)
+    for row in range(len(sources)):
+        table.add_row(*(cells[column][row] for column in widths))
+    return table
+
+
+def _text(column: Column, source: Source, now: float) -> Text:
+    return Text(printable(column.cell(source, now)), column.style(source))
+
+
+def _widest(column: Column, cells: Sequence[Text]) -> int:
+    """What a column would have; 0 when it says nothing."""
+    widest = max(cell.cell_len for cell in cells)
+    return max(widest, len(column.title)) if widest else 0
+
+
+def _fitting(wanted: dict[Column, int], width: int) -> dict[Column, int]:
+    """The columns that there is room for, those that tell most, with what each gets."""
+    kept = {column: min(wide, MIN_WHY if column is WHY else MAX_NAME) for column, wide in wanted.items() if wide}
+
+    def left() -> int:
+        return width - sum(kept.values()) - _GAP * (len(kept) - 1)
+
+    while left() < 0 and (least := max(kept, key=lambda column: column.rank)).rank:
+        del kept[least]
+    if WHY in kept:
+        kept[WHY] = min(wanted[WHY], kept[WHY] + left())
+    elif left() < 0:  # names are cut before states
+        kept[COLUMNS[0]] = max(kept[COLUMNS[0]] + left(), 1)
+    return kept

@@ -1,0 +1,171 @@
+"""`kvevents serve`: one process that knows the fleet."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import Any, Final
+
+from kvevents.cli.command import OK, Command
+from kvevents.cli.console import Console, Span
+from kvevents.cli.options import count, endpoint, seconds
+from kvevents.errors import ConfigError, MissingDependencyError
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def size(text: str) -> int:
+    """Bytes, perhaps with a unit: `8GiB`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ArgumentTypeError(f"{text!r} is no size; write bytes, or 512MiB, or 8GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 takes any free one."""
+    if not text.isascii() or not text.isdecimal() or int(text) > 65535:
+        raise ArgumentTypeError(f"{text!r} is no port; it is a number from 0 to 65535")
+    return int(text)
+
+
+def worker(text: str) -> dict[str, Any]:
+    """`INSTANCE[:RANK]=ENDPOINT[,REPLAY_ENDPOINT]`."""
+    name, separator, places = text.partition("=")
+    instance, _, rank = name.rpartition(":") if ":" in name else (name, "", "0")
+    first, _, replay = places.partition(",")
+    if not separator or not instance or not rank.isdecimal():
+        raise ArgumentTypeError(
+            f"{text!r} is no worker; write INSTANCE=tcp://HOST:PORT or INSTANCE:RANK=tcp://HOST:PORT,REPLAY"
+        )
+    found: dict[str, Any] = {"instance": instance, "rank": int(rank), "endpoint": endpoint(first)}
+    if replay:
+        found["replay_endpoint"] = endpoint(replay)
+    return found
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Flags go before the file, setting by setting; sources of both count."""
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="TOML file; its [[sources]] are read again whenever it changes"
+    )
+    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+    parser.add_argument(
+        "--worker",
+        dest="workers",
+        action="append",
+        default=[],
+        type=worker,
+        metavar="NAME[:RANK]=ENDPOINT[,REPLAY]",
+        help="follow this engine; may be given many times, and takes --model and --block-size",
+    )
+    parser.add_argument(
+        "--engine",
+        dest="engines",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="ask this engine for its endpoints: http://HOST:PORT",
+    )
+    parser.add_argument(
+        "--dns",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="follow the engines behind a name: HOST:PORT, or _service._tcp.NAME",
+    )
+    parser.add_argument("--sources", action="append", default=[], metavar="FILE", help="TOML file of [[sources]], watched")
+    parser.add_argument("--model", help="model of --worker, --engine and --dns")
+    parser.add_argument("--block-size", type=count, metavar="TOKENS", help="tokens per block that --worker and --dns promise")
+    parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
+    parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
+    parser.add_argument(
+        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
+    )
+    parser.add_argument("--log-level", choices=_LEVELS, default="info", help="how much is told on stderr (default: info)")
+    parser.add_argument("--json", action="store_true", help="log one JSON object a line")
+    parser.add_argument("--check", action="store_true", help="check the settings, and end")
+
+
+_SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit")
+"""Flags that are settings of the same name."""
+
+
+def run(args: Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    try:
+        from kvevents.service import config, server  # noqa: PLC0415 - late, for what else this program does
+    except ImportError as error:
+        name = error.name or str(error)
+        raise MissingDependencyError(f"the service needs {name}: pip install 'kvevents[service]'") from error
+    tables = config.read_config(args.config) if args.config is not None else {}
+    # Those are watched, so that a wrong one that is written later is a fault that shows; a wrong one now is an error.
+    config.to_config(tables, str(args.config))
+    tables.pop("sources", None)
+    settings = config.to_config(_with_flags(tables, args), "flags")
+    console = Console()
+    if args.check:
+        console.note(Span("these settings can be used", "good"))
+        return OK
+    _log_to_stderr(args.log_level, json=args.json)
+    server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
+    return OK
+
+
+def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    found = dict(tables)
+    for name in _SETTINGS:
+        if (given := getattr(args, name)) is not None:
+            found[name] = given
+    model = {} if args.model is None else {"model": args.model}
+    block_size = {} if args.block_size is None else {"block_size": args.block_size}
+    if args.workers and not model:
+        raise ConfigError("--worker needs --model: routers ask for a model's workers")
+    sources = [{**each, **model, **block_size} for each in args.workers]
+    sources += [{"base_url": each, **model} for each in args.engines]
+    found["sources"] = sources
+    found["dns"] = [*found.get("dns", []), *({"target": each, **model, **block_size} for each in args.dns)]
+    found["source_files"] = [*found.get("source_files", []), *args.sources]
+    return found
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        import msgspec  # noqa: PLC0415 - for this one form of logs
+
+        told = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(told).decode()
+
+
+def _log_to_stderr(level: str, *, json: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines() if json else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("kvevents").setLevel(level.upper())
+
+
+COMMAND: Final = Command(
+    name="serve",
+    summary="know a fleet's prefix caches, and answer for them over HTTP",
+    description=(
+        "Follow engines, keep the index of their prefix caches, and answer who holds how much of a prompt, and how far that "
+        "can be trusted: with the HTTP API of Dynamo's standalone indexer and Mooncake Conductor, with /v1, with metrics for "
+        "Prometheus and a page for people. Works without any setting: engines are then registered over HTTP."
+    ),
+    examples="""\
+  kvevents serve                                       at http://127.0.0.1:8090, engines registered later
+  kvevents serve --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
+  kvevents serve --engine http://10.0.0.7:8000         ask the engine for its endpoints
+  kvevents serve --config fleet.toml --state-dir /var/lib/kvevents
+""",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,140 @@
+"""What the service is told: one definition for the TOML file, the flags and the documentation."""
+
+from __future__ import annotations
+
+import ipaddress
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct, field
+
+from kvevents.config import Curve
+from kvevents.errors import ConfigError
+from kvevents.service.access import AccessConfig
+from kvevents.service.discovery.tables import SourceTable, Template
+
+DEFAULT_PORT: Final = 8090
+"""As Dynamo's standalone indexer."""
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of what peers and clients can make the service do. Reaching one is an error with its name in it."""
+
+    max_body_bytes: int = 16 << 20
+    """Of one request: two million token ids as JSON."""
+    max_tokens: int = 2_000_000
+    """Of one prompt, and of all prompts of one request."""
+    max_sources: int = 4_096
+    """Registered ranks."""
+    max_clients: int = 1_024
+    """Connections at one time."""
+    max_listeners: int = 64
+    """Clients of `/v1/events` at one time."""
+    max_dump_blocks: int = 1_000_000
+    """Blocks that `/dump` tells; more of them are read page by page from `/v1/blocks`."""
+    request_seconds: float = 10.0
+    """How long a client may take to send its request."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"limits.{name} is {getattr(self, name)}; it must be above 0")
+
+
+class Readiness(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When `/readyz` says yes."""
+
+    quorum: float = 1.0
+    """Share of the sources that must be EXACT, 0 to 1."""
+    deadline_seconds: float = 30.0
+    """Seconds after the start from which it says yes in any case, and tells what is missing."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.quorum <= 1:
+            raise ConfigError(f"ready.quorum is {self.quorum}; it is a share from 0 to 1")
+        if self.deadline_seconds < 0:
+            raise ConfigError(f"ready.deadline_seconds is {self.deadline_seconds}; it must be at least 0")
+
+
+class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The server's certificate, as PEM files."""
+
+    certificate: str
+    key: str
+    client_ca: str | None = None
+    """Clients must have a certificate that one of these has signed."""
+
+
+class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One name that stands for several engines."""
+
+    target: str
+    """`HOST:PORT` for addresses, `_kv._tcp.NAME` for an SRV record; behind `http://` each engine is asked for its endpoints."""
+
+
+class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `kvevents serve` can be told."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+    port: int = DEFAULT_PORT
+    """0 takes any free one."""
+    state_dir: str | None = None
+    """Where snapshots and registrations are kept; without it a restart begins with nothing."""
+    snapshot_seconds: float = 60.0
+    """Between two snapshots."""
+    memory_limit: int | None = None
+    """Bytes of the index; above it blocks are evicted and their workers are DEGRADED."""
+    hide_stale_seconds: float = 300.0
+    """After so long without a connection a worker is left out of the answers of /query and /query_by_hash, whose clients may
+    not look at trust."""
+    ready: Readiness = Readiness()
+    limits: Limits = Limits()
+    access: AccessConfig = AccessConfig()
+    tls: Tls | None = None
+    curve: Curve | None = None
+    """Keys towards engines whose source has none of its own."""
+    allow: list[str] = []
+    """Endpoints that registrations over HTTP may name; see docs/service.md."""
+    sources: list[SourceTable] = field(default_factory=list)
+    """Engines; those of a configuration file are read again whenever it changes."""
+    source_files: list[str] = []
+    """More TOML files of `[[sources]]`, watched as well."""
+    dns: list[DnsTable] = []
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        if not self.snapshot_seconds > 0:
+            raise ConfigError(f"snapshot_seconds is {self.snapshot_seconds}; it must be above 0")
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise ConfigError(f"memory_limit is {self.memory_limit}; it is a number of bytes above 0")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises `ConfigError`."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+
+
+def to_config(tables: dict[str, Any], origin: str) -> ServiceConfig:
+    """Checked settings. Raises `ConfigError` that names the field."""
+    try:
+        return msgspec.convert(tables, ServiceConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {error}") from error

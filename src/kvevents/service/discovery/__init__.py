@@ -1,0 +1,1 @@
+"""Where the service learns of engines: one interface, one module a kind."""

@@ -1,0 +1,132 @@
+"""Engines that describe themselves: vLLM and SGLang, asked over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.errors import ConfigError
+from kvevents.service.backoff import REAL_PACE, Backoff, Pace, jittered
+from kvevents.service.discovery.describe import QUESTIONS, Description, read_models
+from kvevents.service.discovery.fetch import DEFAULT_HTTP, AskError, BaseUrl, HttpClient
+from kvevents.service.discovery.places import Place
+from kvevents.service.discovery.provider import Fault, Finding
+from kvevents.service.discovery.tables import ANY, Template
+
+ASK_SECONDS: Final = 15.0
+"""Between two questions to an engine that answers: how long a change of its ports stays unknown."""
+_ABSENT: Final = frozenset({404, 405})
+_LOCKED: Final = frozenset({401, 403})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProvider:
+    """One engine, by the URL of its HTTP server; all its ranks share the name `instance`.
+
+    Raises `ConfigError` for a URL that is none.
+    """
+
+    base_url: str
+    template: Template = ANY
+    instance: str | None = None
+    """Its name for routers; host and port of the URL when not given."""
+    interval: float = ASK_SECONDS
+    http: HttpClient = DEFAULT_HTTP
+    pace: Pace = field(default=REAL_PACE, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        BaseUrl.parse(self.base_url)
+
+    @property
+    def name(self) -> str:
+        """As `engine http://10.0.0.7:8000`."""
+        return f"engine {self.base_url}"
+
+    @property
+    def label(self) -> str:
+        """The instance that its ranks belong to."""
+        return self.instance or BaseUrl.parse(self.base_url).address
+
+    async def watch(self) -> AsyncGenerator[Finding, None]:
+        """What the engine says; while it says nothing, what it said last and why it does not."""
+        backoff = Backoff(self.pace.random)
+        told, last = None, Finding()
+        while True:
+            try:
+                found = last = await self._ask()
+            except AskError as error:
+                found = replace(last, faults=(Fault(self.label, str(error)),))
+                pause = backoff.pause()
+            else:
+                backoff.reset()
+                pause = jittered(self.interval, self.pace.random)
+            if found != told:
+                yield found
+            told = found
+            await self.pace.sleep(pause)
+
+    async def _ask(self) -> Finding:
+        url = BaseUrl.parse(self.base_url)
+        for question in QUESTIONS:
+            answer = await self._get(url.join(question.path))
+            if answer is not None:
+                return await self._finding(url, question.read(answer, url.host))
+        raise AskError(
+            f"{url} has neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang): name its endpoint instead"
+        )
+
+    async def _get(self, url: BaseUrl) -> Any:
+        """Its JSON; None when there is no such path."""
+        answer = await self.http.get(url)
+        if answer.status in _ABSENT:
+            return None
+        if answer.status in _LOCKED:
+            raise AskError(f"{url} wants a key (status {answer.status}): write what it would tell into a [[sources]] table")
+        if answer.status != 200:
+            raise AskError(f"{url} answers with status {answer.status}")
+        try:
+            return msgspec.json.decode(answer.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise AskError(f"{url} does not answer in JSON: {error}") from error
+
+    async def _finding(self, url: BaseUrl, found: Description) -> Finding:
+        if found.silence is not None:
+            return Finding(faults=(Fault(self.label, f"{self.label} {found.silence}"),))
+        model = self.template.model or found.model or await self._model(url)
+        self._add_claims(found)
+        registrations = []
+        for place in found.places:
+            try:
+                registrations.append(self.template.registration(self.label, model, self._placed(place)))
+            except ConfigError as error:
+                found.missing[place.rank] = f"cannot be followed: {error}"
+        return Finding(tuple(registrations), self._faults(found))
+
+    async def _model(self, url: BaseUrl) -> str:
+        models = await self._get(url.join("/v1/models"))
+        model = None if models is None else read_models(models)
+        if model is None:
+            raise AskError(f"{url} does not tell its model: name it with model")
+        return model
+
+    def _placed(self, place: Place) -> Place:
+        if self.template.replay_endpoint is None:
+            return place
+        index = place.rank - self.template.rank
+        return replace(place, replay_endpoint=self.template.replay_of(index, place.endpoint))
+
+    def _add_claims(self, found: Description) -> None:
+        """Ranks that the operator says there are, when they say so."""
+        told = found.missing.keys() | {place.rank for place in found.places}
+        first, count = self.template.rank, self.template.ranks
+        if count > 1:
+            found.missing |= {rank: "is not told by it" for rank in range(first, first + count) if rank not in told}
+
+    def _faults(self, found: Description) -> tuple[Fault, ...]:
+        return tuple(
+            Fault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
+            for rank, reason in sorted(found.missing.items())
+        )

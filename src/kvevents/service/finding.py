@@ -1,0 +1,77 @@
+"""From what ways of discovery find to what the fleet follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from kvevents.service.config import DnsTable, ServiceConfig
+from kvevents.service.discovery.dns import DnsProvider
+from kvevents.service.discovery.files import FileProvider
+from kvevents.service.discovery.merge import Discovered, Discovery
+from kvevents.service.discovery.provider import Provider
+from kvevents.service.discovery.static import StaticProvider
+from kvevents.service.discovery.tables import Template
+from kvevents.service.fleet import Fleet
+from kvevents.service.registration import Key
+from kvevents.stream import Checkpoint
+
+DISCOVERED = "discovery"
+"""Origin of what was found."""
+FLEET = "fleet"
+"""Under which name it is told what the fleet cannot follow of it."""
+
+
+class Finder:
+    """Runs what the configuration names, and keeps the fleet to it."""
+
+    def __init__(
+        self, config: ServiceConfig, watched: Path | None, fleet: Fleet, resume: Callable[[Key], Checkpoint | None]
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._resume = resume
+        self._providers = providers_of(config, watched)
+        self._found = Discovered(waiting=tuple(provider.name for provider in self._providers))
+        self._refused: list[str] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        if self._providers:
+            await Discovery(self._providers, self._tell, max_sources=self._config.limits.max_sources).run()
+        else:
+            await asyncio.Event().wait()
+
+    def _tell(self, found: Discovered) -> None:
+        self._found = found
+        self._refused = self._fleet.replace(DISCOVERED, found.registrations.values(), self._resume)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether every provider has said something."""
+        return not self._found.waiting
+
+    def faults(self) -> dict[str, list[str]]:
+        """Sentences by provider."""
+        found = {name: [fault.sentence for fault in faults] for name, faults in self._found.faults.items()}
+        if refused := [*self._refused, *list(self._fleet.refused.values())]:
+            found[FLEET] = refused
+        return found
+
+
+def providers_of(config: ServiceConfig, watched: Path | None) -> list[Provider]:
+    """Those of a configuration, the most important first; `watched` is a file with other settings beside its sources."""
+    found: list[Provider] = []
+    if watched is not None:
+        found.append(FileProvider(watched, alone=False))
+    if config.sources:
+        found.append(StaticProvider(tuple(config.sources)))
+    found += [FileProvider(Path(path)) for path in config.source_files]
+    found += [_dns(table) for table in config.dns]
+    return found
+
+
+def _dns(table: DnsTable) -> DnsProvider:
+    fields = {name: getattr(table, name) for name in Template.__struct_fields__}
+    return DnsProvider(table.target, Template(**fields))

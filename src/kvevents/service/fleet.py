@@ -1,0 +1,386 @@
+"""The fleet: what is registered, what is known of each stream, and the index that answers for all of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from kvevents.config import Curve
+from kvevents.index import Applied, Match, MultiModal, Namespace, PrefixIndex, chain_hashes
+from kvevents.service.announcing import Announcer
+from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
+from kvevents.service.follower import Follower, Listener, published_at
+from kvevents.service.member import Member, Row
+from kvevents.service.registration import Key, Registration, Wall
+from kvevents.service.shapes import BatchesEvent, LossEvent, SourceEvent
+from kvevents.service.shapes import Gap as GapView
+from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
+from kvevents.subscriber import Subscriber
+from kvevents.wire import decode_batch
+
+log = logging.getLogger(__name__)
+
+HTTP: Final = "http"
+"""Origin of what clients have registered."""
+JUDGE_SECONDS: Final = 0.1
+"""How old the trust of a stream can be of which nothing came: a connection that is gone is known no earlier."""
+LOSS_SECONDS: Final = 10.0
+"""Between two lines of the log about losses of one stream: a network that loses every other batch must not fill the disk."""
+LOOK_SECONDS: Final = 0.25
+"""How often the index is asked about every worker: blocks, orphans, what it has set aside."""
+
+
+class Fleet(Listener):
+    """Every method may be called from any thread; what changes the subscriber is done by the follower's."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        max_sources: int,
+        hide_stale_seconds: float = float("inf"),
+        curve: Curve | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.index = index
+        self.announcer = Announcer()
+        self.members: dict[Key, Member] = {}
+        self.walls: dict[Wall, int] = {}
+        """How many streams are behind each."""
+        self.counts: dict[tuple[str, str], int] = {}
+        """Of `kvevents_rejected_events`: rejected events by dialect and reason."""
+        self.failure: str | None = None
+        """Why nothing is followed any more."""
+        self.refused: dict[Key, str] = {}
+        """Why engines that were found, not registered by clients, are not followed: an endpoint that cannot be listened at."""
+        self._max_sources = max_sources
+        self._hide_stale_seconds = hide_stale_seconds
+        self._curve = curve
+        """Keys towards engines that were registered without any. Not kept with registrations, which are written to the disk."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told: dict[Key, int] = {}
+        self._sizes: dict[tuple[str, ...], list[int]] = {}
+        self._look_due = 0.0
+        self._judge_due = 0.0
+        self.follower = Follower(Subscriber(decode=False), index, self)
+
+    # --- membership
+
+    def register(self, registration: Registration, origin: str = HTTP, *, resume: Checkpoint | None = None) -> Future[None]:
+        """Follow one stream more. Raises `ConflictError` and `TooMuchError`; the future tells why the endpoint cannot be."""
+        with self._lock:
+            self._check(registration)
+            member = Member(registration, origin, self._clock())
+            self.members[registration.key] = member
+            self.walls[registration.wall] = self.walls.get(registration.wall, 0) + 1
+            self._measure()
+        done = self.follower.order(lambda: self._follow(member, resume))
+        done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
+        return done
+
+    def _check(self, registration: Registration) -> None:
+        label = registration.label
+        if (known := self.members.get(registration.key)) is not None:
+            same = known.registration == registration
+            what = "registered already" if same else f"registered already, with {_difference(known.registration, registration)}"
+            raise ConflictError(f"{label} is {what}", "registered", "unregister it first")
+        if len(self.members) >= self._max_sources:
+            raise TooMuchError(
+                f"{len(self.members)} sources are registered, which is the limit",
+                "too-many-sources",
+                "raise limits.max_sources",
+            )
+        name = registration.key[0]
+        for other in [member.registration for key, member in self.members.items() if key[0] == name]:
+            if other.wall != registration.wall:
+                raise ConflictError(
+                    f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
+                    "other-model",
+                    "ranks of one instance serve one model; call this instance something else",
+                )
+            if other.block_size != registration.block_size:
+                raise ConflictError(
+                    f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
+                    "other-block-size",
+                    "ranks of one instance have blocks of one size",
+                )
+
+    def _follow(self, member: Member, resume: Checkpoint | None) -> None:
+        registration = member.registration
+        name, rank = registration.key
+        source = registration.source()
+        if source.curve is None and self._curve is not None:
+            source = replace(source, curve=self._curve)
+        if resume is None:
+            self.index.remove_worker((name, rank))
+            self.index.admit((name, rank))
+        self.follower.subscriber.add(source, resume)
+        self.index.label(name, registration.wall.name)
+        log.info("%s: following %s", registration.label, registration.endpoint)
+
+    def unregister(self, key: Key) -> Future[int]:
+        """Follow a stream no more, and forget its blocks; how many those were. Raises `NotFoundError`."""
+        with self._lock:
+            member = self.members.get(key)
+            if member is None:
+                raise NotFoundError(
+                    f"{key[0].split(chr(31))[-1]} rank {key[1]} is not registered", "not-registered", "see /workers"
+                )
+            self._drop(member)
+        return self.follower.order(lambda: self._leave(member))
+
+    def _refuse(self, member: Member, error: BaseException) -> None:
+        log.error("%s cannot be followed: %s", member.registration.label, error)
+        with self._lock:
+            if self.members.get(member.registration.key) is member:
+                self._drop(member)
+            if member.origin != HTTP:  # clients are told by the answer
+                self.refused[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
+
+    def _drop(self, member: Member) -> None:
+        wall = member.registration.wall
+        del self.members[member.registration.key]
+        self._told.pop(member.registration.key, None)
+        self.walls[wall] -= 1
+        if not self.walls[wall]:
+            del self.walls[wall]
+
+    def _leave(self, member: Member) -> int:
+        name, rank = member.registration.key
+        self.follower.subscriber.remove(name, rank)
+        blocks = self.index.remove_worker((name, rank))
+        if not any(key[0] == name for key in list(self.members)):
+            self.index.label(name, None)
+        log.info("%s: no longer followed; it held %d blocks", member.registration.label, blocks)
+        return blocks
+
+    def replace(
+        self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None]
+    ) -> list[str]:
+        """Make what one origin has registered be just this. Returns sentences about what could not be."""
+        wanted = {registration.key: registration for registration in registrations}
+        faults: list[str] = []
+        self.refused.clear()
+        for member in [member for member in list(self.members.values()) if member.origin == origin]:
+            if wanted.get(member.registration.key) != member.registration:
+                with suppress(NotFoundError):  # it was refused just now
+                    self.unregister(member.registration.key)
+        for key, registration in wanted.items():
+            if (known := self.members.get(key)) is None or known.origin != origin:
+                try:
+                    self.register(registration, origin, resume=resume(key))
+                except (ConflictError, TooMuchError) as error:
+                    faults.append(f"{error}; {error.hint}")
+        return faults
+
+    # --- answers
+
+    def match(self, wall: Wall, tokens: Any, *, mm: Sequence[MultiModal] = (), expected: bool = False) -> list[Row]:
+        """Members behind a wall that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
+        found: list[Row] = []
+        for name, lora, salt in self._views(wall):
+            namespace = Namespace(model=name, lora=lora, salt=salt, mm=tuple(mm))
+            found += self._rows(self.index.match(tokens, namespace, overlay=expected))
+        return found
+
+    def match_keys(self, wall: Wall, keys: list[int], *, local: bool = False) -> list[Row]:
+        """The same for keys that the client has computed: rolling ones, or the hash of each block alone."""
+        rolling = chain_hashes(keys) if local else keys
+        found: list[Row] = []
+        sizes = self.block_sizes(wall)
+        for name, _, _ in self._views(wall):
+            for size in sizes:
+                found += self._rows(self.index.match_keys(rolling, size, Namespace(model=name)))
+        return found
+
+    def block_sizes(self, wall: Wall) -> list[int]:
+        """Tokens per block of those behind a wall, the smallest first."""
+        return self._sizes.get(wall[:3], [])
+
+    def _measure(self) -> None:
+        found: dict[tuple[str, ...], set[int]] = {}
+        for member in list(self.members.values()):
+            declared = member.registration.block_size
+            sizes = member.block_sizes or ([] if declared is None else [declared])
+            found.setdefault(member.registration.wall[:3], set()).update(sizes)
+        self._sizes = {wall: sorted(sizes) for wall, sizes in found.items()}
+
+    def _rows(self, match: Match) -> list[Row]:
+        members = self.members
+        return [
+            Row(member, gpu, cpu, disk, tokens)
+            for source, rank, gpu, cpu, disk, tokens in match.rows()
+            if (member := members.get((source, rank))) is not None
+        ]
+
+    def _views(self, wall: Wall) -> list[tuple[str, str | None, str | None]]:
+        """Walls of the index behind which a prompt may be, each with the LoRA and salt that events there tell themselves."""
+        model, tenant, group, lora, salt = wall
+        if self.failure is not None:
+            raise UnavailableError(f"nothing is followed any more: {self.failure}", "failed", "restart the service")
+        views = [
+            (
+                Wall(model, tenant, group, own_lora, own_salt),
+                lora if own_lora is None else None,
+                salt if own_salt is None else None,
+            )
+            for own_lora in dict.fromkeys((None, lora))
+            for own_salt in dict.fromkeys((None, salt))
+        ]
+        found = [(view.name, told_lora, told_salt) for view, told_lora, told_salt in views if view in self.walls]
+        if not found and not any(known[:3] == wall[:3] for known in list(self.walls)):
+            raise NotFoundError(f"nobody serves model {model!r} for {_whom(wall)}", "unknown-model", self._known_models(wall))
+        return found
+
+    def _known_models(self, wall: Wall) -> str:
+        known = sorted({other.model for other in list(self.walls) if other[1:3] == wall[1:3]})
+        return f"known there: {', '.join(known[:8])}" if known else "register an engine first"
+
+    # --- what the follower tells
+
+    def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
+        """See `Listener`."""
+        now = self._clock()
+        for batch in batches:
+            member = self.members.get((batch.source, batch.rank))
+            if member is not None:
+                member.last_event = now
+                stamp = None if batch.replayed else published_at(batch.payload)
+                if stamp is not None:
+                    member.lag = now - stamp
+                if member.trust != Trust.EXACT:
+                    self._judge_one(member, now)
+        for loss in losses:
+            member = self.members.get((loss.source, loss.rank))
+            if member is not None:
+                self._lost(member, loss, now)
+        if losses:
+            self._judge(now)
+
+    def _lost(self, member: Member, loss: Reset | Gap, now: float) -> None:
+        registration = member.registration
+        what: Literal["gap", "reset"] = "gap"
+        if isinstance(loss, Gap):
+            member.gaps.append(GapView(first=loss.first, last=loss.last, incarnation=loss.incarnation, at=now))
+            sentence = f"batches {loss.first} to {loss.last} are lost for good"
+        else:
+            what, sentence = "reset", f"its blocks are forgotten: {loss.reason}"
+            member.evicted = member.info.evicted if member.info is not None else 0
+        self._warn(member, sentence)
+        self.announcer.announce(
+            LossEvent(
+                at=now,
+                instance=registration.instance,
+                rank=registration.rank,
+                model=registration.model,
+                tenant=registration.tenant,
+                group=registration.group,
+                what=what,
+                sentence=sentence,
+            )
+        )
+
+    def _warn(self, member: Member, sentence: str) -> None:
+        if time.monotonic() < member.silent_until:
+            member.untold += 1
+            return
+        more = f" ({member.untold} more losses were not told one by one)" if member.untold else ""
+        log.warning("%s: %s%s", member.registration.label, sentence, more)
+        member.silent_until, member.untold = time.monotonic() + LOSS_SECONDS, 0
+
+    def rejected(self, batch: RawBatch, applied: Applied) -> None:
+        """See `Listener`."""
+        known = decode_batch(batch.payload).dialect
+        dialect = "unknown" if known is None else f"{known.engine}-{known.since}"
+        for one in applied.rejected:
+            self.counts[dialect, one.reason] = self.counts.get((dialect, one.reason), 0) + one.count
+
+    def ticked(self) -> None:
+        """See `Listener`."""
+        now, instant = self._clock(), time.monotonic()
+        if instant >= self._look_due:
+            self._look_due = instant + LOOK_SECONDS
+            self._look(now)
+        if instant >= self._judge_due:
+            self._judge_due = instant + JUDGE_SECONDS
+            self._judge(now)
+
+    def failed(self, error: BaseException) -> None:
+        """See `Listener`."""
+        self.failure = f"{type(error).__name__}: {error}"
+        for member in list(self.members.values()):
+            member.judge(Trust.STALE.because(f"the service follows nothing any more: {self.failure}"), self._clock())
+
+    def _judge(self, now: float) -> None:
+        for member in list(self.members.values()):
+            self._judge_one(member, now)
+
+    def _judge_one(self, member: Member, now: float) -> None:
+        registration = member.registration
+        try:
+            trust = self.follower.subscriber.trust(*registration.key)
+        except LookupError:  # its order is on its way
+            return
+        former = member.judge(trust, now)
+        if former is not None:
+            log.info("%s: %s, was %s", registration.label, member.trust, former)
+            self.announcer.announce(
+                SourceEvent(
+                    at=now,
+                    instance=registration.instance,
+                    rank=registration.rank,
+                    model=registration.model,
+                    tenant=registration.tenant,
+                    group=registration.group,
+                    trust=member.trusted,
+                    was=former,
+                )
+            )
+
+    def _look(self, now: float) -> None:
+        infos = {(info.source, info.rank): info for info in self.index.workers()}
+        for status in self.follower.subscriber.statuses():
+            key = (status.source, status.rank)
+            member = self.members.get(key)
+            if member is None:
+                continue
+            member.look(status, infos.get(key), hidden_before=now - self._hide_stale_seconds)
+            if self._told.get(key) != status.counters.delivered and len(self.announcer):
+                self._told[key] = status.counters.delivered
+                self._announce_batches(member, now)
+        self._measure()
+
+    def _announce_batches(self, member: Member, now: float) -> None:
+        registration, status = member.registration, member.status
+        if status is not None:
+            self.announcer.announce(
+                BatchesEvent(
+                    at=now,
+                    instance=registration.instance,
+                    rank=registration.rank,
+                    model=registration.model,
+                    tenant=registration.tenant,
+                    group=registration.group,
+                    batches=status.counters.delivered,
+                    last_seq=status.last_seq,
+                    blocks=member.blocks,
+                )
+            )
+
+
+def _difference(known: Registration, given: Registration) -> str:
+    names = [name for name in known.__struct_fields__ if getattr(known, name) != getattr(given, name)]
+    return "another " + " and ".join(names)
+
+
+def _whom(wall: Wall) -> str:
+    if (wall.tenant, wall.group) == ("default", "default"):
+        return "the default tenant"
+    return f"tenant {wall.tenant!r}, group {wall.group!r}"

@@ -1,0 +1,221 @@
+"""The ASGI application: one request, from bytes to bytes, by the table of endpoints.
+
+There is no framework between the server and the table: the hot path is a dictionary lookup, and what a framework would do
+besides (roles, limits, errors, metrics) is a few lines here, each of them once for all endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+from kvevents.errors import EndpointError, KVEventsError
+from kvevents.service.access import Role
+from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
+from kvevents.service.http.messages import Request, Response, Streamed, problem
+from kvevents.service.http.routing import TABLE, Endpoint
+from kvevents.service.tracing import traced
+
+if TYPE_CHECKING:
+    from kvevents.service.service import Service
+
+Scope: TypeAlias = dict[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+_NOT_FOUND: Final = "see /openapi.json for what there is"
+_REFUSED: Final = {False: ("refused", _NOT_FOUND), True: ("bad-endpoint", "write tcp://HOST:PORT")}
+_HEADERS: Final[dict[int, tuple[tuple[bytes, bytes], ...]]] = {
+    401: ((b"www-authenticate", b"Bearer"),),
+    408: ((b"connection", b"close"),),  # the rest of the body may come whenever it likes
+}
+
+
+class GoneError(Exception):
+    """The client has left before its request was complete."""
+
+
+class App:
+    """What the server calls."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self._answer = traced(service, self._http)
+        self.traces = self.service is not service
+        """Whether requests have spans."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI 3."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            with suppress(asyncio.CancelledError):  # the server ends, and has told so
+                await self._answer(scope, receive, send)
+        else:  # no websockets here
+            await send({"type": "websocket.close"})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = perf_counter()
+        method, path = scope["method"], scope["path"]
+        methods = TABLE.get(path)
+        endpoint = None if methods is None else methods.get("GET" if method == "HEAD" else method)
+        try:
+            response = await self._respond(endpoint, methods, scope, receive)
+        except GoneError:
+            return
+        except asyncio.CancelledError:  # only then does the server cancel anything
+            response = problem(UnavailableError("the service ends, and this request was not complete", "ending", "ask again"))
+        if isinstance(response, Streamed):
+            await _stream(response, receive, send, body=method != "HEAD")
+        else:
+            await _send(response, send, body=method != "HEAD")
+        if endpoint is not None:
+            status = response.status if isinstance(response, Response) else 200
+            self.service.metrics.request(path, status, perf_counter() - began)
+
+    async def _respond(
+        self, endpoint: Endpoint | None, methods: dict[str, Endpoint] | None, scope: Scope, receive: Receive
+    ) -> Response | Streamed:
+        path = scope["path"]
+        if methods is None:
+            return problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404))
+        if endpoint is None:
+            return _not_allowed(scope["method"], path, methods)
+        try:
+            headers: list[tuple[bytes, bytes]] = scope["headers"]
+            self._authorize(endpoint, headers)
+            body = await self._body(receive, headers)
+            request = Request(scope["method"], path, scope["query_string"], headers, body)
+            return await self._handle(endpoint, request)
+        except GoneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
+            return _refusal(endpoint, error)
+
+    def answer(self, endpoint: Endpoint, request: Request) -> Response:
+        """Answer a request to a quick endpoint, whose body is complete."""
+        try:
+            self._authorize(endpoint, request.headers)
+            response = endpoint.handler(self.service, request)
+        except Exception as error:  # noqa: BLE001 - as above
+            return _refusal(endpoint, error)
+        return cast("Response", response)
+
+    def _authorize(self, endpoint: Endpoint, headers: list[tuple[bytes, bytes]]) -> None:
+        if endpoint.role is None:
+            return
+        given = next((value for name, value in headers if name == b"authorization"), None)
+        role = self.service.access.role_of(given)
+        if role >= endpoint.role:
+            return
+        if role is Role.NONE or not given:
+            what = "the token is not known" if given else "a token is wanted"
+            raise UnauthorizedError(what, "unauthorized", "send `Authorization: Bearer TOKEN`")
+        hint = f"it takes the role {endpoint.role.name.lower()}"
+        raise UnauthorizedError("this token may not do this", "forbidden", hint, status=403)
+
+    async def _body(self, receive: Receive, headers: list[tuple[bytes, bytes]]) -> bytes:
+        limit = self.service.config.limits.max_body_bytes
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
+                raise _too_large(limit)
+        seconds = self.service.config.limits.request_seconds
+        try:
+            async with asyncio.timeout(seconds):  # all of it: a byte now and then is not enough
+                return await _complete(receive, limit)
+        except TimeoutError:
+            raise ServiceError(
+                f"the request was not complete after {seconds:g} s", "too-slow", "send it faster", status=408
+            ) from None
+
+    async def _handle(self, endpoint: Endpoint, request: Request) -> Response | Streamed:
+        if endpoint.slow:
+            result = await asyncio.to_thread(endpoint.handler, self.service, request)
+        else:
+            result = endpoint.handler(self.service, request)
+        return result if isinstance(result, (Response, Streamed)) else await result
+
+
+def _refusal(endpoint: Endpoint, error: Exception) -> Response:
+    """What a client is told of an error; of one that should not be, the operator gets the traceback."""
+    if isinstance(error, ServiceError):
+        return problem(error, _HEADERS.get(error.code, ()))
+    if isinstance(error, (KVEventsError, TypeError, OverflowError)):
+        return problem(ServiceError(str(error), *_REFUSED[isinstance(error, EndpointError)]))
+    log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
+    return problem(ServiceError("the service has failed here", "internal", "see its log, and report it", status=500))
+
+
+async def _complete(receive: Receive, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise GoneError
+        piece: bytes = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body"):
+            return b"".join([*pieces, piece]) if pieces else piece
+        pieces.append(piece)
+
+
+def _too_large(limit: int) -> TooMuchError:
+    return TooMuchError(f"the body has more than {limit} bytes", "too-large", "raise limits.max_body_bytes, or send less")
+
+
+def _not_allowed(method: str, path: str, methods: dict[str, Endpoint]) -> Response:
+    allowed = sorted(methods) + (["HEAD"] if "GET" in methods else [])
+    error = ServiceError(f"{path} has no {method}", "method-not-allowed", f"use {' or '.join(sorted(methods))}", status=405)
+    return problem(error, ((b"allow", ", ".join(allowed).encode()),))
+
+
+async def _send(response: Response, send: Send, *, body: bool) -> None:
+    headers = [(b"content-type", response.kind), (b"content-length", b"%d" % len(response.body)), *response.headers]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body if body else b""})
+
+
+async def _stream(response: Streamed, receive: Receive, send: Send, *, body: bool) -> None:
+    headers = [(b"content-type", response.kind), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if not body:
+        await send({"type": "http.response.body", "body": b""})
+        return
+    left = asyncio.ensure_future(_left(receive))
+    pieces = aiter(response.pieces)
+    following = asyncio.ensure_future(anext(pieces, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({left, following}, return_when=asyncio.FIRST_COMPLETED)
+            if left in done:
+                return
+            if (piece := following.result()) is None:
+                await send({"type": "http.response.body", "body": b""})
+                return
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            following = asyncio.ensure_future(anext(pieces, None))
+    finally:
+        for task in (left, following):
+            task.cancel()
+        await asyncio.gather(left, following, return_exceptions=True)
+        await response.pieces.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,384 @@
+"""The field's contract: what clients of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403) ask, as they ask it.
+
+Both derive from one draft and differ in names. A request that says `model_name` is answered as Dynamo answers, one that says
+`model` (`modelname` where it registers) as Mooncake does. Both are tolerant of unknown fields, as the originals are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvevents.endpoints import split_tcp
+from kvevents.errors import ConfigError
+from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
+from kvevents.service.http.answers import dynamo, mooncake
+from kvevents.service.http.messages import Body, Request, Response, answer
+from kvevents.service.member import Member, Row
+from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
+
+if TYPE_CHECKING:
+    from kvevents.service.service import Service
+
+Id = int | str
+_MISSING: Final = "see docs/service.md for both spellings"
+MAX_SHOWN: Final = 40
+"""Characters of something wrong that an error repeats."""
+
+
+class RegisterRequest(Struct, kw_only=True):
+    """An engine's rank to follow. `model_name` is Dynamo's spelling, `modelname` Mooncake's."""
+
+    instance_id: Id
+    endpoint: str
+    model_name: str | None = None
+    modelname: str | None = None
+    model: str | None = None
+    block_size: int | None = None
+    dp_rank: int | None = None
+    replay_endpoint: str | None = None
+    routing_group: str = DEFAULT_GROUP
+    tenant_id: str = DEFAULT_GROUP
+    lora_name: str | None = None
+    additionalsalt: str | None = None
+    additional_salt: str | None = None
+    topic: str = ""
+    type: str | None = None
+
+
+class UnregisterRequest(Struct, kw_only=True):
+    """An instance, or one rank of it, to follow no more."""
+
+    instance_id: Id
+    model_name: str | None = None
+    modelname: str | None = None
+    model: str | None = None
+    dp_rank: int | None = None
+    routing_group: str = DEFAULT_GROUP
+    tenant_id: str = DEFAULT_GROUP
+
+
+class Asked(Struct, kw_only=True):
+    """What both questions have in common."""
+
+    model_name: str | None = None
+    modelname: str | None = None
+    model: str | None = None
+    routing_group: str = DEFAULT_GROUP
+    tenant_id: str = DEFAULT_GROUP
+    instance_id: Id | None = None
+    block_size: Annotated[int, Meta(gt=0)] | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    lora_id: int | None = None
+
+    @property
+    def wall(self) -> Wall:
+        """Whose prompts these are. An empty LoRA or salt is none."""
+        model = self.model_name or self.model or self.modelname
+        if not model:
+            raise ServiceError("model_name (or model) is missing", "missing-model", _MISSING, status=422)
+        return Wall(model, self.tenant_id, self.routing_group, self.lora_name or None, self.cache_salt or None)
+
+
+class QueryRequest(Asked, kw_only=True):
+    """A prompt's token ids."""
+
+    token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+
+
+class HashQueryRequest(Asked, kw_only=True):
+    """A prompt's hashes: `block_hashes` are Dynamo's, of each block alone; `seq_hashes` Mooncake's, rolling.
+
+    Numbers may be signed or unsigned, or strings of them in decimal or, behind `0x`, hexadecimal digits.
+    """
+
+    block_hashes: list[Id] | None = None
+    seq_hashes: list[Id] | None = None
+    block_hash: list[Id] | None = None
+
+
+REGISTER: Final = Body.of(RegisterRequest)
+UNREGISTER: Final = Body.of(UnregisterRequest)
+QUERY: Final = Body.of(QueryRequest)
+HASH_QUERY: Final = Body.of(HashQueryRequest)
+
+
+# --- registration
+
+
+async def register(service: Service, request: Request) -> Response:
+    """Follow an engine's rank."""
+    asked: RegisterRequest = REGISTER.read(request)
+    registration = _registration(asked)
+    await service.admit(registration)
+    if asked.model_name is not None:
+        return Response(b'{"status":"ok"}', status=201)
+    return answer({"status": "registered successfully", "instance_id": asked.instance_id})
+
+
+def _registration(asked: RegisterRequest) -> Registration:
+    model = asked.model_name or asked.modelname or asked.model
+    if not model:
+        raise ServiceError("model_name (or modelname) is missing", "missing-model", _MISSING, status=422)
+    for name, endpoint in (("endpoint", asked.endpoint), ("replay_endpoint", asked.replay_endpoint)):
+        if endpoint is not None:
+            _check_endpoint(name, endpoint)
+    try:
+        return Registration(
+            instance=str(asked.instance_id),
+            endpoint=asked.endpoint,
+            model=model,
+            rank=asked.dp_rank or 0,
+            replay_endpoint=asked.replay_endpoint or None,
+            topic=asked.topic,
+            block_size=asked.block_size,
+            tenant=asked.tenant_id,
+            group=asked.routing_group,
+            lora_name=asked.lora_name or None,
+            salt=asked.additionalsalt or asked.additional_salt or None,
+        )
+    except ConfigError as error:
+        raise RefusedError(str(error), "bad-registration", _MISSING) from error
+
+
+def _check_endpoint(name: str, endpoint: str) -> None:
+    scheme, separator, address = endpoint.partition("://")
+    if not separator or scheme not in {"tcp", "ipc"} or not address or (scheme == "tcp" and split_tcp(endpoint) is None):
+        raise RefusedError(f"{name} {endpoint!r} is none of ZeroMQ's", "bad-endpoint", "write tcp://HOST:PORT")
+
+
+async def unregister(service: Service, request: Request) -> Response:
+    """Follow it no more, and forget its blocks; without `dp_rank` all ranks of the instance."""
+    asked: UnregisterRequest = UNREGISTER.read(request)
+    instance, model = str(asked.instance_id), asked.model_name or asked.modelname or asked.model
+    found = [
+        member.registration
+        for member in list(service.fleet.members.values())
+        if (member.registration.instance, member.registration.tenant, member.registration.group)
+        == (instance, asked.tenant_id, asked.routing_group)
+        and asked.dp_rank in {None, member.registration.rank}
+    ]
+    if not found:
+        which = "" if asked.dp_rank is None else f" rank {asked.dp_rank}"
+        raise NotFoundError(f"instance {instance}{which} not found", "not-registered", "see /workers for what is registered")
+    if model is not None and found[0].model != model:
+        raise NotFoundError(
+            f"instance {instance} is registered for model={found[0].model}", "other-model", "name that model, or none"
+        )
+    await asyncio.gather(*(service.dismiss(registration.key) for registration in found))
+    if asked.model_name is not None:
+        return Response(b'{"status":"ok"}')
+    removed = [f"{each.instance}|{each.tenant}|{each.rank}" for each in found]
+    return answer({"status": "unregistered successfully", "removed_instances": removed})
+
+
+# --- questions
+
+
+def query(service: Service, request: Request) -> Response:
+    """Who holds how much of a prompt."""
+    asked, tokens = QUERY.read_tokens(request, "token_ids")
+    service.check_tokens(len(tokens))
+    wall = asked.wall
+    return _told(asked, wall, service.look_up(wall, tokens))
+
+
+def query_by_hash(service: Service, request: Request) -> Response:
+    """The same by hashes of its blocks."""
+    asked: HashQueryRequest = HASH_QUERY.read(request)
+    given = [hashes for hashes in (asked.block_hashes, asked.seq_hashes, asked.block_hash) if hashes is not None]
+    if len(given) != 1:
+        raise ServiceError("one of block_hashes and seq_hashes is wanted", "bad-shape", _MISSING, status=422)
+    service.check_tokens(len(given[0]))
+    keys = [_unsigned(each) for each in given[0]]
+    wall = asked.wall
+    # A salt, and the LoRA of events that tell theirs, are in the hashes.
+    found = service.look_up_keys(wall, keys, local=asked.block_hashes is not None)
+    return _told(asked, wall, found)
+
+
+def _told(asked: Asked, wall: Wall, rows: list[Row]) -> Response:
+    rows = [each for each in rows if not each.member.hidden]
+    if asked.instance_id is not None and asked.model_name is None:
+        rows = [each for each in rows if each.member.registration.instance == str(asked.instance_id)]
+    if asked.block_size is not None:
+        rows = [each for each in rows if each.member.registration.block_size in {None, asked.block_size}]
+    if asked.model_name is not None:
+        return Response(dynamo(rows))
+    return Response(mooncake(wall.tenant, rows))
+
+
+def _unsigned(given: Id) -> int:
+    try:
+        number = int(given, 0) if isinstance(given, str) else given
+    except ValueError:
+        number = 1 << 64
+    if not -(1 << 63) <= number < 1 << 64:
+        shown = given[:MAX_SHOWN] if isinstance(given, str) else given
+        raise ServiceError(f"{shown!r} is no 64-bit hash", "bad-hash", "send integers, signed or not, or 0x...", status=422)
+    return number & 0xFFFF_FFFF_FFFF_FFFF
+
+
+# --- listings
+
+_STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
+"""Trust in the words that Dynamo's `/workers` has."""
+
+
+def workers(service: Service, request: Request) -> Response:
+    """Every instance with its ranks, by model and routing group."""
+    wanted = request.parameters
+    found: dict[tuple[str, str, str], list[Member]] = {}
+    for (name, _), member in sorted(service.fleet.members.items()):
+        registration = member.registration
+        if wanted.get("model_name", registration.model) != registration.model:
+            continue
+        if wanted.get("routing_group", registration.group) == registration.group:
+            found.setdefault((name, registration.model, registration.group), []).append(member)
+    return answer([_instance(members) for members in found.values()], request)
+
+
+def _instance(members: list[Member]) -> dict[str, Any]:
+    first = members[0].registration
+    states = [_STATUS[member.trusted.state] for member in members]
+    return {
+        "instance_id": _id(first.instance),
+        "source": "zmq",
+        "status": next(state for state in ("failed", "pending", "active") if state in states),
+        "model_name": first.model,
+        "routing_group": first.group,
+        "tenant_id": first.tenant,
+        "block_size": first.block_size,
+        "endpoints": {str(member.registration.rank): member.registration.endpoint for member in members},
+        "listeners": {str(member.registration.rank): _listener(member) for member in members},
+    }
+
+
+def _listener(member: Member) -> dict[str, Any]:
+    told = {
+        "endpoint": member.registration.endpoint,
+        "replay_endpoint": member.registration.replay_endpoint,
+        "status": _STATUS[member.trusted.state],
+        "trust": member.trusted,
+        "blocks": member.blocks,
+    }
+    if member.trusted.reason:
+        told["last_error"] = member.trusted.reason
+    return told
+
+
+def _id(instance: str) -> Id:
+    """Ids that Dynamo's clients gave as numbers are numbers again."""
+    return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
+
+
+def services(service: Service, request: Request) -> Response:
+    """Mooncake's list of what is registered."""
+    found = [_service(member) for _, member in sorted(service.fleet.members.items())]
+    return answer({"services": found, "count": len(found)}, request)
+
+
+def _service(member: Member) -> dict[str, Any]:
+    registration = member.registration
+    return {
+        "endpoint": registration.endpoint,
+        "replay_endpoint": registration.replay_endpoint or "",
+        "modelname": registration.model,
+        "lora_name": registration.lora_name or "",
+        "tenant_id": registration.tenant,
+        "routing_group": registration.group,
+        "instance_id": registration.instance,
+        "block_size": registration.block_size,
+        "dp_rank": registration.rank,
+        "status": _STATUS[member.trusted.state],
+        "trust": member.trusted,
+    }
+
+
+def global_view(service: Service, request: Request) -> Response:
+    """Mooncake's view: who shares a cache, by everything that keeps prompts apart."""
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for _, member in sorted(service.fleet.members.items()):
+        registration = member.registration
+        groups.setdefault((*registration.wall[:4], registration.block_size), []).append(member)
+    found = [
+        {
+            "modelname": model,
+            "tenant_id": tenant,
+            "routing_group": group,
+            "lora_name": lora or "",
+            "block_size": size,
+            "blocks": sum(member.blocks for member in members),
+            "instances": _ranks(members),
+        }
+        for (model, tenant, group, lora, size), members in groups.items()
+    ]
+    return answer({"groups": found}, request)
+
+
+def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for member in members:
+        ranks = found.setdefault(member.registration.instance, {})
+        ranks[str(member.registration.rank)] = {"endpoint": member.registration.endpoint, "blocks": member.blocks}
+    return found
+
+
+# --- the whole index
+
+
+def dump(service: Service, _request: Request) -> Response:
+    """Events that rebuild the index, as Dynamo's replicas ask for them from each other.
+
+    Blocks are told one by one and in no order: the index keeps no parents, so `parent_hash` is null, and `tokens_hash` is the
+    rolling key, which at a root is the hash of the block's tokens.
+    """
+    total = sum(member.blocks for member in list(service.fleet.members.values()))
+    limit = service.config.limits.max_dump_blocks
+    if total > limit:
+        raise TooMuchError(
+            f"the index has {total} blocks, and /dump tells {limit} at most",
+            "too-many-blocks",
+            "read /v1/blocks page by page, or raise limits.max_dump_blocks",
+        )
+    groups: dict[str, dict[str, Any]] = {}
+    for key, member in sorted(service.fleet.members.items()):
+        registration = member.registration
+        group = groups.setdefault(
+            f"{registration.model}:{registration.group}", {"block_size": registration.block_size, "events": []}
+        )
+        group["events"] += _events(service, key, member)
+    return Response(msgspec.json.encode(groups))
+
+
+_DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
+
+
+def _events(service: Service, key: tuple[str, int], member: Member) -> list[dict[str, Any]]:
+    try:
+        blocks = service.fleet.index.blocks(key)
+    except LookupError:  # nothing has come yet
+        return []
+    return [
+        {
+            "worker_id": _id(member.registration.instance),
+            "storage_tier": _DOMAINS.get(block.tier, block.tier),
+            "residency_domain": "worker",
+            "event": {
+                "event_id": number,
+                "data": {
+                    "stored": {
+                        "parent_hash": None,
+                        "start_position": None,
+                        "blocks": [{"block_hash": block.hash, "tokens_hash": block.key, "mm_extra_info": None}],
+                    }
+                },
+                "dp_rank": member.registration.rank,
+            },
+        }
+        for number, block in enumerate(blocks)
+    ]

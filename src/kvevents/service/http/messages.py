@@ -1,0 +1,167 @@
+"""Requests and responses, no more than the endpoints need."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from kvevents.index import lift_tokens
+from kvevents.service.errors import RefusedError, ServiceError
+from kvevents.service.shapes import Problem
+
+T = TypeVar("T")
+
+JSON: Final = b"application/json"
+MSGPACK: Final = b"application/msgpack"
+RAW: Final = b"application/octet-stream"
+MAX_PARAMETERS: Final = 32
+
+_encode = msgspec.json.Encoder().encode
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+
+
+class Request:
+    """One request, its body complete."""
+
+    __slots__ = ("_parameters", "body", "headers", "method", "path", "query")
+
+    def __init__(self, method: str, path: str, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.body = body
+        self.headers = headers
+        self._parameters: dict[str, str] | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """A header by its name in lower case; the first one of several."""
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return None
+
+    @property
+    def kind(self) -> bytes:
+        """Media type of the body, without parameters; JSON where none is told."""
+        told = self.header(b"content-type") or JSON
+        return told.partition(b";")[0].strip().lower()
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """Of the query string. Raises `RefusedError`."""
+        if self._parameters is None:
+            self._parameters = _parameters(self.query)
+        return self._parameters
+
+
+def _parameters(query: bytes) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
+    except (UnicodeDecodeError, ValueError) as error:
+        raise RefusedError(
+            f"the query string cannot be read: {error}", "bad-query-string", "percent-encode it as UTF-8"
+        ) from error
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RefusedError(f"parameter {name!r} is given twice", "bad-parameter", "give it once")
+        found[name] = value
+    return found
+
+
+class Response:
+    """An answer, complete."""
+
+    __slots__ = ("body", "headers", "kind", "status")
+
+    def __init__(
+        self, body: bytes = b"", *, status: int = 200, kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        self.status = status
+        self.body = body
+        self.kind = kind
+        self.headers = headers
+
+    def written(self) -> bytes:
+        """All of it as HTTP/1.1 has it on the wire."""
+        extra = b"".join([b"%b: %b\r\n" % header for header in self.headers])
+        head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n"
+        return head % (_STATUS_LINES[self.status], self.kind, len(self.body), extra) + self.body
+
+
+_STATUS_LINES: Final = {int(status): b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode("ascii")) for status in HTTPStatus}
+
+
+class Streamed:
+    """An answer that goes on."""
+
+    __slots__ = ("kind", "pieces")
+
+    def __init__(self, pieces: AsyncIterator[bytes], kind: bytes) -> None:
+        self.pieces = pieces
+        self.kind = kind
+
+
+def answer(value: Any, request: Request | None = None, *, status: int = 200) -> Response:
+    """A value as JSON, or as msgpack for those who accept that alone."""
+    if request is not None and request.header(b"accept") == MSGPACK:
+        return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
+    return Response(_encode(value), status=status)
+
+
+def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
+    """An error as clients see it."""
+    told = Problem(error=error.sentence, reason=error.reason, hint=error.hint)
+    return Response(_encode(told), status=error.code, headers=headers)
+
+
+class Body(msgspec.Struct, frozen=True):
+    """How the bodies of one endpoint are read."""
+
+    json: Any
+    msgpack: Any
+
+    @classmethod
+    def of(cls, kind: Any) -> Body:
+        """Decoders for one type."""
+        return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind))
+
+    def read(self, request: Request) -> Any:
+        """The body as a checked value. Raises `RefusedError`."""
+        kind = request.kind
+        if kind in {MSGPACK, b"application/x-msgpack"}:
+            decoder = self.msgpack
+        elif kind == JSON or kind.endswith(b"+json") or kind in _JSON_ALL_THE_SAME:
+            decoder = self.json
+        else:
+            raise ServiceError(
+                f"a body of {kind.decode('latin-1')} cannot be read",
+                "unsupported-media-type",
+                "send application/json or application/msgpack",
+                status=415,
+            )
+        return _decode(decoder, request.body)
+
+    def read_tokens(self, request: Request, name: str) -> tuple[Any, Any]:
+        """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `RefusedError`."""
+        if request.kind == JSON and (lifted := lift_tokens(request.body, name)) is not None:
+            return _decode(self.json, lifted[0]), lifted[1]
+        value = self.read(request)
+        return value, getattr(value, name)
+
+
+def _decode(decoder: Any, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise ServiceError(f"the body has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(f"the body is malformed: {error}", "malformed-body", "send one JSON object") from error
+
+
+_JSON_ALL_THE_SAME: Final = frozenset({b"text/plain", b"text/json", b"application/x-www-form-urlencoded"})
+"""What clients send that do not say what they send; curl's default among them."""

@@ -1,0 +1,89 @@
+"""The OpenAPI document, from the table of endpoints and the types that it names."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.service.http.routing import ENDPOINTS, Endpoint
+from kvevents.service.shapes import Problem
+from kvevents.version import version
+
+_REF: Final = "#/components/schemas/{name}"
+_ERRORS: Final = {
+    400: "what was sent cannot be used",
+    401: "a token is wanted",
+    403: "the token may not do this",
+    404: "there is no such thing",
+    409: "it contradicts what is registered",
+    413: "above a named limit",
+    415: "a body of another kind",
+    422: "the body has another shape",
+    503: "not now",
+}
+
+
+def document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
+    schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
+    by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], schemas, strict=True)}
+    paths: dict[str, Any] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, by_kind)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvevents",
+            "version": version(),
+            "description": "Which worker holds how much of a prompt, on which tier, and how far to trust the answer.",
+        },
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": (endpoint.method.lower() + endpoint.path.replace("/", "_").replace(".", "_")).rstrip("_"),
+        "summary": endpoint.summary,
+        "tags": [endpoint.tag],
+        "parameters": [*_parameters(endpoint)],
+        "responses": _responses(endpoint, by_kind),
+        "security": [] if endpoint.role is None else [{}, {"bearer": []}],
+    }
+    if endpoint.takes is not None:
+        content = {kind: {"schema": by_kind[id(endpoint.takes)]} for kind in ("application/json",)}
+        if endpoint.raw:
+            content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": parameter.name,
+            "in": "query",
+            "required": parameter.required,
+            "description": parameter.description,
+            "schema": {"type": parameter.kind},
+        }
+        for parameter in endpoint.parameters
+    ]
+
+
+def _responses(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
+    schema = by_kind[id(endpoint.gives)] if endpoint.gives is not None else {}
+    found: dict[str, Any] = {
+        str(endpoint.status): {"description": "the answer", "content": {endpoint.media: {"schema": schema}}}
+    }
+    if endpoint.path == "/register":
+        found["200"] = {"description": "the answer in Mooncake's spelling", "content": {"application/json": {"schema": {}}}}
+    if endpoint.path == "/readyz":
+        found["503"] = {"description": "not yet", "content": {endpoint.media: {"schema": schema}}}
+    told = {"application/json": {"schema": by_kind[id(Problem)]}}
+    for status, description in _ERRORS.items():
+        found.setdefault(str(status), {"description": description, "content": told})
+    return found

@@ -1,0 +1,74 @@
+"""Whether the service lives, may be asked, and how it fares; its description, and its page."""
+
+from __future__ import annotations
+
+import secrets
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvevents.service.http.messages import Request, Response, answer
+from kvevents.service.shapes import HealthAnswer
+
+if TYPE_CHECKING:
+    from kvevents.service.service import Service
+
+METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+def health(service: Service, request: Request) -> Response:
+    """Whether engines are followed; 503 when this process has to be restarted."""
+    failure = service.fleet.failure
+    told = HealthAnswer(status="failed" if failure else "ok", warnings=service.warnings())
+    return answer(told, request, status=503 if failure else 200)
+
+
+def live(service: Service, request: Request) -> Response:
+    """The same, for Kubernetes."""
+    return health(service, request)
+
+
+def ready(service: Service, request: Request) -> Response:
+    """Whether enough of the fleet is EXACT to be asked, or the deadline has passed; 503 before."""
+    told = service.readiness()
+    return answer(told, request, status=200 if told.ready else 503)
+
+
+def metrics(service: Service, _request: Request) -> Response:
+    """For Prometheus."""
+    return Response(service.metrics.exposition(), kind=METRICS)
+
+
+def openapi(_service: Service, _request: Request) -> Response:
+    """The API in the words of OpenAPI 3.1."""
+    return Response(_document())
+
+
+@cache
+def _document() -> bytes:
+    from kvevents.service.http.openapi import document  # noqa: PLC0415 - it reads the table, which has this function
+
+    return msgspec.json.encode(document())
+
+
+@cache
+def _page() -> bytes:
+    return (files("kvevents.service") / "page.html").read_bytes()
+
+
+def page(_service: Service, _request: Request) -> Response:
+    """The fleet, for people."""
+    nonce = secrets.token_urlsafe(16)
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = (
+        (b"content-security-policy", policy.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cache-control", b"no-store"),
+    )
+    return Response(_page().replace(b"{{nonce}}", nonce.encode()), kind=b"text/html; charset=utf-8", headers=headers)

@@ -1,0 +1,132 @@
+"""The table of endpoints: dispatch, roles, metrics and the OpenAPI document all come from it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from kvevents.service import shapes
+from kvevents.service.access import Role
+from kvevents.service.http import field as contract
+from kvevents.service.http import probes, v1
+from kvevents.service.http.messages import Request, Response, Streamed
+
+if TYPE_CHECKING:
+    from kvevents.service.service import Service
+
+Handler: TypeAlias = "Callable[[Service, Request], Response | Streamed | Awaitable[Response]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One of the query string."""
+
+    name: str
+    description: str
+    required: bool = False
+    kind: str = "string"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One row."""
+
+    method: str
+    path: str
+    handler: Handler
+    role: Role | None
+    """Who may ask; None for everybody."""
+    tag: str
+    takes: Any = None
+    """Type of the body."""
+    gives: Any = None
+    """Type of the answer; None where it is not JSON of one type."""
+    status: int = 200
+    raw: bool = False
+    """Whether token ids may also come as raw 32-bit numbers."""
+    quick: bool = False
+    """Whether its handler answers at once, so that the fast lane may call it."""
+    slow: bool = False
+    """Whether it is done in a thread, since it may take longer than a match."""
+    parameters: tuple[Parameter, ...] = field(default=())
+    media: str = "application/json"
+    """Of the answer."""
+
+    @property
+    def summary(self) -> str:
+        """First line of the handler's docstring."""
+        return (self.handler.__doc__ or "").partition("\n")[0]
+
+
+_MODEL: Final = Parameter("model", "name of the model", required=True)
+_TENANT: Final = Parameter("tenant", "tenant; `default` when not given")
+_GROUP: Final = Parameter("group", "routing group; `default` when not given")
+_INSTANCE: Final = Parameter("instance", "name of the engine")
+_LIMIT: Final = Parameter("limit", "how many at most", kind="integer")
+
+ENDPOINTS: Final[tuple[Endpoint, ...]] = (
+    # The field's contract
+    Endpoint("POST", "/register", contract.register, Role.REGISTER, "field", contract.RegisterRequest, status=201),
+    Endpoint("POST", "/unregister", contract.unregister, Role.REGISTER, "field", contract.UnregisterRequest),
+    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True),
+    Endpoint("POST", "/query_by_hash", contract.query_by_hash, Role.READ, "field", contract.HashQueryRequest, quick=True),
+    Endpoint(
+        "GET",
+        "/workers",
+        contract.workers,
+        Role.READ,
+        "field",
+        parameters=(Parameter("model_name", "only this model"), Parameter("routing_group", "only this group")),
+    ),
+    Endpoint("GET", "/services", contract.services, Role.READ, "field"),
+    Endpoint("GET", "/global_view", contract.global_view, Role.READ, "field"),
+    Endpoint("GET", "/dump", contract.dump, Role.READ, "field", slow=True),
+    # Our own
+    Endpoint("POST", "/v1/match", v1.match, Role.READ, "v1", shapes.MatchRequest, shapes.MatchAnswer, raw=True, quick=True),
+    Endpoint(
+        "POST", "/v1/match_many", v1.match_many, Role.READ, "v1", shapes.MatchManyRequest, shapes.MatchManyAnswer, slow=True
+    ),
+    Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True),
+    Endpoint(
+        "GET",
+        "/v1/sources",
+        v1.sources,
+        Role.READ,
+        "v1",
+        gives=shapes.SourcesAnswer,
+        parameters=(_INSTANCE, Parameter("model", "only this model"), _TENANT, _GROUP),
+    ),
+    Endpoint("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=shapes.StatsAnswer),
+    Endpoint(
+        "GET",
+        "/v1/blocks",
+        v1.blocks,
+        Role.READ,
+        "v1",
+        gives=shapes.BlocksAnswer,
+        slow=True,
+        parameters=(
+            Parameter("instance", "name of the engine", required=True),
+            Parameter("rank", "0 when not given", kind="integer"),
+            _TENANT,
+            _GROUP,
+            _LIMIT,
+            Parameter("after", "`next` of the page before"),
+        ),
+    ),
+    Endpoint("GET", "/v1/hot", v1.hot, Role.READ, "v1", gives=shapes.HotAnswer, parameters=(_MODEL, _TENANT, _GROUP, _LIMIT)),
+    Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
+    # Probes and people
+    Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer),
+    Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer),
+    Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer),
+    Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", slow=True),
+    Endpoint("GET", "/openapi.json", probes.openapi, None, "probes"),
+    Endpoint("GET", "/", probes.page, None, "probes", media="text/html"),
+)
+
+TABLE: Final[dict[str, dict[str, Endpoint]]] = {}
+"""Endpoints by path and method."""
+for _endpoint in ENDPOINTS:
+    TABLE.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint

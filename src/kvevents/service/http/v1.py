@@ -1,0 +1,249 @@
+"""Our own, richer API: `/v1`. What it takes and gives is in `kvevents.service.shapes`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvevents.index import MultiModal
+from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, UnavailableError
+from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
+from kvevents.service.member import Member, Row
+from kvevents.service.registration import DEFAULT_GROUP, Wall
+from kvevents.service.selecting import select as choose
+from kvevents.service.shapes import (
+    BlocksAnswer,
+    BlockView,
+    Candidate,
+    Held,
+    HotAnswer,
+    MatchAnswer,
+    MatchManyAnswer,
+    MatchManyRequest,
+    MatchRequest,
+    Scoped,
+    SelectRequest,
+    SourcesAnswer,
+)
+
+if TYPE_CHECKING:
+    from kvevents.service.service import Service
+
+MATCH: Final = Body.of(MatchRequest)
+MATCH_MANY: Final = Body.of(MatchManyRequest)
+SELECT: Final = Body.of(SelectRequest)
+MAX_PAGE: Final = 10_000
+"""Blocks of one answer of `/v1/blocks`."""
+DEFAULT_PAGE: Final = 1_000
+MAX_HOT: Final = 500
+MAX_DIGITS: Final = 10
+"""Of a number in a query string; Python refuses to read more than some thousands."""
+MAX_SHOWN: Final = 40
+"""Characters of something wrong that an error repeats."""
+HEARTBEAT_SECONDS: Final = 15.0
+"""A comment on an idle `/v1/events`, so that proxies keep it open and a dead client is noticed."""
+
+
+def _wall(asked: Scoped) -> Wall:
+    return Wall(asked.model, asked.tenant, asked.group, asked.lora, asked.salt)
+
+
+def _media(asked: Scoped) -> tuple[MultiModal, ...]:
+    return tuple(MultiModal(id=item.id, start=item.start, length=item.length) for item in asked.mm)
+
+
+def _held(found: list[Row]) -> list[Held]:
+    return [
+        Held(
+            instance=row.member.registration.instance,
+            rank=row.member.registration.rank,
+            tokens=row.tokens,
+            tiers=row.tiers,
+            trust=row.member.trusted,
+        )
+        for row in found
+    ]
+
+
+# --- prompts
+
+
+def match(service: Service, request: Request) -> Response:
+    """Who holds how long a prefix of one prompt.
+
+    The prompt is JSON or msgpack as `MatchRequest`, or raw: token ids as unsigned 32-bit little-endian numbers of
+    `application/octet-stream`, and everything else in the query string.
+    """
+    if request.kind == RAW:
+        tokens, asked = _raw(request)
+    else:
+        asked, tokens = MATCH.read_tokens(request, "tokens")
+    service.check_tokens(len(tokens))
+    found = service.look_up(_wall(asked), tokens, mm=_media(asked), expected=asked.expected)
+    return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found)), request)
+
+
+def _raw(request: Request) -> tuple[Any, Scoped]:
+    if len(request.body) % 4:
+        raise RefusedError(
+            f"a raw body of {len(request.body)} bytes is not one of 32-bit numbers", "malformed-body", "send 4 bytes a token"
+        )
+    try:
+        asked = msgspec.convert(dict(request.parameters), Scoped, strict=False)
+    except msgspec.ValidationError as error:
+        raise ServiceError(
+            f"the query string has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422
+        ) from error
+    return memoryview(request.body).cast("I"), asked
+
+
+def match_many(service: Service, request: Request) -> Response:
+    """The same for several prompts of one namespace."""
+    asked: MatchManyRequest = MATCH_MANY.read(request)
+    service.check_tokens(sum(map(len, asked.prompts)))
+    wall, media = _wall(asked), _media(asked)
+    answers = [
+        MatchAnswer(prompt_tokens=len(tokens), workers=_held(service.look_up(wall, tokens, mm=media, expected=asked.expected)))
+        for tokens in asked.prompts
+    ]
+    return answer(MatchManyAnswer(matches=answers), request)
+
+
+def select(service: Service, request: Request) -> Response:
+    """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
+    asked, tokens = SELECT.read_tokens(request, "tokens")
+    service.check_tokens(len(tokens))
+    asked = msgspec.structs.replace(asked, tokens=tokens)
+    wall = _wall(asked)
+    found = service.look_up(wall, tokens, mm=_media(asked), expected=asked.expected)
+    members = [member for member in list(service.fleet.members.values()) if member.registration.wall[:3] == wall[:3]]
+    workers = {(member.registration.instance, member.registration.rank): member.trusted for member in members}
+    candidates = asked.candidates
+    if candidates is None:
+        candidates = [Candidate(instance=instance, rank=rank) for instance, rank in workers]
+    held = {(each.instance, each.rank): each for each in _held(found)}
+    chosen = choose(asked, candidates, held, workers, service.turns)
+    if asked.expect_seconds > 0:
+        service.expect(wall, (chosen.instance, chosen.rank), tokens, asked)
+    return answer(chosen, request)
+
+
+# --- the fleet
+
+
+def sources(service: Service, request: Request) -> Response:
+    """Every source with its trust, lag, gaps and counters."""
+    wanted = request.parameters
+    names = ("instance", "model", "tenant", "group")
+    views = [member.view() for _, member in sorted(service.fleet.members.items())]
+    chosen = [view for view in views if all(wanted.get(name, getattr(view, name)) == getattr(view, name) for name in names)]
+    return answer(SourcesAnswer(sources=chosen, faults=service.faults()), request)
+
+
+def stats(service: Service, request: Request) -> Response:
+    """The service in numbers."""
+    return answer(service.stats(), request)
+
+
+def hot(service: Service, request: Request) -> Response:
+    """Prefixes that prompts begin with most, as a tree."""
+    wanted = request.parameters
+    model = wanted.get("model")
+    if model is None:
+        raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
+    wall = Wall(model, wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP))
+    sampled, prefixes = service.hottest(wall, _number(wanted, "limit", 100, MAX_HOT))
+    return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes), request)
+
+
+def _number(wanted: Any, name: str, default: int, most: int) -> int:
+    text = wanted.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or not 1 <= int(text) <= most:
+        raise RefusedError(f"{name} is {text[:MAX_SHOWN]!r}", "bad-parameter", f"it is a number from 1 to {most}")
+    return int(text)
+
+
+def blocks(service: Service, request: Request) -> Response:
+    """Blocks of one worker, page by page in the order of their keys."""
+    wanted = request.parameters
+    member = _member(service, wanted)
+    limit = _number(wanted, "limit", DEFAULT_PAGE, MAX_PAGE)
+    after = _key(wanted.get("after", ""))
+    try:
+        held = sorted(
+            service.fleet.index.blocks(member.registration.key), key=lambda block: (block.key, block.tier, block.group)
+        )
+    except LookupError:  # nothing has come yet
+        held = []
+    rest = [block for block in held if block.key > after]
+    page = rest[:limit]
+    # A key stays on one page with all of its tiers.
+    page += [block for block in rest[limit:] if block.key == page[-1].key] if page else []
+    views = [
+        BlockView(key=f"{block.key:016x}", hash=f"{block.hash:016x}", tier=block.tier, group=block.group, copies=block.copies)
+        for block in page
+    ]
+    more = f"{page[-1].key:016x}" if len(page) < len(rest) else None
+    return answer(BlocksAnswer(total=len(held), blocks=views, next=more), request)
+
+
+def _member(service: Service, wanted: Any) -> Member:
+    instance, rank = wanted.get("instance"), _rank(wanted.get("rank", "0"))
+    if instance is None:
+        raise RefusedError("instance is missing", "bad-parameter", "name one of those in /v1/sources")
+    tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
+    for member in list(service.fleet.members.values()):
+        registration = member.registration
+        if (registration.instance, registration.rank, registration.tenant, registration.group) == (
+            instance,
+            rank,
+            tenant,
+            group,
+        ):
+            return member
+    raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
+
+
+def _rank(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise RefusedError(f"rank is {text[:MAX_SHOWN]!r}", "bad-parameter", "ranks count from 0")
+    return int(text)
+
+
+def _key(text: str) -> int:
+    try:
+        return int(text, 16) if text else -1
+    except ValueError:
+        raise RefusedError(f"after is {text[:MAX_SHOWN]!r}", "bad-parameter", "it is the `next` of the page before") from None
+
+
+# --- what happens
+
+
+def events(service: Service, request: Request) -> Streamed:
+    """Server-sent events: changes of state, losses, and once a second what came from whom."""
+    if len(service.fleet.announcer) >= service.config.limits.max_listeners:
+        raise UnavailableError(
+            f"{service.config.limits.max_listeners} clients listen, which is the limit",
+            "too-many-listeners",
+            "raise limits.max_listeners, or poll /v1/sources",
+        )
+    return Streamed(_events(service, request.parameters.get("instance")), b"text/event-stream")
+
+
+async def _events(service: Service, instance: str | None) -> AsyncIterator[bytes]:
+    with service.fleet.announcer.listening() as queue:
+        yield b"retry: 2000\n\n"
+        while not queue.closed:
+            event = await queue.get(HEARTBEAT_SECONDS)
+            if event is None:
+                yield b": still here\n\n"
+            elif isinstance(event, int):
+                yield b'event: missed\ndata: {"events":%d}\n\n' % event
+            elif instance is None or event.instance == instance:
+                kind = event.__struct_config__.tag
+                yield b"event: %b\ndata: %b\n\n" % (str(kind).encode(), msgspec.json.encode(event))

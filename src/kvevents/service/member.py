@@ -1,0 +1,192 @@
+"""What the service knows of one stream, as an operator and an answer need it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple, cast
+
+import msgspec
+
+from kvevents.index import WorkerInfo
+from kvevents.service.registration import Registration
+from kvevents.service.shapes import Gap, SourceView, State, Trusted
+from kvevents.stream import Trust
+from kvevents.subscriber import StreamStatus
+
+MAX_LEDGER: Final = 64
+"""Gaps of one stream that are told one by one; all of them are counted."""
+
+
+class Member:
+    """One registered rank. Written by the follower's thread, read by all; every field is replaced as a whole."""
+
+    __slots__ = (
+        "blamed",
+        "evicted",
+        "fault",
+        "gaps",
+        "hidden",
+        "info",
+        "instance",
+        "json_name",
+        "json_rank",
+        "json_state",
+        "lag",
+        "last_event",
+        "origin",
+        "registration",
+        "silent_until",
+        "since",
+        "status",
+        "trust",
+        "trusted",
+        "untold",
+    )
+
+    def __init__(self, registration: Registration, origin: str, now: float) -> None:
+        self.registration = registration
+        self.json_name = msgspec.json.encode(registration.instance)
+        """Parts of answers, which are written as bytes."""
+        self.instance = registration.instance
+        self.hidden = False
+        """Whether it has had no connection for so long that clients who may not look at trust are not told of it."""
+        self.json_rank = b'"%d"' % registration.rank
+        self.json_state = b'"CONNECTING"'
+        self.origin = origin
+        """Who named it: `http`, or a provider."""
+        self.since = now
+        """When it came into its present state."""
+        self.trust = Trust.CONNECTING
+        self.trusted = Trusted("CONNECTING")
+        """The same for answers, with the reason."""
+        self.fault: str | None = None
+        """Why it cannot be reached, as the prober found out."""
+        self.status: StreamStatus | None = None
+        self.info: WorkerInfo | None = None
+        self.gaps: deque[Gap] = deque(maxlen=MAX_LEDGER)
+        self.last_event: float | None = None
+        self.lag: float | None = None
+        self.evicted = 0
+        """Blocks that the memory limit had cost it when its present life began, or it was last cleared."""
+        self.blamed: frozenset[str] = frozenset()
+        """Complaints about what it sends."""
+        self.silent_until = 0.0
+        """Until when, by the clock that never goes back, the log is not told of losses."""
+        self.untold = 0
+        """Losses since then."""
+
+    def judge(self, trust: Trust, now: float) -> State | None:
+        """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
+        reason = trust.reason
+        if trust == Trust.EXACT and self.blamed:
+            trust, reason = Trust.DEGRADED, "; ".join(sorted(self.blamed))
+        elif self.fault and trust in {Trust.CONNECTING, Trust.STALE}:
+            reason = f"{self.fault}; {reason}" if reason else self.fault
+        former = self.trusted
+        if (trust.name, reason) == (former.state, former.reason):
+            return None
+        self.trust = trust.because(reason)
+        self.trusted = Trusted(cast("State", trust.name), reason)
+        self.json_state = b'"%b"' % trust.name.encode("ascii")
+        if trust.name == former.state:
+            return None
+        self.since = now
+        return former.state
+
+    def look(self, status: StreamStatus, info: WorkerInfo | None, *, hidden_before: float) -> None:
+        """Take over what subscriber and index say."""
+        self.status, self.info = status, info
+        self.blamed = self.complaints()
+        self.hidden = self.trust == Trust.STALE and self.since < hidden_before
+
+    def complaints(self) -> frozenset[str]:
+        """What the index has to say against this stream."""
+        found = set()
+        if self.info is not None:
+            declared, seen = self.registration.block_size, self.block_sizes
+            if declared is not None and any(size != declared for size in seen):
+                sizes = ", ".join(map(str, seen))
+                found.add(f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
+            if self.info.evicted > self.evicted:
+                found.add("the index has given up some of its blocks for the memory limit")
+            if self.info.orphans_dropped:
+                found.add("more of its blocks waited for their parents than the index keeps")
+            found.update(
+                f"blocks of kind {kind} were set aside: {reason}" for kind, reason in self.info.rejected if reason in _LOSING
+            )
+        return frozenset(found)
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens per block, as its events say."""
+        return self.info.block_sizes if self.info is not None else []
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Blocks by tier."""
+        return self.info.tiers if self.info is not None else {}
+
+    @property
+    def blocks(self) -> int:
+        """Blocks held, as of the last look."""
+        return self.info.blocks if self.info is not None else 0
+
+    def view(self) -> SourceView:
+        """For `/v1/sources`."""
+        registration, status, info = self.registration, self.status, self.info
+        counters = status.counters if status is not None else None
+        rejected = dict(counters.rejected) if counters is not None else {}
+        if info is not None:
+            rejected.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
+        return SourceView(
+            instance=registration.instance,
+            rank=registration.rank,
+            model=registration.model,
+            tenant=registration.tenant,
+            group=registration.group,
+            endpoint=registration.endpoint,
+            replay_endpoint=registration.replay_endpoint,
+            origin=self.origin,
+            trust=self.trusted,
+            since=self.since,
+            fault=self.fault,
+            incarnation=status.incarnation if status is not None else 0,
+            last_seq=status.last_seq if status is not None else -1,
+            last_event=self.last_event,
+            lag_seconds=self.lag,
+            waiting=status.waiting if status is not None else 0,
+            blocks=self.blocks,
+            tiers=self.tiers,
+            orphans=info.orphans if info is not None else 0,
+            block_sizes=self.block_sizes,
+            declared_block_size=registration.block_size,
+            batches=counters.delivered if counters is not None else 0,
+            replayed=counters.replayed if counters is not None else 0,
+            lost=counters.lost if counters is not None else 0,
+            gap_count=counters.gaps if counters is not None else 0,
+            gaps=list(self.gaps),
+            resets=counters.resets if counters is not None else 0,
+            reconnects=counters.reconnects if counters is not None else 0,
+            rejected=rejected,
+        )
+
+
+class Row(NamedTuple):
+    """What one member holds of a prompt, in tokens; each tier with those before it."""
+
+    member: Member
+    gpu: int
+    cpu: int
+    disk: int
+    tokens: int
+    """On whatever tiers."""
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """By name."""
+        return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}
+
+
+_LOSING: Final = frozenset({"length-mismatch", "bad-token", "too-many-planes", "too-many-alike"})
+"""Of stores that were set aside, the reasons that leave the index behind the engine. A kind of group that nobody can match is
+none: no other answer about it would be better."""

@@ -1,0 +1,117 @@
+"""What the service is told to follow: one rank of one engine, whoever names it."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvevents.config import Curve
+from kvevents.errors import ConfigError
+from kvevents.stream import Source
+
+DEFAULT_GROUP: Final = "default"
+"""Tenant, or routing group, of those who name none."""
+MAX_NAME_BYTES: Final = 512
+"""Of an instance, a model, a tenant, a LoRA, an endpoint: more is no name."""
+MAX_BLOCK_SIZE: Final = 1 << 20
+"""Tokens; engines use 1 to 256."""
+SEPARATOR: Final = "\x1f"
+"""Between the parts of a name inside the index; no part may hold it."""
+
+
+Key: TypeAlias = tuple[str, int]
+"""A stream as subscriber and index know it."""
+
+
+class Wall(NamedTuple):
+    """What prompts cannot look past: one model of one tenant and routing group.
+
+    Engines whose events do not tell their LoRA or salt, and that were registered with one, are behind walls of their own.
+    """
+
+    model: str
+    tenant: str = DEFAULT_GROUP
+    group: str = DEFAULT_GROUP
+    lora: str | None = None
+    salt: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The same for the index. Salts are secrets, and names are written into snapshots, so of a salt there is a digest."""
+        parts = [self.tenant, self.group, self.model]
+        if self.lora is not None or self.salt is not None:
+            digest = "" if self.salt is None else sha256(self.salt.encode()).hexdigest()
+            parts += ["" if self.lora is None else f"+{self.lora}", digest]
+        return SEPARATOR.join(parts)
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One data-parallel rank of one engine, and whose prompts may find it."""
+
+    instance: str
+    """Name of the engine, as routers know it."""
+    endpoint: str
+    """Where it publishes: `tcp://HOST:PORT`."""
+    model: str
+    rank: int = 0
+    replay_endpoint: str | None = None
+    topic: str = ""
+    block_size: int | None = None
+    """Tokens per block that it promises; None leaves it to the events. Other blocks are a fault that shows."""
+    tenant: str = DEFAULT_GROUP
+    """Mooncake's `tenant_id`: a wall."""
+    group: str = DEFAULT_GROUP
+    """Dynamo's `routing_group`: a wall."""
+    lora_name: str | None = None
+    """LoRA of events that name none."""
+    salt: str | None = None
+    """Cache salt that a query must name to find this engine."""
+    bind: bool = False
+    """Listen at `endpoint` instead of connecting to it."""
+    curve: Curve | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("instance", "endpoint", "model", "tenant", "group", "topic", "lora_name", "salt", "replay_endpoint"):
+            text: str | None = getattr(self, name)
+            if text is None:
+                continue
+            if len(text.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+                raise ConfigError(f"{name} has more than {MAX_NAME_BYTES} bytes")
+            if not text.isprintable():
+                raise ConfigError(f"{name} {text!r} has characters that cannot be printed")
+        for name in ("instance", "endpoint", "model", "tenant", "group"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty")
+        if self.rank < 0 or self.rank >= 1 << 32:
+            raise ConfigError(f"rank {self.rank} is not from 0 to 2**32 - 1")
+        if self.block_size is not None and not 0 < self.block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError(f"block_size is {self.block_size}; it is a number of tokens from 1 to {MAX_BLOCK_SIZE}")
+
+    @property
+    def key(self) -> Key:
+        """What it is called inside, in subscriber and index: the same instance of another tenant is another one."""
+        return SEPARATOR.join((self.tenant, self.group, self.instance)), self.rank
+
+    @property
+    def wall(self) -> Wall:
+        """What separates its prompts from others in the index."""
+        return Wall(self.model, self.tenant, self.group, self.lora_name, self.salt)
+
+    @property
+    def label(self) -> str:
+        """What people call it: `engine-0 rank 1`."""
+        return f"{self.instance} rank {self.rank}"
+
+    def source(self) -> Source:
+        """What a subscriber follows."""
+        return Source(
+            self.endpoint,
+            self.replay_endpoint,
+            topic=self.topic,
+            name=self.key[0],
+            rank=self.rank,
+            bind=self.bind,
+            curve=self.curve,
+        )

@@ -1,0 +1,168 @@
+"""The process: uvicorn around the application, started and ended as an operator expects."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+import uvloop
+
+from kvevents.errors import ConfigError
+from kvevents.service.config import ServiceConfig
+from kvevents.service.http.app import App
+from kvevents.service.http.lane import Lane
+from kvevents.service.http.protocol import Protocol
+from kvevents.service.service import Service
+
+DRAIN_SECONDS: Final = 5
+"""How long requests that are under way may take after SIGTERM."""
+KEEP_ALIVE_SECONDS: Final = 75
+"""How long an idle connection is kept: longer than the pools of common clients, so that they close first."""
+BACKLOG: Final = 1_024
+KEPT_BYTES: Final = 64 << 20
+"""Freed memory that the process keeps for the next large request."""
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+
+
+def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, with the sources of a `watched` file beside those of `config`.
+
+    `announce` is told the URL. Raises `ConfigError` for what the machine refuses.
+    """
+    _keep_heap()
+    listening = _listen(config.host, config.port)
+    try:
+        server = _Server(Service(config, watched), announce, _url(config, listening))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.run_at(listening))
+    finally:
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with signals that mean: no new connections, end what is under way, keep what is known."""
+
+    def __init__(self, service: Service, announce: Callable[[str], None], url: str) -> None:
+        self._service = service
+        app = App(service)
+        config = uvicorn.Config(app, **_options(service.config), http=_protocol(app))
+        try:
+            config.load()
+        except (OSError, ValueError) as error:  # ssl's errors are both
+            raise ConfigError(
+                f"tls cannot be used: {_reason(error)}; it takes PEM files, and the key without a password"
+            ) from error
+        super().__init__(config)
+        self._announce = announce
+        self._url = url
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours: uvicorn raises a signal again when all is done, which would end an orderly exit with its number."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._service.fleet.announcer.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._announce(self._url)
+
+    async def run_at(self, listening: socket.socket) -> None:
+        """Serve at a socket until a signal comes."""
+        await self._service.start()
+        try:
+            await self.serve(sockets=[listening])
+        finally:
+            await self._service.stop()
+
+
+def _protocol(app: App) -> Any:
+    """What uvicorn makes for each connection: the fast lane, unless requests need spans."""
+    if app.traces:
+        return Protocol
+
+    def protocol(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> Lane:
+        general = partial(Protocol, config, server_state, app_state, _loop)
+        return Lane(app, server_state.connections, general, KEEP_ALIVE_SECONDS)
+
+    return protocol
+
+
+def _keep_heap() -> None:
+    """Have glibc keep the memory of large bodies: giving it back after each of them costs more than all else."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _refused(host, port, error) from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise _refused(host, port, error) from error
+    return listening
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+    return reason if getattr(error, "filename", None) is None else f"{error.filename}: {reason}"  # type: ignore[attr-defined]
+
+
+def _refused(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; name another with --host and --port")
+
+
+def _url(config: ServiceConfig, listening: socket.socket) -> str:
+    scheme = "http" if config.tls is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _options(config: ServiceConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+        "ws": "none",
+        "lifespan": "off",
+        "interface": "asgi3",
+        "backlog": BACKLOG,
+        "limit_concurrency": config.limits.max_clients,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "timeout_graceful_shutdown": DRAIN_SECONDS,
+    }
+    if config.tls is not None:
+        options |= {"ssl_certfile": config.tls.certificate, "ssl_keyfile": config.tls.key}
+        if config.tls.client_ca is not None:
+            options |= {"ssl_ca_certs": config.tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options

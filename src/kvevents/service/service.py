@@ -1,0 +1,322 @@
+"""The service as a whole: the fleet, what keeps it, what finds it, and what its endpoints ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvevents.errors import SnapshotError
+from kvevents.index import MultiModal, Namespace, PrefixIndex
+from kvevents.service.access import Access
+from kvevents.service.allowing import AllowList
+from kvevents.service.config import ServiceConfig
+from kvevents.service.errors import ServiceError, TooMuchError
+from kvevents.service.finding import Finder
+from kvevents.service.fleet import HTTP, Fleet
+from kvevents.service.hot import HotPrefixes
+from kvevents.service.keeping import Keeper
+from kvevents.service.member import Row
+from kvevents.service.metrics import Metrics
+from kvevents.service.prober import Prober, check_allowed
+from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
+from kvevents.service.selecting import Turns
+from kvevents.service.shapes import HotPrefix, ReadyAnswer, SelectRequest, StatsAnswer
+from kvevents.stream import Checkpoint, Trust
+from kvevents.version import version
+
+log = logging.getLogger(__name__)
+
+CLAIM_SECONDS: Final = 120.0
+"""How long streams of a snapshot wait to be registered again; after it their blocks are forgotten."""
+STANDING_SECONDS: Final = 10.0
+"""How long a snapshot waits for the follower to say where the streams stand."""
+
+
+class Service:
+    """Everything but the server. `start` and `stop` once each, in one event loop."""
+
+    def __init__(self, config: ServiceConfig, watched: Path | None = None) -> None:
+        self.config = config
+        self.access = Access(config.access)
+        self.allowed = AllowList(config.allow)
+        self.keeper = Keeper(Path(config.state_dir)) if config.state_dir is not None else None
+        self.index = PrefixIndex(memory_limit=config.memory_limit)
+        self.fleet = Fleet(
+            self.index,
+            max_sources=config.limits.max_sources,
+            hide_stale_seconds=config.hide_stale_seconds,
+            curve=config.curve,
+        )
+        self.metrics = Metrics(self)
+        self.turns = Turns()
+        self.hot = HotPrefixes(clock=time.monotonic)
+        self.snapshot_at: float | None = None
+        self.snapshot_fault: str | None = None
+        self.lost: list[str] = []
+        """What the process before had kept and this one could not use."""
+        self._is_remembered = True
+        self._checkpoints: dict[Key, Checkpoint] = {}
+        self._finder = Finder(config, watched, self.fleet, self._resume)
+        self._prober = Prober(self.fleet, self.allowed)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._began = time.monotonic()
+        self._is_ready = False
+
+    # --- its life
+
+    async def start(self) -> None:
+        """Restore what was kept, and begin to follow."""
+        self._restore()
+        self.fleet.follower.start()
+        self._register_remembered()
+        work = [self._prober.run(), self._finder.run()]
+        if self.keeper is not None:
+            work += [self._save_often(), self._forget_unclaimed()]
+        self._tasks = [asyncio.create_task(each) for each in work]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        for sentence in self.warnings():
+            log.warning("%s", sentence)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """None of them fails but by a fault of ours."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("a part of the service has failed", exc_info=error)
+            self.fleet.failure = f"{type(error).__name__}: {error}"
+
+    async def stop(self) -> None:
+        """Keep what is known, and end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.keeper is not None:
+            await asyncio.to_thread(self.save)
+        await asyncio.to_thread(self.fleet.follower.stop)
+        if self.keeper is not None:
+            self.keeper.close()
+
+    def _restore(self) -> None:
+        if self.keeper is None:
+            return
+        try:
+            self._checkpoints = self.keeper.restore(self.index)
+        except SnapshotError as error:
+            self._tell_lost(f"{error}; started from the streams alone")
+        # A stream without a place to go on from is followed from its beginning.
+        for info in self.index.workers():
+            if (info.source, info.rank) not in self._checkpoints:
+                self.index.remove_worker((info.source, info.rank))
+        if self._checkpoints:
+            log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
+
+    def _register_remembered(self) -> None:
+        if self.keeper is None:
+            return
+        try:
+            remembered = self.keeper.remembered()
+        except SnapshotError as error:
+            self._tell_lost(str(error))
+            return
+        for registration in remembered:
+            try:
+                # What may be named may have changed since.
+                self.allowed.check(registration.endpoint, bind=registration.bind)
+                self.fleet.register(registration, HTTP, resume=self._resume(registration.key))
+            except ServiceError as error:
+                self._tell_lost(f"{registration.label} is not followed again: {error}")
+
+    def _resume(self, key: Key) -> Checkpoint | None:
+        return self._checkpoints.pop(key, None)
+
+    async def _forget_unclaimed(self) -> None:
+        await asyncio.sleep(CLAIM_SECONDS)
+        for key in list(self._checkpoints):
+            if self._checkpoints.pop(key, None) is not None:
+                self.index.remove_worker(key)
+                instance = key[0].split(SEPARATOR)[-1]
+                log.info("nobody has registered %s rank %d again; its blocks are forgotten", instance, key[1])
+
+    async def _save_often(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.snapshot_seconds)
+            await asyncio.to_thread(self.save)
+            if not self._is_remembered:
+                await self._remember()
+
+    def save(self) -> None:
+        """Write a snapshot; a disk that refuses it is a state, not an end."""
+        if self.keeper is None:
+            return
+        try:
+            self.keeper.save(self.index, self._standing)
+        except (SnapshotError, TimeoutError) as error:
+            self._tell_fault(str(error) or "where the streams stand could not be asked in time")
+        else:
+            self.snapshot_at, self.snapshot_fault = time.time(), None
+
+    def _standing(self) -> list[Checkpoint]:
+        """Of streams that nobody has registered again yet, what was kept of them goes on being kept."""
+        followed = self.fleet.follower.order(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
+        return [*followed, *self._checkpoints.values()]
+
+    def _tell_lost(self, sentence: str) -> None:
+        """Unlike a fault of the disk it does not pass: somebody has to register what is missing again."""
+        self.lost.append(sentence)
+        log.error("%s", sentence)
+
+    def _tell_fault(self, sentence: str) -> None:
+        if sentence != self.snapshot_fault:
+            log.error("%s", sentence)
+        self.snapshot_fault = sentence
+
+    # --- registration over HTTP
+
+    async def admit(self, registration: Registration) -> None:
+        """Follow what a client has named."""
+        await check_allowed(self.allowed, registration)
+        await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume(registration.key)))
+        await self._remember()
+
+    async def dismiss(self, key: Key) -> None:
+        """Follow it no more."""
+        await asyncio.wrap_future(self.fleet.unregister(key))
+        await self._remember()
+
+    async def _remember(self) -> None:
+        if self.keeper is None:
+            return
+        registered = [member.registration for member in list(self.fleet.members.values()) if member.origin == HTTP]
+        try:
+            await asyncio.to_thread(self.keeper.remember, registered)
+        except SnapshotError as error:
+            self._is_remembered = False  # the next snapshot tries again
+            self._tell_fault(str(error))
+        else:
+            self._is_remembered = True
+
+    # --- answers
+
+    def check_tokens(self, count: int) -> None:
+        """Raises `TooMuchError` for more tokens, or hashes, than one request may have."""
+        if count > (limit := self.config.limits.max_tokens):
+            raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
+
+    def look_up(self, wall: Wall, tokens: Any, *, mm: Sequence[MultiModal] = (), expected: bool = False) -> list[Row]:
+        """Who holds how much of a prompt, counted."""
+        found = self.fleet.match(wall, tokens, mm=mm, expected=expected)
+        self.metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
+        self._look_hot(wall, tokens)
+        return found
+
+    def look_up_keys(self, wall: Wall, keys: list[int], *, local: bool) -> list[Row]:
+        """The same by hashes: of each block alone, or rolling."""
+        found = self.fleet.match_keys(wall, keys, local=local)
+        self.metrics.lookup(0, max([row.tokens for row in found], default=0))
+        return found
+
+    def expect(self, wall: Wall, worker: Key, tokens: Any, asked: SelectRequest) -> None:
+        """Believe for a while that a worker will hold a prompt."""
+        for member in list(self.fleet.members.values()):
+            registration = member.registration
+            if (registration.instance, registration.rank) == worker and registration.wall[:3] == wall[:3]:
+                own = registration.wall
+                namespace = Namespace(
+                    model=own.name, lora=None if own.lora else asked.lora, salt=None if own.salt else asked.salt
+                )
+                self.index.speculate(registration.key, tokens, namespace, ttl=asked.expect_seconds)
+
+    def _look_hot(self, wall: Wall, tokens: Any) -> None:
+        size = self.fleet.block_sizes(wall)[:1]
+        if size and len(tokens) >= size[0]:
+            self.hot.look(wall, tokens, size[0], Namespace(lora=wall.lora, salt=wall.salt))
+
+    def hottest(self, wall: Wall, limit: int) -> tuple[int, list[HotPrefix]]:
+        """How many prompts were sampled, and the prefixes that they begin with most."""
+        found = [
+            HotPrefix(
+                key=f"{node.key:016x}",
+                parent=None if node.parent is None else f"{node.parent:016x}",
+                tokens=node.tokens,
+                lookups=node.lookups,
+                workers=sum(row.tokens >= node.tokens for row in self.fleet.match_keys(wall, list(node.path))),
+            )
+            for node in self.hot.top(wall, limit)
+        ]
+        return self.hot.sampled(wall), found
+
+    # --- how it fares
+
+    def faults(self) -> dict[str, list[str]]:
+        """What ways of discovery could not find out."""
+        return self._finder.faults()
+
+    def warnings(self) -> list[str]:
+        """What an operator should know."""
+        found = [*self.lost]
+        if not self.config.is_loopback and not self.config.access.tokens:
+            found.append(
+                f"everybody who reaches {self.config.host} may ask and register: set access.tokens, or listen at 127.0.0.1"
+            )
+        if not self.config.is_loopback and self.config.access.tokens and self.config.tls is None:
+            found.append("tokens travel in clear: set tls")
+        if self.snapshot_fault is not None:
+            found.append(self.snapshot_fault)
+        if self.fleet.failure is not None:
+            found.append(f"nothing is followed any more: {self.fleet.failure}")
+        return found
+
+    def readiness(self) -> ReadyAnswer:
+        """Whether enough is known to be asked. Once ready, it stays so: later doubts are in each answer's trust."""
+        members = list(self.fleet.members.values())
+        exact = sum(member.trust == Trust.EXACT for member in members)
+        ready = self.config.ready
+        late = time.monotonic() - self._began >= ready.deadline_seconds
+        settled = self._finder.has_looked and exact >= ready.quorum * len(members)
+        self._is_ready = self._is_ready or settled or late
+        why = f"{exact} of {len(members)} sources are EXACT"
+        if not self._finder.has_looked and not late:
+            why = "not every way of discovery has answered"
+        elif late and not settled:
+            why += f"; the deadline of {ready.deadline_seconds:g} s has passed"
+        return ReadyAnswer(
+            ready=self._is_ready,
+            why=why,
+            exact=exact,
+            sources=len(members),
+            quorum=ready.quorum,
+            deadline_seconds=ready.deadline_seconds,
+        )
+
+    def stats(self) -> StatsAnswer:
+        """The service in numbers."""
+        members = list(self.fleet.members.values())
+        stats = self.index.stats()
+        tiers: Counter[str] = Counter()
+        for member in members:
+            tiers.update(member.tiers)
+        return StatsAnswer(
+            version=version(),
+            uptime_seconds=time.monotonic() - self._began,
+            sources=dict(Counter(member.trusted.state for member in members)),
+            workers=stats.workers,
+            blocks=stats.blocks,
+            unique_blocks=stats.unique_blocks,
+            tiers=dict(tiers),
+            index_bytes=stats.bytes,
+            memory_limit=self.config.memory_limit,
+            orphans=stats.orphans,
+            evicted=stats.evicted,
+            lookups=self.metrics.lookups,
+            hits=self.metrics.hits,
+            batches=self.fleet.follower.batches,
+            batches_per_second=self.fleet.follower.rate,
+            snapshot_seconds=None if self.keeper is None else self.config.snapshot_seconds,
+            snapshot_at=self.snapshot_at,
+            snapshot_fault=self.snapshot_fault,
+        )

@@ -1,0 +1,360 @@
+"""What `/v1` takes and gives: the types that answers are encoded from and the OpenAPI document is generated from.
+
+Counts of a prompt are tokens. Times are seconds since the epoch unless their name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta, Struct, field
+
+from kvevents.service.registration import DEFAULT_GROUP, MAX_NAME_BYTES
+
+Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+State: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
+TIER_WEIGHTS: Final = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
+TRUST_WEIGHTS: Final[dict[State, float]] = {"EXACT": 1.0, "REPLAYING": 0.8, "DEGRADED": 0.5, "CONNECTING": 0.0, "STALE": 0.0}
+
+
+class Problem(Struct, frozen=True, kw_only=True):
+    """Every error is this."""
+
+    error: str
+    """What happened, as a sentence."""
+    reason: str
+    """The same for programs, such as `unknown-model`."""
+    hint: str
+    """What to do."""
+
+
+class Trusted(Struct, frozen=True):
+    """How far a worker's part of an answer can be trusted."""
+
+    state: State
+    reason: str = ""
+    """Why it is not EXACT."""
+
+
+class Media(Struct, frozen=True, kw_only=True):
+    """One image or other item of a prompt."""
+
+    id: str | int
+    """Its content hash, as the engine has it."""
+    start: int
+    """First token of its span."""
+    length: int
+    """Tokens of its span."""
+
+
+class Scoped(Struct, frozen=True, kw_only=True):
+    """Whose prompts these are."""
+
+    model: Name
+    tenant: Name = DEFAULT_GROUP
+    group: Name = DEFAULT_GROUP
+    lora: Name | None = None
+    salt: Name | None = None
+    mm: list[Media] = []
+    expected: bool = False
+    """Count what `select` has decided and no event has confirmed yet."""
+
+
+class MatchRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prompt."""
+
+    tokens: list[Token]
+
+
+class MatchManyRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Several prompts of one namespace."""
+
+    prompts: Annotated[list[list[Token]], Meta(max_length=1024)]
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """What one worker holds of a prompt."""
+
+    instance: str
+    rank: int
+    tokens: int
+    """Tokens of the longest prefix, on whatever tiers."""
+    tiers: dict[str, int]
+    """The same by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory."""
+    trust: Trusted
+
+
+class MatchAnswer(Struct, frozen=True, kw_only=True):
+    """Workers that hold a beginning of the prompt."""
+
+    prompt_tokens: int
+    workers: list[Held]
+
+
+class MatchManyAnswer(Struct, frozen=True, kw_only=True):
+    """One answer for each prompt, in their order."""
+
+    matches: list[MatchAnswer]
+
+
+class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker that may be chosen."""
+
+    instance: Name
+    rank: Rank = 0
+    load: Annotated[float, Meta(ge=0)] = 0.0
+    """Anything that grows with its work: tokens queued, requests running. Only proportions between candidates count."""
+
+
+class SelectRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt that some worker should take."""
+
+    tokens: list[Token]
+    candidates: Annotated[list[Candidate], Meta(max_length=65536)] | None = None
+    """All workers of the model when not given."""
+    tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
+    """What a token that a tier holds is worth, against computing it."""
+    load_weight: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    """What load counts against tokens that must be computed."""
+    trust: dict[State, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
+    """How far a worker is believed in each state."""
+    tie: Literal["rotate", "random", "first"] = "rotate"
+    """Between equal candidates."""
+    expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
+    """Believe for so long that the chosen worker will hold this prompt; 0 believes nothing."""
+    explain: bool = False
+
+
+class Considered(Struct, frozen=True, kw_only=True):
+    """Why a candidate has its score."""
+
+    instance: str
+    rank: int
+    score: float
+    """The smaller the better: uncached share of the prompt, and load."""
+    uncached: float
+    """Share of the prompt that it would have to compute, 0 to 1, after trust and the tiers' weights."""
+    load: float
+    """Its load over the mean of all candidates, times the weight."""
+    tokens: int
+    tiers: dict[str, int]
+    trust: Trusted
+
+
+class Selected(Struct, frozen=True, kw_only=True):
+    """The worker that should take a prompt."""
+
+    instance: str
+    rank: int
+    score: float
+    why: str
+    """One sentence."""
+    considered: list[Considered] | None = None
+    """With `explain`, all candidates, the best first."""
+
+
+class Gap(Struct, frozen=True, kw_only=True):
+    """Batches that are lost for good."""
+
+    first: int
+    last: int
+    incarnation: int
+    at: float
+
+
+class SourceView(Struct, frozen=True, kw_only=True):
+    """One data-parallel rank of one engine."""
+
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    endpoint: str
+    replay_endpoint: str | None
+    origin: str
+    """Who named it: `http`, or a way of discovery."""
+    trust: Trusted
+    since: float
+    """When it came into this state."""
+    fault: str | None
+    """What stands in its way: nothing listens, a name does not resolve, another block size than declared."""
+    incarnation: int
+    """Lives of the publisher seen before."""
+    last_seq: int
+    """Number of the newest batch; -1 before the first."""
+    last_event: float | None
+    """When the newest batch came."""
+    lag_seconds: float | None
+    """From the engine's clock to ours when the newest live batch came."""
+    waiting: int
+    """Batches held back because an earlier one is missing."""
+    blocks: int
+    tiers: dict[str, int]
+    """Of those, how many on each tier."""
+    orphans: int
+    """Blocks that wait for their parent."""
+    block_sizes: list[int]
+    """Tokens per block as its events say."""
+    declared_block_size: int | None
+    batches: int
+    replayed: int
+    """Of those, how many came by replay."""
+    lost: int
+    """Batches inside gaps."""
+    gap_count: int
+    gaps: list[Gap]
+    """The newest ones."""
+    resets: int
+    reconnects: int
+    rejected: dict[str, int]
+    """Events that could not be read or used, by reason."""
+
+
+class SourcesAnswer(Struct, frozen=True, kw_only=True):
+    """The fleet."""
+
+    sources: list[SourceView]
+    faults: dict[str, list[str]]
+    """What ways of discovery could not find out: a missing rank, a name that does not resolve."""
+
+
+class BlockView(Struct, frozen=True, kw_only=True):
+    """One block on one tier of one worker."""
+
+    key: str
+    """Rolling key of its tokens, 16 hex digits."""
+    hash: str
+    """The engine's own hash, 16 hex digits."""
+    tier: str
+    group: int
+    copies: int
+
+
+class BlocksAnswer(Struct, frozen=True, kw_only=True):
+    """Blocks of one worker, in the order of their keys."""
+
+    total: int
+    blocks: list[BlockView]
+    next: str | None
+    """The key to ask for the next page `after`."""
+
+
+class HotPrefix(Struct, frozen=True, kw_only=True):
+    """A node of the tree of prefixes that are asked for most."""
+
+    key: str
+    """Rolling key of its last block, 16 hex digits."""
+    parent: str | None
+    tokens: int
+    """Length from the beginning of the prompt."""
+    lookups: int
+    """How many of the sampled prompts began with it."""
+    workers: int
+    """Workers that hold it."""
+
+
+class HotAnswer(Struct, frozen=True, kw_only=True):
+    """Prefixes by how many sampled prompts began with them, parents before children."""
+
+    model: str
+    sampled: int
+    """Prompts that were looked at."""
+    prefixes: list[HotPrefix]
+
+
+class StatsAnswer(Struct, frozen=True, kw_only=True):
+    """The service in numbers."""
+
+    version: str
+    uptime_seconds: float
+    sources: dict[State, int]
+    """By state."""
+    workers: int
+    blocks: int
+    unique_blocks: int
+    tiers: dict[str, int]
+    """Blocks of all workers by tier."""
+    index_bytes: int
+    memory_limit: int | None
+    orphans: int
+    evicted: int
+    lookups: int
+    hits: int
+    """Lookups that found something."""
+    batches: int
+    batches_per_second: float
+    """Batches of the last ten seconds, per second."""
+    snapshot_seconds: float | None
+    """Between two snapshots; None where nothing is kept."""
+    snapshot_at: float | None
+    """When the last one was written."""
+    snapshot_fault: str | None
+
+
+class HealthAnswer(Struct, frozen=True, kw_only=True):
+    """Whether this process works."""
+
+    status: Literal["ok", "failed"]
+    warnings: list[str]
+    """What an operator should know: an open port without tokens, a disk that is full."""
+
+
+class ReadyAnswer(Struct, frozen=True, kw_only=True):
+    """Whether this process may be asked."""
+
+    ready: bool
+    why: str
+    exact: int
+    """Sources that are EXACT."""
+    sources: int
+    quorum: float
+    """Share of the sources that must be EXACT."""
+    deadline_seconds: float
+    """Seconds after the start from which it is ready in any case."""
+
+
+class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="state"):
+    """Of `/v1/events`: a source has come into another state."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    trust: Trusted
+    was: State
+
+
+class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="batches"):
+    """Of `/v1/events`: what a source has told since the last one of its kind."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    batches: int
+    last_seq: int
+    blocks: int
+    """Blocks that it holds now."""
+
+
+class LossEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="loss"):
+    """Of `/v1/events`: a gap, or a reset because the publisher began a new life."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    what: Literal["gap", "reset"]
+    sentence: str
+
+
+StreamEvent: TypeAlias = SourceEvent | BatchesEvent | LossEvent

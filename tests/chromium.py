@@ -1,0 +1,218 @@
+"""A real Chromium, driven over the DevTools protocol, for tests of the service's page.
+
+`--remote-debugging-pipe` speaks the protocol over two inherited file descriptors, as JSON that ends in a NUL. That needs no
+WebSocket client, no port that another process could take, and no waiting for one to be open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final, Self
+
+SECONDS: Final = 30.0
+"""Deadline of every wait; nothing waits for it unless it fails."""
+FLAGS: Final = (
+    "--headless",
+    "--no-sandbox",  # tests run as root in containers
+    "--disable-gpu",
+    "--disable-dev-shm-usage",  # containers give /dev/shm 64 MB
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+)
+_READ_FROM: Final = 3
+_WRITE_TO: Final = 4
+"""The descriptors that Chromium expects the pipe at."""
+_OUT_OF_THE_WAY: Final = 16
+"""Ours are moved here first: one of them could be the other's target."""
+
+
+def find_chromium() -> str | None:
+    """The browser of Debian's package, or another one of its kind."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+class Chromium:
+    """One browser process with one page; a context manager."""
+
+    def __init__(self) -> None:
+        self.console: list[str] = []
+        """Errors and warnings that the page has logged, exceptions and violations of its security policy among them."""
+        self.requested: list[str] = []
+        """Every URL that the page has asked for."""
+        self.dialogs: list[str] = []
+        """What scripts have shown by `alert` and its like."""
+        self._calls = 0
+        self._session: str | None = None
+        self._buffer = b""
+
+    def __enter__(self) -> Self:
+        path = find_chromium()
+        assert path, "no Chromium is installed"
+        with ExitStack() as undo:
+            self._home = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)))
+            self._launch(path, undo)
+            undo.callback(self._end)
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Network", "Log"):
+                self.call(f"{domain}.enable")
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
+
+    def _launch(self, path: str, undo: ExitStack) -> None:
+        theirs_in, self._in = _pipe()
+        self._out, theirs_out = _pipe()
+        for ours in (self._in, self._out):
+            undo.callback(os.close, ours)
+        log = str(self._home / "stderr")
+        # Not by subprocess, which cannot give a child descriptors under other numbers without code between fork and exec.
+        self._pid = os.posix_spawn(
+            path,
+            [path, *FLAGS, f"--user-data-dir={self._home / 'profile'}"],
+            os.environ | {"HOME": str(self._home)},
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, theirs_in, _READ_FROM),
+                (os.POSIX_SPAWN_DUP2, theirs_out, _WRITE_TO),
+                (os.POSIX_SPAWN_OPEN, 2, log, os.O_WRONLY | os.O_CREAT, 0o600),
+            ],
+            setpgroup=0,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+
+    def _end(self) -> None:
+        """Ask it to go, with the processes that it has put into sessions of their own; kill what does not."""
+        self._session = None
+        with suppress(AssertionError, OSError):
+            self.call("Browser.close")
+            while True:  # the pipe breaks when it has gone
+                self._receive(monotonic() + SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    # --- the protocol ------------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, **params: Any) -> Any:
+        """Call a method of the protocol and return its result; events that come before it are noted."""
+        self._calls += 1
+        message = {"id": self._calls, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._in, json.dumps(message).encode() + b"\0")
+        until = monotonic() + SECONDS
+        while True:
+            answer = self._receive(until)
+            if answer.get("id") == self._calls:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+            self._note(answer)
+
+    def _receive(self, until: float) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._out], [], [], max(0.0, until - monotonic()))
+            assert ready, f"Chromium has not answered for {SECONDS:g} seconds"
+            chunk = os.read(self._out, 1 << 16)
+            assert chunk, "Chromium ended: " + (self._home / "stderr").read_text(errors="replace")[-2000:]
+            self._buffer += chunk
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requested.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.console.append(str(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
+            self.console.append(str(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
+            self.console.append(f"{params['entry']['text']} ({params['entry'].get('url', '')})")
+        elif method == "Page.javascriptDialogOpening":
+            self.dialogs.append(params["message"])
+
+    # --- the page ----------------------------------------------------------------------------------------------------------
+
+    def open(self, url: str) -> None:
+        """Go to a page; its documents and scripts are there when this returns."""
+        failed = self.call("Page.navigate", url=url).get("errorText")
+        assert not failed, f"{url}: {failed}"
+        self.wait("document.readyState === 'complete'")
+
+    def block(self, *patterns: str) -> None:
+        """Let no request for these URLs out, until told otherwise."""
+        self.call("Network.setBlockedURLs", urls=patterns)
+
+    def forget(self) -> None:
+        """Begin anew: nothing is blocked, nothing is noted of the page."""
+        self.block()
+        for noted in (self.console, self.requested, self.dialogs):
+            noted.clear()
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page; a promise is awaited."""
+        done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    def wait(self, condition: str) -> Any:
+        """Wait until an expression, at which the page itself looks every 20 ms, is true, and return its value."""
+        found = self.run(
+            f"""new Promise(found => {{
+              const until = Date.now() + {(SECONDS - 5) * 1000};
+              (function look() {{
+                let value = null;
+                try {{ value = {condition}; }} catch (error) {{ if (Date.now() > until) throw error; }}
+                if (value || Date.now() > until) found(value); else setTimeout(look, 20);
+              }})();
+            }})"""
+        )
+        assert found, f"not so after {SECONDS - 5:g} seconds: {condition}\n{self.run('document.body.innerText')}"
+        return found
+
+    def type_into(self, selector: str, text: str) -> None:
+        """Give a field the keyboard and type."""
+        self.run(f"document.querySelector({json.dumps(selector)}).select()")
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str) -> None:
+        """Press and release a key such as `Enter` or `Tab`."""
+        codes = {"Enter": 13, "Tab": 9, " ": 32}
+        more = {"text": "\r"} if key == "Enter" else {"text": " "} if key == " " else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=codes[key], **more)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=codes[key])
+
+    def look(self, width: int, height: int, *, dark: bool = False) -> None:
+        """Set the size of the window and the colour scheme that its user prefers."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        features: Sequence[dict[str, str]] = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+
+def _pipe() -> tuple[int, int]:
+    """The reading and the writing end, closed in children, with numbers that no child expects anything at."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for end in ends]
+    for end in ends:
+        os.close(end)
+    return moved[0], moved[1]

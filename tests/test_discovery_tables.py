@@ -1,0 +1,79 @@
+"""What people write about an engine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvevents.errors import ConfigError
+from kvevents.service.discovery.tables import MAX_RANKS, SourceTable, Template, to_table
+from kvevents.stream import Source
+
+
+def test_ranks_count_ports_up_as_a_source_does() -> None:
+    """`ranks = N` is `Source.ranks(N)`: same ports, same replay ports, same ranks."""
+    table = SourceTable(
+        instance="a", endpoint="tcp://h:5557", replay_endpoint="tcp://h:6557", model="m", ranks=3, rank=4, topic="kv"
+    )
+    expected = Source("tcp://h:5557", "tcp://h:6557", topic="kv", name="a", rank=4).ranks(3)
+    found = [each.source() for each in table.listed()]
+    assert [(s.endpoint, s.replay_endpoint, s.rank, s.topic) for s in found] == [
+        (s.endpoint, s.replay_endpoint, s.rank, s.topic) for s in expected
+    ]
+
+
+def test_every_field_arrives_in_the_registration() -> None:
+    """Nothing that a table says is lost on the way."""
+    fields = {
+        "instance": "a", "endpoint": "tcp://*:1", "model": "m", "rank": 2, "replay_endpoint": "tcp://h:2", "block_size": 16,
+        "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
+        "curve": {"public_key": "p" * 40, "secret_key": "s" * 40, "server_key": "k" * 40},
+    }  # fmt: skip
+    (found,) = to_table(1, fields).listed()
+    assert msgspec.to_builtins(found) == fields
+
+
+def test_an_engine_without_a_name_is_called_by_its_address() -> None:
+    """As in the command line: the endpoint without its transport."""
+    assert SourceTable(endpoint="tcp://10.0.0.7:5557", model="m").listed()[0].instance == "10.0.0.7:5557"
+
+
+def test_a_wildcard_replay_host_is_the_engines_own() -> None:
+    """`tcp://*:6557` says "at the same host", which a template for many hosts needs."""
+    (found,) = Template(model="m", replay_endpoint="tcp://*:6557").registrations("a", "tcp://[fd00::1]:5557")
+    assert found.replay_endpoint == "tcp://[fd00::1]:6557"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"instance": "a", "endpont": "tcp://h:1", "model": "m"}, ["[[sources]] 3 (a)", "endpont", "known fields: model"]),
+        ({"endpoint": "tcp://h:1", "model": 7}, ["[[sources]] 3:", "`$.model`", "Expected `str"]),
+        ({"endpoint": "tcp://h:1"}, ["model is missing"]),
+        ({"model": "m"}, ["either endpoint or base_url"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "base_url": "http://h"}, ["not both"]),
+        ({"model": "m", "endpoint": "h:1"}, ["endpoint", "tcp://HOST:PORT"]),
+        ({"model": "m", "endpoint": "tcp://h"}, ["endpoint", "port from 1"]),
+        ({"model": "m", "endpoint": "tcp://h:0"}, ["endpoint", "port from 1"]),
+        ({"model": "m", "endpoint": "tcp://*:5557"}, ["endpoint", "names no host", "bind = true"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "replay_endpoint": "udp://h:1"}, ["replay_endpoint"]),
+        ({"model": "m", "endpoint": "tcp://h:65535", "ranks": 2}, ["65536", "65535"]),
+        ({"model": "m", "endpoint": "tcp://h:5557", "replay_endpoint": "tcp://h:5558", "ranks": 2}, ["5558", "rank 1"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "ranks": 0}, ["ranks is 0"]),
+        ({"model": "m", "endpoint": "ipc:///a", "ranks": 10**9}, ["ranks", str(MAX_RANKS)]),
+        ({"model": "m", "endpoint": "tcp://h:1", "rank": -1}, ["rank is -1"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "block_size": 0}, ["block_size is 0"]),
+        ({"model": "m", "endpoint": "tcp://h:1", "curve": {"public_key": "x"}}, ["curve"]),
+        ({"model": "m", "base_url": "h:8000"}, ["base_url", "http://HOST:PORT"]),
+        ({"model": "m", "base_url": "http://user:pass@h"}, ["base_url", "http://HOST:PORT"]),
+        ({"model": "m", "base_url": "http://h:99999"}, ["base_url", "ort"]),
+        ({"model": "m", "base_url": "http://h/a b"}, ["escaped"]),
+        ([], ["[[sources]] 3", "object"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_table_and_field(fields: object, words: list[str]) -> None:
+    """An operator finds the place from the sentence alone."""
+    with pytest.raises(ConfigError) as caught:
+        to_table(3, fields)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert str(caught.value).startswith("[[sources]] 3")

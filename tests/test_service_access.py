@@ -1,0 +1,212 @@
+"""Tokens and roles: who may do what, what is refused at the start, and that no token is ever shown."""
+
+from __future__ import annotations
+
+import hmac
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import ConfigError
+from kvevents.service import access
+from kvevents.service.access import MAX_TOKEN_BYTES, Access, AccessConfig, Role, TokenConfig
+
+READER, WRITER, BOSS = "reader-0123456789", "writer-0123456789", "boss-0123456789ab"
+TOKENS = (
+    TokenConfig(role="read", token=READER, name="grafana"),
+    TokenConfig(role="register", token=WRITER),
+    TokenConfig(role="admin", token=BOSS),
+)
+
+
+def config_of(text: str) -> AccessConfig:
+    return msgspec.convert(tomllib.loads(text), AccessConfig)
+
+
+def bearer(token: str) -> bytes:
+    return f"Bearer {token}".encode()
+
+
+def test_roles_include_those_below() -> None:
+    """So that one comparison decides."""
+    assert Role.NONE < Role.READ < Role.REGISTER < Role.ADMIN
+
+
+def test_without_tokens_everybody_is_admin() -> None:
+    """The service listens on loopback unless told otherwise; a header that it does not ask for changes nothing."""
+    open_to_all = Access(AccessConfig())
+    assert {open_to_all.role_of(header) for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.ADMIN}
+
+
+@pytest.mark.parametrize(
+    ("header", "role"),
+    [
+        (bearer(READER), Role.READ),
+        (bearer(WRITER), Role.REGISTER),
+        (bearer(BOSS), Role.ADMIN),
+        (b"bearer " + BOSS.encode(), Role.ADMIN),
+        (b"BEARER   " + BOSS.encode() + b" ", Role.ADMIN),
+        (None, Role.NONE),
+        (b"", Role.NONE),
+        (b"Bearer", Role.NONE),
+        (b"Bearer ", Role.NONE),
+        (BOSS.encode(), Role.NONE),
+        (b"Basic " + BOSS.encode(), Role.NONE),
+        (bearer(BOSS[:-1]), Role.NONE),
+        (bearer(BOSS + "x"), Role.NONE),
+        (bearer(BOSS.upper()), Role.NONE),
+        (bearer(f"{READER} {BOSS}"), Role.NONE),
+        (b"Bearer\t" + BOSS.encode(), Role.NONE),
+        (b"Bearer \xff\x00", Role.NONE),
+    ],
+)
+def test_a_header_has_a_role(header: bytes | None, role: Role) -> None:
+    """Only a whole token after the scheme `Bearer`, whose case does not matter."""
+    assert Access(AccessConfig(tokens=TOKENS)).role_of(header) is role
+
+
+@given(st.binary(max_size=200))
+def test_no_other_bytes_have_a_role(header: bytes) -> None:
+    """Whatever a client sends ends in no role, never in an exception."""
+    assert Access(AccessConfig(tokens=TOKENS)).role_of(header) is Role.NONE
+
+
+def test_what_anonymous_callers_may_do() -> None:
+    """Read where it is said so; a wrong token is no reason to be taken for nobody, since its owner would never learn of it."""
+    public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
+    assert public.role_of(None) is Role.READ
+    assert public.role_of(bearer("wrong-0123456789")) is Role.NONE
+    assert public.role_of(bearer(BOSS)) is Role.ADMIN
+    assert Access(AccessConfig(anonymous="read")).role_of(None) is Role.READ
+    assert Access(AccessConfig(anonymous="none")).role_of(None) is Role.NONE
+
+
+def test_callers_have_names_for_logs() -> None:
+    """The name of the token, else its number in the configuration."""
+    known = Access(AccessConfig(tokens=TOKENS))
+    headers = [bearer(READER), bearer(WRITER), bearer("wrong-0123456789"), None]
+    assert [known.caller(header).name for header in headers] == ["grafana", "token 2", "unknown token", "no token"]
+
+
+def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them whatever matches, by digests of one length, with the comparison that is made for it."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    known = Access(AccessConfig(tokens=TOKENS))
+    monkeypatch.setattr(access, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    for header in (bearer(READER), bearer(BOSS), b"Bearer x", b"Basic x", b""):
+        compared.clear()
+        known.role_of(header)
+        assert compared == [(32, 32)] * 3
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_from_toml(tmp_path: Path) -> None:
+    """From the table itself, from a file with a newline at its end, and from the environment."""
+    (tmp_path / "token").write_text(f"{WRITER}\n")
+    config = config_of(f"""
+        anonymous = "read"
+        [[tokens]]
+        role = "read"
+        token = "{READER}"
+        [[tokens]]
+        role = "register"
+        token_file = "{tmp_path / "token"}"
+        [[tokens]]
+        role = "admin"
+        token_env = "KV_ADMIN"
+        name = "operator"
+    """)
+    known = Access(config, {"KV_ADMIN": BOSS})
+    assert [known.role_of(bearer(token)) for token in (READER, WRITER, BOSS)] == [Role.READ, Role.REGISTER, Role.ADMIN]
+    (tmp_path / "token").write_text("another-0123456789")
+    assert known.role_of(bearer(WRITER)) is Role.REGISTER
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[[tokens]]\nrole = "root"\ntoken = "0123456789abcdef"',
+        '[[tokens]]\nrole = "read"\ntoken = 123',
+        '[[tokens]]\ntoken = "0123456789abcdef"',
+        '[[tokens]]\nrole = "read"\ntoken = "0123456789abcdef"\nexpires = 1',
+        'anonymous = "admin"',
+        'token = "0123456789abcdef"',
+        '[[tokens]]\nrole = "read"',
+        '[[tokens]]\nrole = "read"\ntoken = "0123456789abcdef"\ntoken_env = "X"',
+    ],
+)
+def test_configuration_that_means_nothing(text: str) -> None:
+    """It is told when it is read, without the token."""
+    with pytest.raises(msgspec.ValidationError) as caught:
+        config_of(text)
+    assert "0123456789abcdef" not in str(caught.value)
+
+
+def test_exactly_one_place_for_a_token() -> None:
+    """The sentence names those given."""
+    with pytest.raises(ConfigError, match=r"exactly one of token, token_file, token_env; it has none"):
+        TokenConfig(role="read")
+    with pytest.raises(ConfigError, match=r"it has token and token_env"):
+        TokenConfig(role="read", token=READER, token_env="X")  # noqa: S106 - the name of a variable
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"token": "too-short-01234"}, r"token 1 has 15 bytes; it needs 16 to 4096: make one with `openssl rand"),
+        ({"token": "", "name": "ci"}, r"ci has 0 bytes"),
+        ({"token": "x" * (MAX_TOKEN_BYTES + 1)}, r"has 4097 bytes"),
+        ({"token": "0123456789 abcdef"}, r"characters that no header carries"),
+        ({"token": "0123456789äbcdef"}, r"characters that no header carries"),
+        ({"token_env": "KV_NOT_THERE"}, r"token 1: there is no environment variable KV_NOT_THERE"),
+        ({"token_env": "KV_EMPTY"}, r"token 1 has 0 bytes"),
+        ({"token_file": "/nonexistent/token"}, r"token 1: cannot read token_file /nonexistent/token: No such file"),
+        ({"token_file": "/"}, r"cannot read token_file /: Is a directory"),
+        ({"token_file": "a\0b"}, r"cannot read token_file a\0b: embedded null byte"),
+        ({"token_file": "/dev/zero"}, r"token 1 has 8192 bytes"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_tokens_that_cannot_be_used(settings: dict[str, Any], sentence: str) -> None:
+    """Each is told at the start, with the name or number of the token and what to do."""
+    with pytest.raises(ConfigError, match=sentence):
+        Access(AccessConfig(tokens=(TokenConfig(role="read", **settings),)), {"KV_EMPTY": ""})
+
+
+def test_a_token_is_there_once() -> None:
+    """Two roles for one token would be decided by chance."""
+    with pytest.raises(ConfigError, match="grafana and token 2 are the same token"):
+        Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="admin", token=READER))))
+
+
+def test_no_token_is_ever_shown() -> None:
+    """Neither by repr and str of any part, nor by rich, nor in what an exception says."""
+    config = AccessConfig(tokens=TOKENS)
+    known = Access(config)
+    shown = [
+        repr(config),
+        str(config),
+        repr(TOKENS),
+        repr(known),
+        repr(vars(known)),
+        repr([one.__rich_repr__() for one in TOKENS]),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        Access(AccessConfig(tokens=(*TOKENS, TOKENS[0])))
+    shown.append(str(caught.value))
+    for token in (READER, WRITER, BOSS):
+        assert not any(token in text for text in shown)
+    assert repr(TOKENS[0]) == "<TokenConfig role 'read', name 'grafana'>"
+    assert repr(known) == "<Access 3 tokens, without one NONE>"

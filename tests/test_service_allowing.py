@@ -1,0 +1,473 @@
+"""The allow-list: what registrations over HTTP may name, however it is spelled and wherever a name leads."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from functools import partial
+
+import pytest
+import zmq
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvevents.errors import ConfigError, UsageError
+from kvevents.service.allowing import Address, AllowList, EndpointRefusedError
+
+DEFAULT = AllowList()
+OPEN = AllowList(["tcp://0.0.0.0/0:*", "tcp://[::/0]:*"])
+
+
+def allows(known: AllowList, endpoint: str, addresses: Iterable[str | Address] | None = None, *, bind: bool = False) -> bool:
+    try:
+        if addresses is None:
+            known.check(endpoint, bind=bind)
+        else:
+            known.check_addresses(endpoint, addresses, bind=bind)
+    except EndpointRefusedError:
+        return False
+    return True
+
+
+def at(address: Address, port: int = 5557) -> str:
+    return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
+
+
+# --- spellings --------------------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    # One number, hexadecimal, octal, parts left out: inet_aton reads them all, and so does libzmq.
+    "tcp://2130706433:5557",
+    "tcp://0x7f000001:5557",
+    "tcp://0x7f.1:5557",
+    "tcp://0X7F.0.0.0x1:5557",
+    "tcp://0177.0.0.1:5557",
+    "tcp://127.1:5557",
+    "tcp://127.0.1:5557",
+    "tcp://127.0.0.01:5557",
+    "tcp://0:5557",
+    "tcp://0x:5557",
+    "tcp://127.0.0.1.:5557",
+    "tcp://foo.1:5557",
+    "tcp://foo.0x1:5557",
+    "tcp://127.0.0.256:5557",
+    # Source and target, several endpoints, something behind the port.
+    "tcp://127.0.0.1:9;127.0.0.1:5557",
+    "tcp://10.0.0.1;169.254.169.254:80",
+    "tcp://10.0.0.1:1;tcp://8.8.8.8:1",
+    "tcp://10.0.0.1:1,tcp://8.8.8.8:1",
+    "tcp://10.0.0.1:5557abc",
+    "tcp://10.0.0.1:5557/x",
+    "tcp://10.0.0.1:5557?x",
+    "tcp://10.0.0.1:5557#8.8.8.8",
+    # Users, zones, brackets.
+    "tcp://10.0.0.1@8.8.8.8:80",
+    "tcp://user:password@10.0.0.1:80",
+    "tcp://10.0.0.1%lo:5557",
+    "tcp://[fe80::1%eth0]:5557",
+    "tcp://[::1%lo]:5557",
+    "tcp://[127.0.0.1]:5557",
+    "tcp://[localhost]:5557",
+    "tcp://[[::1]]:5557",
+    "tcp://[]:5557",
+    "tcp://[::1]5557",
+    "tcp://[::1]:5557]:1",
+    "tcp://::1:5557",
+    "tcp://fd00::1:5557",
+    # Ports.
+    "tcp://10.0.0.1",
+    "tcp://10.0.0.1:",
+    "tcp://10.0.0.1:0",
+    "tcp://10.0.0.1:*",
+    "tcp://10.0.0.1:!",
+    "tcp://10.0.0.1:05557",
+    "tcp://10.0.0.1:+5557",
+    "tcp://10.0.0.1:-1",
+    "tcp://10.0.0.1:0x50",
+    "tcp://10.0.0.1:65536",
+    "tcp://10.0.0.1:99999",
+    "tcp://10.0.0.1:\u0665\u0665\u0665\u0667",
+    "tcp://10.0.0.1:5_557",
+    # Hosts that are none.
+    "tcp://:5557",
+    "tcp://*:5557",
+    "tcp://*.example:5557",
+    "tcp://.:5557",
+    "tcp://a..b:5557",
+    "tcp://-a:5557",
+    "tcp://a-:5557",
+    "tcp://a/b:5557",
+    "tcp://10.0.0.0/8:5557",
+    "tcp://%31%30.0.0.1:5557",
+    "tcp://" + "a" * 64 + ":5557",
+    "tcp://" + ".".join(["a" * 60] * 5) + ":5557",
+    "tcp://" + "a." * 400 + "a:5557",
+    # Characters.
+    "tcp://\uff11\uff12\uff17.0.0.1:5557",
+    "tcp://127\u30020\u30020\u30021:5557",
+    "tcp://loc\u00adalhost:5557",
+    "tcp://localhost\0.example:5557",
+    "tcp://localhost\n:5557",
+    "tcp://local host:5557",
+    " tcp://localhost:5557",
+    "tcp://localhost:5557 ",
+    "tcp://localhost:5557\n",
+    "tcp://localhost\t:5557",
+    # Transports.
+    "",
+    "tcp",
+    "tcp:",
+    "tcp://",
+    "tcp:/localhost:5557",
+    "tcp//localhost:5557",
+    "localhost:5557",
+    "TCP://localhost:5557",
+    "Tcp://localhost:5557",
+    "tcp6://localhost:5557",
+    "udp://10.0.0.1:5557",
+    "pgm://10.0.0.1;239.0.0.1:5557",
+    "epgm://lo;239.0.0.1:5557",
+    "ws://localhost:5557",
+    "vmci://1:5557",
+    "tipc://{1,2,3}",
+    "http://169.254.169.254/latest",
+    "file:///etc/passwd",
+    "ipc:///run/engines/a",
+    "ipc://@abstract",
+    "ipc://*",
+    "inproc://events",
+]
+
+
+@pytest.mark.parametrize("endpoint", HOSTILE, ids=repr)
+def test_hostile_spellings_are_refused(endpoint: str) -> None:
+    """Also where every address is allowed, also with addresses that would be, and whether to connect or to listen."""
+    for known in (DEFAULT, OPEN):
+        assert not allows(known, endpoint)
+        assert not allows(known, endpoint, ["127.0.0.1"])
+        assert not allows(known, endpoint, bind=True) or endpoint == "tcp://*:5557"
+
+
+@pytest.mark.parametrize("spelling", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "127.0.0.1:0;127.0.0.1", "127.0.0.1%lo"])
+def test_what_libzmq_makes_of_such_spellings(spelling: str) -> None:
+    """Why they are in the table: a socket that is given one reaches the loopback address."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as there, socket.create_server(("127.0.0.1", 0)) as here:
+        there.linger = 0
+        here.settimeout(20)
+        there.connect(f"tcp://{spelling}:{here.getsockname()[1]}")
+        here.accept()[0].close()
+
+
+@given(st.text(alphabet=st.sampled_from("tcpiro:/[]0123456789abx.*;@%-_~ \n"), max_size=40), st.booleans())
+@example("tcp://a:1", False)
+def test_nothing_but_a_refusal_is_raised(text: str, bind: bool) -> None:
+    """Whatever is registered; and what is let through is one host and one port."""
+    for endpoint in (text, f"tcp://{text}", f"ipc://{text}"):
+        if allows(OPEN, endpoint, bind=bind):
+            assert re.fullmatch(r"tcp://(\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]):[1-9][0-9]{0,4}", endpoint)
+
+
+# --- what holds without patterns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:5557",
+        "tcp://127.8.9.10:1",
+        "tcp://[::1]:65535",
+        "tcp://10.1.2.3:5557",
+        "tcp://172.16.0.1:5557",
+        "tcp://172.31.255.255:5557",
+        "tcp://192.168.1.1:5557",
+        "tcp://100.64.0.1:5557",
+        "tcp://[fd12:3456::1]:5557",
+        "tcp://[::ffff:10.0.0.1]:5557",
+        "tcp://[::FFFF:0a00:0001]:5557",
+    ],
+)
+def test_addresses_of_the_neighbourhood(endpoint: str) -> None:
+    """Loopback, private, carrier-grade NAT, and those mapped into IPv6."""
+    assert allows(DEFAULT, endpoint)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("8.8.8.8", "172.15.255.255", "172.32.0.0", "100.63.255.255", "100.128.0.0", "192.169.0.1", "11.0.0.0"),
+        *("2001:db8::1", "::ffff:8.8.8.8", "fbff::1", "fec0::1"),
+    ],
+)
+def test_the_rest_of_the_world_needs_a_pattern(address: str) -> None:
+    """Public and reserved addresses."""
+    endpoint = at(ipaddress.ip_address(address))
+    assert not allows(DEFAULT, endpoint)
+    assert not allows(DEFAULT, "tcp://engine:5557", [address])
+    assert allows(OPEN, endpoint)
+
+
+NEVER = [
+    *(
+        "169.254.169.254",
+        "169.254.170.2",
+        "169.254.0.1",
+        "224.0.0.1",
+        "239.255.255.255",
+        "255.255.255.255",
+        "0.0.0.0",  # noqa: S104 - to be refused
+        "0.1.2.3",
+    ),
+    *("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254"),
+    *("fe80::1", "febf::1", "ff02::1", "::", "::ffff:169.254.169.254", "::ffff:0.0.0.0"),
+    *("64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1"),
+]
+
+
+@pytest.mark.parametrize("address", NEVER)
+def test_addresses_that_no_network_lets_in(address: str) -> None:
+    """Link-local, metadata, multicast, broadcast, unspecified: a pattern for the very address does, for its neighbour not."""
+    endpoint = at(ipaddress.ip_address(address))
+    known = AllowList(
+        ["tcp://0.0.0.0/0:*", "tcp://[::/0]:*", "tcp://engine:*", "tcp://169.254.0.0/16:*", "tcp://[fe80::/10]:*"]
+    )
+    for one in (DEFAULT, known):
+        assert not allows(one, endpoint)
+        assert not allows(one, "tcp://engine:5557", [address])
+    real = ipaddress.ip_address(address)
+    very = (real.ipv4_mapped if isinstance(real, ipaddress.IPv6Address) else None) or real
+    named = AllowList([at(very)])
+    assert allows(named, endpoint)
+    assert not allows(named, at(very, 5558))
+    assert not allows(named, at(ipaddress.ip_address(int(very) ^ 1 if very.version == 4 else (int(very) ^ 1).to_bytes(16))))
+
+
+def test_a_name_goes_where_its_addresses_are() -> None:
+    """`check` lets it through, and every address must be allowed: one that is not is enough."""
+    for name in ("engine", "ENGINE.prod.svc.cluster.local", "engine_1", "a.b-c.d", "engine."):
+        assert allows(DEFAULT, f"tcp://{name}:5557")
+        assert allows(DEFAULT, f"tcp://{name}:5557", ["10.0.0.1", "fd00::1", "::ffff:127.0.0.1"])
+        assert not allows(DEFAULT, f"tcp://{name}:5557", ["10.0.0.1", "8.8.8.8"])
+        assert not allows(DEFAULT, f"tcp://{name}:5557", ["fe80::1%eth0"])
+        assert not allows(DEFAULT, f"tcp://{name}:5557", [])
+
+
+def test_only_loopback_is_listened_at() -> None:
+    """Unless a pattern names the very address; a network is where engines are, not where the service may listen."""
+    for endpoint in ("tcp://127.0.0.1:5557", "tcp://[::1]:5557"):
+        assert allows(DEFAULT, endpoint, bind=True)
+    for endpoint in ("tcp://10.0.0.1:5557", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://localhost:5557"):
+        assert not allows(DEFAULT, endpoint, bind=True)
+        assert not allows(OPEN, endpoint, bind=True)
+    assert allows(AllowList(["tcp://10.0.0.1:5557"]), "tcp://10.0.0.1:5557", bind=True)
+    everywhere = AllowList(["tcp://0.0.0.0:5557", "tcp://[::]:5557"])
+    assert all(
+        allows(everywhere, endpoint, bind=True) for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557")
+    )
+    assert not allows(everywhere, "tcp://*:5558", bind=True)
+    assert not allows(everywhere, "tcp://*:5557")
+    assert not allows(AllowList(["tcp://10.0.0.0/8:*"]), "tcp://127.0.0.1:5557", bind=True)
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "fits_not"),
+    [
+        ("tcp://engine:5557", ["tcp://engine:5557", "tcp://ENGINE.:5557"], ["tcp://engine:5558", "tcp://engine2:5557"]),
+        ("tcp://Engine.:5557", ["tcp://engine:5557"], ["tcp://my.engine:5557"]),
+        (
+            "tcp://*.svc:5000-6000",
+            ["tcp://a.svc:5000", "tcp://a.b.svc:6000"],
+            ["tcp://svc:5000", "tcp://a.svc:6001", "tcp://asvc:5000"],
+        ),
+        ("tcp://8.8.8.0/24:*", ["tcp://8.8.8.8:1", "tcp://8.8.8.255:65535"], ["tcp://8.8.9.0:1", "tcp://10.0.0.1:1"]),
+        ("tcp://8.8.8.8:53", ["tcp://8.8.8.8:53"], ["tcp://8.8.8.8:54", "tcp://8.8.8.9:53"]),
+        ("tcp://[2001:db8::/32]:*", ["tcp://[2001:db8:1::]:1"], ["tcp://[2001:db9::]:1"]),
+        ("tcp://[2001:db8::1]:1", ["tcp://[2001:db8:0:0::1]:1"], ["tcp://[2001:db8::2]:1"]),
+        ("tcp://8.8.0.0/16:*", ["tcp://[::ffff:8.8.1.1]:1"], ["tcp://[::8.8.1.1]:1"]),
+        (
+            "ipc:///run/engines/*",
+            ["ipc:///run/engines/a"],
+            ["ipc:///run/engines/a/b", "ipc:///run/engines/", "ipc:///run/engines"],
+        ),
+        (
+            "ipc:///run/engines/*",
+            ["ipc:///run/engines/..a"],
+            ["ipc:///run/engines/..", "ipc:///run/engines/.", "ipc://run/engines/a"],
+        ),
+        (
+            "ipc:///run/*/kv",
+            ["ipc:///run/a/kv"],
+            ["ipc:///run/a/b/kv", "ipc:///run/../kv", "ipc:///run//kv", "inproc:///run/a/kv"],
+        ),
+        ("inproc://kv-*", ["inproc://kv-1"], ["inproc://kv", "ipc://kv-1", "inproc://kv-/1"]),
+    ],
+)
+def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
+    """Each fits what it says, and stands in the place of the default."""
+    known = AllowList([pattern])
+    assert [endpoint for endpoint in fits if not allows(known, endpoint)] == []
+    assert [endpoint for endpoint in fits_not if allows(known, endpoint)] == []
+    assert not allows(known, "tcp://127.0.0.1:5557")
+
+
+def test_a_pattern_for_a_name_lets_it_lead_anywhere_public() -> None:
+    """A name that no pattern names must lead to a network that one does."""
+    known = AllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
+    assert allows(known, "tcp://engine.example:5557", ["8.8.8.8", "10.0.0.1"])
+    assert not allows(known, "tcp://engine.example:5557", ["169.254.169.254"])
+    assert allows(known, "tcp://other.example:6000", ["10.0.0.1"])
+    assert not allows(known, "tcp://other.example:6000", ["8.8.8.8"])
+    assert not allows(known, "tcp://other.example:5557")
+    assert not allows(AllowList(["tcp://engine.example:5557"]), "tcp://other.example:5557")
+
+
+def test_addresses_do_not_matter_to_paths() -> None:
+    """There is nothing to resolve."""
+    assert allows(AllowList(["ipc:///run/a"]), "ipc:///run/a", [])
+
+
+def test_a_path_is_listened_at_only_by_its_very_name() -> None:
+    """libzmq deletes whatever file is there, so a pattern with a wildcard does not do."""
+    known = AllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
+    assert allows(known, "ipc:///run/kv", bind=True)
+    assert not allows(known, "ipc:///run/engines/a", bind=True)
+    assert not allows(known, "ipc:///run/engines/*", bind=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("", "must look like tcp://HOST:PORT"),
+        ("10.0.0.0/8", "must look like"),
+        ("udp://10.0.0.1:1", "must look like"),
+        ("ipc://relative", "must look like"),
+        ("ipc:///run/../etc", "must look like"),
+        ("tcp://engine", "it is not tcp://HOST:PORT"),
+        ("tcp://engine:0", "it is not tcp://HOST:PORT"),
+        ("tcp://fc00::/7:*", "it is not tcp://HOST:PORT"),
+        ("tcp://engine:6000-5000", "the smaller first"),
+        ("tcp://engine:70000", "ports are from 1 to 65535"),
+        ("tcp://10.0.0.1/8:*", "has host bits set"),
+        ("tcp://10.0.0:*", "Expected 4 octets"),
+        ("tcp://0x7f.1:*", "Expected 4 octets"),
+        ("tcp://[fe80::1%eth0]:*", "fe80::1%eth0"),
+        ("tcp://[10.0.0.0/8]:*", "10.0.0.0"),
+        ("tcp://[::ffff:10.0.0.0/104]:*", "mapped into IPv6 count as IPv4"),
+        ("tcp://*:5557", "all addresses are 0.0.0.0/0"),
+        ("tcp://*foo:5557", "is no name"),
+        ("tcp://eng*:5557", "is no name"),
+        ("tcp://a@b:5557", "is no name"),
+    ],
+)
+def test_patterns_that_mean_nothing(pattern: str, why: str) -> None:
+    """They are told at the start, with the pattern in the sentence."""
+    with pytest.raises(ConfigError, match=re.escape(why)) as caught:
+        AllowList(["tcp://engine:1", pattern])
+    assert repr(pattern) in str(caught.value)
+
+
+# --- against the standard library -------------------------------------------------------------------------------------------
+
+fours = st.integers(0, 2**32 - 1).map(ipaddress.IPv4Address)
+sixes = st.integers(0, 2**128 - 1).map(ipaddress.IPv6Address)
+
+
+@st.composite
+def networks_and_addresses(draw: st.DrawFn) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address]:
+    """An address that is in the network about every second time."""
+    kind: st.SearchStrategy[Address] = draw(st.sampled_from([fours, sixes]))
+    address = draw(kind)
+    near = address if draw(st.booleans()) else draw(kind)
+    return ipaddress.ip_network(f"{near}/{draw(st.integers(0, address.max_prefixlen))}", strict=False), address
+
+
+def is_special(address: Address) -> bool:
+    """What the standard library knows of the addresses that need a pattern of their own; the metadata services are ours."""
+    return (
+        address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+        or address in ipaddress.ip_network("0.0.0.0/8")
+        or address in ipaddress.ip_network("fd00:ec2::/32")
+        or str(address) in {"255.255.255.255", "168.63.129.16", "100.100.100.200", "192.0.0.192"}
+    )
+
+
+@given(networks_and_addresses(), st.integers(1, 65535))
+@example((ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_address("100.100.100.201")), 1)
+def test_networks_are_those_of_ipaddress(
+    case: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address], port: int
+) -> None:
+    """An ordinary address is allowed exactly where the network has it, spelled by itself or behind a name."""
+    network, address = case
+    if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped or address.sixtofour):
+        return
+    known = AllowList([f"tcp://[{network}]:{port}" if network.version == 6 else f"tcp://{network}:{port}"])
+    wanted = address in network and (not is_special(address) or network.num_addresses == 1)
+    assert allows(known, at(address, port)) == wanted
+    assert allows(known, f"tcp://engine:{port}", [str(address)]) == wanted
+    assert allows(known, f"tcp://engine:{port}", [address]) == wanted
+    assert not allows(known, at(address, port % 65535 + 1))
+
+
+@given(fours)
+@example(ipaddress.IPv4Address("10.0.0.1"))
+@example(ipaddress.IPv4Address("169.254.169.254"))
+def test_mapped_addresses_are_what_they_map(address: ipaddress.IPv4Address) -> None:
+    """In the endpoint and from the resolver, for any list."""
+    mapped = ipaddress.IPv6Address(f"::ffff:{address}")
+    for known in (DEFAULT, OPEN, AllowList(["tcp://128.0.0.0/1:*"])):
+        assert allows(known, at(mapped)) == allows(known, at(address))
+        assert allows(known, "tcp://engine:5557", [mapped]) == allows(known, "tcp://engine:5557", [address])
+
+
+@given(fours)
+@example(ipaddress.IPv4Address("192.168.0.0"))
+def test_the_default_is_what_the_standard_library_calls_near(address: ipaddress.IPv4Address) -> None:
+    """Loopback, RFC 1918 and 100.64/10, without the metadata service that lies in the last one."""
+    near = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
+    wanted = address.is_loopback or any(address in ipaddress.ip_network(text) for text in near)
+    assert allows(DEFAULT, at(address)) == (wanted and str(address) != "100.100.100.200")
+
+
+# --- words ------------------------------------------------------------------------------------------------------------------
+
+
+def refusal(endpoint: str, addresses: Iterable[str] | None = None, *, bind: bool = False) -> EndpointRefusedError:
+    check = partial(DEFAULT.check, endpoint) if addresses is None else partial(DEFAULT.check_addresses, endpoint, addresses)
+    with pytest.raises(EndpointRefusedError) as caught:
+        check(bind=bind)
+    assert isinstance(caught.value, UsageError)
+    assert caught.value.reason == "endpoint-refused"
+    return caught.value
+
+
+def test_a_refusal_says_why_and_what_to_do() -> None:
+    """With the address that a name led to, and the pattern that would let it in."""
+    error = refusal("tcp://engine.example:5557", ["10.0.0.1", "8.8.8.8"])
+    assert (
+        str(error)
+        == "endpoint 'tcp://engine.example:5557' is refused: it leads to 8.8.8.8, which is on no pattern of the allow-list"
+    )
+    assert error.hint.startswith("add a pattern such as tcp://8.8.8.8:5557 to `allow`")
+    error = refusal("tcp://[2001:db8::1]:5557")
+    assert "2001:db8::1 is on no pattern" in str(error)
+    assert "tcp://[2001:db8::1]:5557" in error.hint
+    error = refusal("tcp://169.254.169.254:80")
+    assert "169.254.169.254 is link-local, where clouds keep their metadata" in str(error)
+    assert error.hint == "only a pattern for this very address allows it: tcp://169.254.169.254:80"
+    assert "10.0.0.1 is not loopback" in str(refusal("tcp://10.0.0.1:5557", bind=True))
+    assert "only an address can be listened at" in str(refusal("tcp://localhost:1", bind=True))
+    assert refusal("tcp://localhost:1", bind=True).hint == "write the address instead of the name"
+    assert refusal("ipc:///run/a").hint == "a pattern for this path allows it: ipc:///run/a"
+    assert "has no address" in str(refusal("tcp://engine:1", []))
+    assert len(str(refusal("tcp://" + "a" * 100_000))) < 300
+
+
+def test_an_allow_list_shows_its_patterns() -> None:
+    """As an operator wrote them."""
+    assert repr(AllowList(["tcp://*.svc:5557", "ipc:///run/a"])) == "<AllowList tcp://*.svc:5557, ipc:///run/a>"

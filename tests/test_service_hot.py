@@ -1,0 +1,350 @@
+"""Hot prefixes: what is counted, how it fades, and that memory is bounded; against a list of all prompts."""
+
+from __future__ import annotations
+
+import tracemalloc
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvevents.errors import ConfigError
+from kvevents.index import Namespace, block_keys
+from kvevents.service.hot import FAINT, HALF_LIFE, HotNode, HotPrefixes, _level
+from kvevents.testing import VirtualClock
+
+BLOCK = 4
+
+
+def prompt(blocks: Sequence[int], rest: int = 0) -> list[int]:
+    """Tokens of which every block is told by one number; `rest` more fill no block."""
+    return [block * 10 + place for block in blocks for place in range(BLOCK)] + [7] * rest
+
+
+def key(*blocks: int) -> int:
+    return block_keys(prompt(blocks), BLOCK)[-1]
+
+
+def hot(clock: VirtualClock | None = None, **limits: int) -> HotPrefixes:
+    return HotPrefixes(clock=clock or VirtualClock(1000), **{"per_second": 1_000_000, **limits})
+
+
+def shown(counted: HotPrefixes, wall: str = "m", limit: int = 1000) -> dict[int, tuple[int | None, int, int]]:
+    """Parent, tokens and lookups by key."""
+    return {node.key: (node.parent, node.tokens, node.lookups) for node in counted.top(wall, limit)}
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_part() -> None:
+    """A node where two part, and one at the end of each; chains are one node."""
+    counted = hot()
+    for blocks, times in (([1, 2, 3, 4], 3), ([1, 2, 5], 2), ([9], 1)):
+        for _ in range(times):
+            counted.look("m", prompt(blocks), BLOCK)
+    assert shown(counted) == {
+        key(1, 2): (None, 8, 5),
+        key(1, 2, 3, 4): (key(1, 2), 16, 3),
+        key(1, 2, 5): (key(1, 2), 12, 2),
+        key(9): (None, 4, 1),
+    }
+    assert counted.sampled("m") == 6
+
+
+def test_a_chat_that_grows() -> None:
+    """Each turn begins with the one before: fewer prompts come as far, and every end shows."""
+    counted = hot()
+    for end in (1, 2, 3):
+        counted.look("m", prompt(range(end)), BLOCK)
+    assert shown(counted) == {key(0): (None, 4, 3), key(0, 1): (key(0), 8, 2), key(0, 1, 2): (key(0, 1), 12, 1)}
+    assert [node.tokens for node in counted.top("m", 2)] == [4, 8]
+
+
+def test_a_shorter_prompt_later() -> None:
+    """It cuts the edge in two, and both parts keep what they counted."""
+    counted = hot()
+    counted.look("m", prompt([1, 2, 3]), BLOCK)
+    assert shown(counted) == {key(1, 2, 3): (None, 12, 1)}
+    counted.look("m", prompt([1], rest=3), BLOCK)
+    assert shown(counted) == {key(1): (None, 4, 2), key(1, 2, 3): (key(1), 12, 1)}
+
+
+def test_what_a_node_says() -> None:
+    """Its path is what `PrefixIndex.match_keys` takes."""
+    counted = hot()
+    counted.look("m", prompt([1, 2, 3], rest=1), BLOCK)
+    path = tuple(block_keys(prompt([1, 2, 3]), BLOCK))
+    assert counted.top("m", 10) == [HotNode(path[-1], None, 12, 1, path, BLOCK)]
+
+
+def test_prompts_shorter_than_a_block_are_looked_at() -> None:
+    """They begin with nothing, but lookups are a share of them too."""
+    counted = hot()
+    assert counted.look("m", [], BLOCK)
+    assert counted.look("m", [1, 2, 3], BLOCK)
+    assert (counted.sampled("m"), counted.top("m", 10), counted.nodes) == (2, [], 0)
+
+
+def test_walls_namespaces_and_block_sizes_are_apart() -> None:
+    """The same tokens under another model or LoRA, or cut otherwise, are another prefix."""
+    counted = hot()
+    counted.look("m", prompt([1, 2]), BLOCK)
+    counted.look("m", prompt([1, 2]), BLOCK, Namespace(lora="adapter"))
+    counted.look("m", prompt([1, 2]), 2)
+    counted.look("n", prompt([1, 2]), BLOCK)
+    assert sorted((node.tokens, node.block_size, node.lookups) for node in counted.top("m", 10)) == [
+        (8, 2, 1),
+        (8, 4, 1),
+        (8, 4, 1),
+    ]
+    assert shown(counted, "n") == {key(1, 2): (None, 8, 1)}
+    assert counted.top("unknown", 10) == []
+    assert counted.sampled("unknown") == 0
+    counted.forget("m")
+    counted.forget("unknown")
+    assert (counted.top("m", 10), counted.nodes) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, lambda tokens: array("I", tokens), lambda tokens: memoryview(array("I", tokens))]
+)
+def test_tokens_in_any_form(kind: type[list[int]]) -> None:
+    """What `block_keys` takes: lists, and buffers of 32-bit integers."""
+    counted = hot(max_depth=2)
+    counted.look("m", kind(prompt([1, 2, 3])), BLOCK)
+    assert shown(counted) == {key(1, 2): (None, 8, 1)}
+
+
+def test_only_so_many_blocks_are_looked_at() -> None:
+    """Prompts that are the same as far as that are the same prefix."""
+    counted = hot(max_depth=3)
+    for end in range(1, 40):
+        counted.look("m", prompt([0, 1, 2, *range(end, 40)]), BLOCK)
+    assert shown(counted) == {key(0, 1, 2): (None, 12, 39)}
+
+
+def test_only_so_many_prompts_a_second_are_looked_at() -> None:
+    """For each wall, by whole seconds of the clock."""
+    clock = VirtualClock(1000)
+    counted = hot(clock, per_second=3)
+    assert [counted.look("m", prompt([1]), BLOCK) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert counted.look("n", prompt([1]), BLOCK)
+    clock.advance(0.999)
+    assert not counted.look("m", prompt([1]), BLOCK)
+    clock.advance(0.001)
+    assert counted.look("m", prompt([1]), BLOCK)
+    assert counted.sampled("m") == 4
+
+
+def test_counts_are_halved_every_minute_until_they_are_gone() -> None:
+    """What was asked for once is gone after four minutes; what is asked for all the time stays."""
+    clock = VirtualClock(1000)
+    counted = hot(clock)
+    for _ in range(8):
+        counted.look("m", prompt([1]), BLOCK)
+    counted.look("m", prompt([2]), BLOCK)
+    seen = []
+    for _ in range(8):
+        seen.append(tuple(lookups for _, _, lookups in shown(counted).values()))
+        clock.advance(HALF_LIFE)
+    assert seen == [(8, 1), (4, 1), (2, 1), (1, 1), (1,), (1,), (1,), ()]
+    assert (counted.nodes, counted.sampled("m"), repr(counted)) == (0, 0, "<HotPrefixes 0 walls, 0 nodes>")
+
+
+def test_a_long_pause_costs_nothing() -> None:
+    """A process that was asleep for a year wakes up with an empty tree."""
+    clock = VirtualClock(1000)
+    counted = hot(clock)
+    counted.look("m", prompt([1, 2]), BLOCK)
+    clock.advance(365 * 86_400)
+    assert counted.top("m", 10) == []
+    assert counted.look("m", prompt([3]), BLOCK)
+    assert shown(counted) == {key(3): (None, 4, 1)}
+
+
+def test_nobody_waits_to_be_counted() -> None:
+    """While another thread is at the trees, prompts go by unseen: it is a sample anyway."""
+    counted = hot()
+    with counted._lock:
+        assert not counted.look("m", prompt([1]), BLOCK)
+    assert counted.look("m", prompt([1]), BLOCK)
+
+
+def test_threads_may_count_and_ask_at_once() -> None:
+    """Nothing is torn, and what was counted adds up."""
+    counted = hot(max_nodes=32)
+
+    def work(wall: str) -> None:
+        taken = 0
+        while taken < 500:
+            taken += counted.look(wall, prompt([1, taken % 50]), BLOCK)
+            counted.top(wall, 3)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, "abcd"))
+    assert [counted.sampled(wall) for wall in "abcd"] == [500] * 4
+    assert 0 < counted.nodes <= 32
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hot_prefix_survives_a_flood_of_others() -> None:
+    """Every prompt has a tail of its own; what they share is still known, and the newest tails are."""
+    counted = hot(max_nodes=64)
+    for number in range(1_000):
+        counted.look("m", prompt([1, 2, 3, 1_000 + number]), BLOCK)
+        assert counted.nodes <= 64
+    found = shown(counted)
+    assert found[key(1, 2, 3)] == (None, 12, 1_000)
+    assert key(1, 2, 3, 1_999) in found
+    assert key(1, 2, 3, 1_000) not in found
+    assert counted.sampled("m") == 1_000
+
+
+def test_a_flood_of_one_wall_leaves_the_others_theirs() -> None:
+    """Nodes are shared out: the largest trees give."""
+    counted = hot(max_nodes=64)
+    for number in range(10):
+        counted.look("quiet", prompt([number]), BLOCK)
+    for number in range(1_000):
+        counted.look("loud", prompt([number]), BLOCK)
+        counted.look("louder", prompt([number, 1]), BLOCK)
+        counted.look("louder", prompt([number, 2]), BLOCK)
+    assert len(counted.top("quiet", 100)) == 10
+    assert min(len(counted.top(wall, 100)) for wall in ("loud", "louder")) >= 15
+    assert counted.nodes <= 64
+
+
+def test_walls_are_bounded() -> None:
+    """The one with the fewest prompts makes room."""
+    counted = hot(max_walls=3)
+    for wall, times in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
+        for _ in range(times):
+            counted.look(wall, prompt([1]), BLOCK)
+    assert [counted.sampled(wall) for wall in "abcd"] == [3, 0, 2, 1]
+
+
+def test_memory_is_bounded() -> None:
+    """About 1 kB a node with every limit reached, edges of 64 blocks in 64 walls: 4 MB for the nodes there are by default."""
+    counted = hot(max_nodes=512)
+    numbers = count()
+    tracemalloc.start()
+    try:
+        for step in range(800):
+            counted.look(f"wall {step % 64}", [next(numbers) for _ in range(64)], 1)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert counted.nodes > 450
+    assert used / counted.nodes < 1_200
+
+
+@pytest.mark.parametrize("name", ["max_nodes", "max_depth", "max_walls", "per_second"])
+def test_limits_are_at_least_one(name: str) -> None:
+    """The sentence names the limit."""
+    with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
+        hot(VirtualClock(), **{name: 0})
+
+
+# --- against a model --------------------------------------------------------------------------------------------------------
+
+prompts = st.lists(st.integers(0, 2), max_size=6)
+walls = st.sampled_from("mno")
+
+
+class Model(RuleBasedStateMachine):
+    """All prompts are kept, each with its weight; a prefix counts what the prompts that begin with it weigh."""
+
+    @initialize(nodes=st.sampled_from([1, 2, 3, 7, 40, 4096]), walls=st.sampled_from([1, 2, 64]), depth=st.integers(1, 6))
+    def begin(self, nodes: int, walls: int, depth: int) -> None:
+        self.clock = VirtualClock(1000)
+        self.depth = depth
+        self.roomy = nodes == 4096 and walls == 64
+        self.bounds = nodes, walls
+        self.hot = hot(self.clock, max_nodes=nodes, max_walls=walls, max_depth=depth)
+        self.looked: dict[str, list[tuple[tuple[int, ...], float]]] = {}
+        self.patient = True
+
+    @rule(wall=walls, blocks=prompts, rest=st.integers(0, BLOCK - 1))
+    def look(self, wall: str, blocks: list[int], rest: int) -> None:
+        assert self.hot.look(wall, prompt(blocks, rest), BLOCK)
+        self.looked.setdefault(wall, []).append((tuple(blocks[: self.depth]), 1.0))
+
+    @rule(minutes=st.integers(1, 6))
+    def wait(self, minutes: int) -> None:
+        self.clock.advance(minutes * HALF_LIFE)
+        self.patient = False
+        self.looked = {
+            wall: [(blocks, weight * 0.5**minutes) for blocks, weight in looked] for wall, looked in self.looked.items()
+        }
+
+    def weight(self, wall: str, blocks: tuple[int, ...]) -> float:
+        return sum(weight for looked, weight in self.looked.get(wall, []) if looked[: len(blocks)] == blocks)
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "hot"))
+    def counts_are_those_of_the_prompts(self) -> None:
+        """Never more; exactly those where there was always room, but for what was faint; and never more for a child."""
+        for wall in "mno":
+            names = {
+                key(*blocks[:end]): blocks[:end] for blocks, _ in self.looked.get(wall, []) for end in range(1, len(blocks) + 1)
+            }
+            seen: dict[int, HotNode] = {}
+            for node in self.hot.top(wall, 10_000):
+                blocks = names[node.key]
+                assert (node.tokens, node.block_size, node.path) == (
+                    len(blocks) * BLOCK,
+                    BLOCK,
+                    tuple(block_keys(prompt(blocks), BLOCK)),
+                )
+                weight = self.weight(wall, blocks)
+                assert node.lookups <= max(1, round(weight))
+                assert not self.roomy or node.lookups >= max(1, round(weight - 2 * FAINT))
+                if node.parent is not None:
+                    parent = seen[node.parent]
+                    assert parent.path == node.path[: len(parent.path)]
+                    assert parent.lookups >= node.lookups
+                assert node.key not in seen
+                seen[node.key] = node
+            if self.roomy and self.patient:
+                assert {names[known] for known in seen} == self.ends(wall)
+
+    def ends(self, wall: str) -> set[tuple[int, ...]]:
+        """Prefixes of which some prompt ended or went on otherwise: those that have no child with all of their prompts."""
+        prefixes = {blocks[:end] for blocks, _ in self.looked.get(wall, []) for end in range(1, len(blocks) + 1)}
+        chained = {one[:-1] for one in prefixes if self.weight(wall, one) == self.weight(wall, one[:-1])}
+        return prefixes - chained
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "hot"))
+    def bounds_hold(self) -> None:
+        """Nodes are counted rightly, and no bound is passed."""
+        trees = self.hot._trees.values()
+        assert [tree.nodes for tree in trees] == [sum(1 for _ in tree.below()) for tree in trees]
+        assert self.hot.nodes <= self.bounds[0]
+        assert len(trees) <= self.bounds[1]
+        assert all(1 <= len(node.keys) <= self.depth for tree in trees for node in tree.below())
+
+    @rule(wall=walls, limit=st.integers(0, 5))
+    def the_top_is_the_beginning_of_the_whole(self, wall: str, limit: int) -> None:
+        whole = [node.lookups for node in self.hot.top(wall, 10_000)]
+        assert [node.lookups for node in self.hot.top(wall, limit)] == whole[:limit] == sorted(whole, reverse=True)[:limit]
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(stateful_step_count=30)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 100))
+def test_nodes_are_shared_out_fairly(sizes: list[int], total: int) -> None:
+    """No tree has less than any larger one may keep, and together they have no more than there are."""
+    kept = [min(size, _level(sizes, total)) for size in sizes]
+    assert sum(kept) <= max(total, 0)
+    assert kept == sizes or sum(kept) > total - len(sizes)

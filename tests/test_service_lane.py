@@ -1,0 +1,275 @@
+"""`kvevents.service.http.lane`: what it answers is what the general protocol answers, however the bytes arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.errors import ConfigError
+from kvevents.service.access import Role
+from kvevents.service.config import Limits
+from kvevents.service.http.app import App
+from kvevents.service.http.lane import FIRST_BYTES, MAX_KEPT_BYTES, Lane
+from kvevents.service.http.messages import Request, Response
+from kvevents.service.http.routing import TABLE
+
+LIMITS: Final = Limits(max_body_bytes=3 << 20, max_clients=2, request_seconds=5.0)
+
+
+class Asked:
+    """A service that answers with what it was asked."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(limits=LIMITS)
+        self.counted: list[tuple[str, int]] = []
+        self.metrics = SimpleNamespace(request=lambda path, status, _: self.counted.append((path, status)))
+
+
+class EchoApp:
+    """In place of `App`: its answer is the request's body and query string."""
+
+    def __init__(self) -> None:
+        self.service = Asked()
+
+    def answer(self, _endpoint: Any, request: Any) -> Any:
+        return Response(request.query + b"|" + request.body, headers=((b"x-length", b"%d" % len(request.body)),))
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.closed = False
+        self.reading = True
+        self.protocol: Any = None
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def set_protocol(self, protocol: Any) -> None:
+        self.protocol = protocol
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+class General:
+    """In place of uvicorn's protocol: it takes what it is given."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.received = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+
+def laned(connections: set[Any] | None = None) -> tuple[Lane, Wire, EchoApp]:
+    app, wire = EchoApp(), Wire()
+    lane = Lane(app, set() if connections is None else connections, General, 75.0)  # type: ignore[arg-type]
+    lane.connection_made(wire)  # type: ignore[arg-type]
+    return lane, wire, app
+
+
+def feed(lane: Lane, wire: Wire, data: bytes, step: Callable[[], int]) -> None:
+    """Bytes as a transport brings them: into the protocol's own buffer, as much as fits, as long as it is the protocol."""
+    while data:
+        if wire.protocol is not None:
+            wire.protocol.data_received(data)
+            return
+        room = lane.get_buffer(-1)
+        assert len(room), "a protocol always has room for something"
+        size = min(len(room), len(data), step())
+        room[:size] = data[:size]
+        data = data[size:]
+        lane.buffer_updated(size)
+
+
+def post(body: bytes, target: str = "/query", *more: str) -> bytes:
+    head = [f"POST {target} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}", *more]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def answers(written: bytes) -> list[bytes]:
+    """Bodies of the responses, each as long as it says."""
+    found = []
+    while written:
+        head, _, rest = written.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        found.append(rest[:length])
+        written = rest[length:]
+    return found
+
+
+BODIES = st.lists(st.binary(max_size=60) | st.integers(0, 70_000).map(lambda size: b"x" * size), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(bodies=BODIES, steps=st.lists(st.integers(1, 50_000), min_size=1, max_size=5))
+def test_requests_are_answered_in_order_however_their_bytes_are_cut(bodies: list[bytes], steps: list[int]) -> None:
+    """Pipelined, in pieces of any size, with bodies larger than the first buffer."""
+
+    async def scenario() -> None:
+        lane, wire, app = laned()
+        cuts = iter(steps * 100_000)
+        feed(lane, wire, b"".join(post(body, f"/query?n={number}") for number, body in enumerate(bodies)), lambda: next(cuts))
+        assert answers(wire.written) == [b"n=%d|%b" % (number, body) for number, body in enumerate(bodies)]
+        assert app.service.counted == [("/query", 200)] * len(bodies)
+        lane.connection_lost(None)
+
+    asyncio.run(scenario())
+
+
+UNUSUAL = {
+    "chunked": b"POST /query HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "another method": b"GET /query HTTP/1.1\r\nhost: x\r\n\r\n",
+    "another path": post(b"{}", "/register"),
+    "a slow endpoint": post(b"{}", "/v1/match_many"),
+    "no length": b"POST /query HTTP/1.1\r\nhost: x\r\n\r\n",
+    "two lengths": b"POST /query HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{} ",
+    "a length with a sign": b"POST /query HTTP/1.1\r\ncontent-length: +2\r\n\r\n{}",
+    "too long a body": b"POST /query HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n{}",
+    "expectations": post(b"{}", "/query", "Expect: 100-continue"),
+    "an upgrade": post(b"{}", "/query", "Upgrade: h2c"),
+    "an end": post(b"{}", "/query", "Connection: close"),
+    "HTTP 1.0": b"POST /query HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}",
+    "a folded header": b"POST /query HTTP/1.1\r\ncontent-length: 2\r\nx: a\r\n b\r\n\r\n{}",
+    "a space before the colon": b"POST /query HTTP/1.1\r\ncontent-length : 2\r\n\r\n{}",
+    "no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
+    "an endless head": b"POST /query HTTP/1.1\r\nx: " + b"a" * FIRST_BYTES,
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+async def test_what_is_not_plain_goes_over_with_every_byte(name: str) -> None:
+    """After a plain request was answered too: nothing of it is left behind, and nothing of what follows is lost."""
+    lane, wire, _ = laned()
+    feed(lane, wire, post(b"{}") + UNUSUAL[name], lambda: FIRST_BYTES)
+    assert answers(wire.written) == [b"|{}"]
+    assert isinstance(wire.protocol, General)
+    assert wire.protocol.received == UNUSUAL[name]
+    assert wire.protocol.transport is wire
+
+
+async def test_one_connection_too_many_is_left_to_the_server_to_refuse() -> None:
+    connections: set[Any] = set()
+    first, second, third = (laned(connections) for _ in range(3))
+    assert first[1].protocol is second[1].protocol is None
+    assert isinstance(third[1].protocol, General)
+    assert connections == {first[0], second[0]}
+
+
+async def test_an_announced_body_takes_no_memory_before_it_comes() -> None:
+    lane, wire, _ = laned()
+    feed(lane, wire, b"POST /query HTTP/1.1\r\ncontent-length: 3000000\r\n\r\n", lambda: FIRST_BYTES)
+    assert len(lane.get_buffer(-1)) < FIRST_BYTES
+    feed(lane, wire, b"x" * 3_000_000, lambda: FIRST_BYTES)
+    assert len(answers(wire.written)) == 1
+    assert len(lane.get_buffer(-1)) <= MAX_KEPT_BYTES
+
+
+async def test_who_does_not_read_answers_may_ask_no_more() -> None:
+    lane, wire, _ = laned()
+    lane.pause_writing()
+    assert not wire.reading
+    lane.resume_writing()
+    assert wire.reading
+
+
+async def test_draining_ends_idle_connections_at_once_and_others_after_their_answer() -> None:
+    idle, idle_wire, _ = laned()
+    idle.shutdown()
+    assert idle_wire.closed
+    busy, wire, _ = laned()
+    request = post(b"{}")
+    feed(busy, wire, request[:-1], lambda: FIRST_BYTES)
+    busy.shutdown()
+    assert not wire.closed
+    feed(busy, wire, request[-1:], lambda: FIRST_BYTES)
+    assert (answers(wire.written), wire.closed) == ([b"|{}"], True)
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time goes on when it is told to."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def go(self, seconds: float) -> None:
+        self.now += seconds
+        self.call_soon(self.stop)
+        self.run_forever()
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    loop = Clock()
+    yield loop
+    loop.close()
+
+
+def on(clock: Clock, work: Callable[[], Any]) -> Any:
+    async def done() -> Any:
+        return work()
+
+    return clock.run_until_complete(done())
+
+
+def test_a_slow_request_is_told_so_and_ended(clock: Clock) -> None:
+    lane, wire, _ = on(clock, laned)
+    on(clock, lambda: feed(lane, wire, post(b"{}")[:-1], lambda: FIRST_BYTES))
+    clock.go(4.9)
+    assert not wire.closed
+    clock.go(0.2)
+    assert wire.closed
+    assert b"408 Request Timeout" in wire.written
+    assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["reason"] == "too-slow"
+
+
+def test_an_idle_connection_is_kept_for_a_while(clock: Clock) -> None:
+    """One that has asked nothing yet only as long as a request may take."""
+    silent, silent_wire, _ = on(clock, laned)
+    lane, wire, _ = on(clock, laned)
+    on(clock, lambda: feed(lane, wire, post(b"{}"), lambda: FIRST_BYTES))
+    clock.go(5.1)
+    assert (silent_wire.closed, wire.closed) == (True, False)
+    clock.go(70.0)
+    assert wire.closed
+    assert silent is not lane
+
+
+def _refuse(*_: Any) -> Response:
+    raise ConfigError("no")
+
+
+def _break(*_: Any) -> Response:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("handler", "status", "reason"), [(_refuse, 400, "refused"), (_break, 500, "internal")])
+def test_errors_are_answers_in_the_words_that_they_have_elsewhere(handler: Any, status: int, reason: str) -> None:
+    service: Any = SimpleNamespace(access=SimpleNamespace(role_of=lambda _: Role.ADMIN))
+    endpoint = replace(TABLE["/query"]["POST"], handler=handler)
+    told = App(service).answer(endpoint, Request("POST", "/query", b"", [], b""))
+    assert (told.status, json.loads(told.body)["reason"]) == (status, reason)

@@ -1,0 +1,226 @@
+"""What /metrics says, number by number; `test_observability.py` gives what a real service says to a real Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvevents.events import BlockStored, EventBatch
+from kvevents.service.config import ServiceConfig
+from kvevents.service.member import Member
+from kvevents.service.metrics import STATES, Tally, labels, reasons_of
+from kvevents.service.registration import Registration
+from kvevents.service.service import Service
+from kvevents.stream import Doubt, RawBatch, Trust
+from kvevents.wire import encode_batch
+
+BLOCK = 16
+
+
+@pytest.fixture(name="service")
+def service_that_follows_nothing() -> Iterator[Service]:
+    service = Service(ServiceConfig())
+    yield service
+    service.fleet.follower.subscriber.close()
+
+
+def register(service: Service, instance: str = "engine-0", **more: object) -> Member:
+    registration = Registration(instance=instance, endpoint="tcp://127.0.0.1:1", model="tiny", **more)  # type: ignore[arg-type]
+    service.fleet.register(registration).result()
+    return service.fleet.members[registration.key]
+
+
+def look(service: Service) -> None:
+    """As the follower does four times a second."""
+    service.fleet._look(time.time())
+    service.fleet._judge(time.time())
+
+
+def store(service: Service, member: Member, *media: str) -> None:
+    """A block on each of these media."""
+    events = [BlockStored([1], None, list(range(BLOCK)), BLOCK, medium=medium) for medium in media]
+    service.index.apply(RawBatch(*member.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, list(events)))))
+    look(service)
+
+
+def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """All of them, by name and labels; each of which is there once."""
+    found = [
+        ((sample.name, frozenset(sample.labels.items())), sample.value)
+        for family in text_string_to_metric_families(service.metrics.exposition().decode())
+        for sample in family.samples
+    ]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def value(service: Service, name: str, **wanted: str) -> float | None:
+    """Sum of the samples with these labels; None where there is none."""
+    found = [each for (told, found), each in samples(service).items() if told == name and wanted.items() <= dict(found).items()]
+    return sum(found) if found else None
+
+
+def test_each_source_is_in_one_state(service: Service) -> None:
+    for number in range(3):
+        register(service, f"engine-{number}")
+    look(service)
+    for number in range(3):
+        states = {state: value(service, "kvevents_source_state", engine=f"engine-{number}", state=state) for state in STATES}
+        assert states == {**dict.fromkeys(STATES, 0), "CONNECTING": 1}
+    assert {state: value(service, "kvevents_sources", state=state) for state in STATES} == {
+        **dict.fromkeys(STATES, 0),
+        "CONNECTING": 3,
+    }
+
+
+def test_what_is_not_known_is_not_told(service: Service) -> None:
+    """Zero would be an age and a limit."""
+    member = register(service)
+    for name in (
+        "kvevents_source_staleness_seconds",
+        "kvevents_source_lag_seconds",
+        "kvevents_index_limit_bytes",
+        "kvevents_snapshot_age_seconds",
+    ):
+        assert value(service, name) is None
+    assert value(service, "kvevents_source_batches_total") is None
+    look(service)
+    assert value(service, "kvevents_source_batches_total") == 0, "before there are any: else the first increase is not seen"
+    member.last_event, member.lag = time.time() - 60, 0.25
+    assert 60 <= (value(service, "kvevents_source_staleness_seconds") or 0) < 120
+    assert value(service, "kvevents_source_lag_seconds") == 0.25
+    member.last_event = time.time() + 3600
+    assert value(service, "kvevents_source_staleness_seconds") == 0, "the clock was set back"
+
+
+def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
+    store(service, register(service), "GPU", "CPU", "PMEM", "TAPE")
+    tiers = {tier: value(service, "kvevents_tier_blocks", tier=tier) for tier in ("gpu", "cpu", "disk", "other")}
+    assert tiers == {"gpu": 1, "cpu": 1, "disk": 0, "other": 2}
+    assert b"PMEM" not in service.metrics.exposition()
+
+
+# --- reasons -----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_complaint_has_a_word(service: Service) -> None:
+    """Those that a member really makes: another sentence would be `other`."""
+    member = register(service, block_size=2 * BLOCK, replay_endpoint="tcp://127.0.0.1:2")
+    store(service, member, "GPU")
+    assert member.info
+    assert member.status
+    info = replace(member.info, evicted=5, orphans_dropped=1, rejected={("full_attention", "length-mismatch"): 1})
+    member.look(member.status, info, hidden_before=0.0)
+    assert len(member.blamed) == 4
+    member.judge(Trust.EXACT, 0.0)
+    assert member.trusted.state == "DEGRADED"
+    assert sorted(reasons_of(member)) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
+
+
+def test_each_doubt_has_a_word(service: Service) -> None:
+    member = register(service)
+    look(service)
+    assert member.status
+    member.status = replace(member.status, doubts=frozenset(Doubt))
+    member.judge(Trust.DEGRADED.because("..."), 0.0)
+    assert reasons_of(member) == sorted(doubt.name.lower().replace("_", "-") for doubt in Doubt)
+
+
+@pytest.mark.parametrize(
+    ("trust", "fault", "reasons"),
+    [
+        (Trust.EXACT, None, []),
+        (Trust.CONNECTING, None, ["connecting"]),
+        (Trust.REPLAYING, None, ["replaying"]),
+        (Trust.STALE, None, ["disconnected"]),
+        (Trust.STALE, "nothing listens at tcp://10.0.0.1:1", ["unreachable"]),
+        (Trust.DEGRADED.because("?"), None, ["other"]),
+    ],
+)
+def test_every_source_that_is_not_exact_has_a_reason(
+    service: Service, trust: Trust, fault: str | None, reasons: list[str]
+) -> None:
+    member = register(service, replay_endpoint="tcp://127.0.0.1:2")
+    member.fault = fault
+    member.judge(trust, 0.0)
+    assert reasons_of(member) == reasons
+    found = {dict(told)["reason"] for name, told in samples(service) if name == "kvevents_source_reason"}
+    assert found == set(reasons)
+
+
+# --- requests ----------------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_cumulative_and_bounds_belong_to_them() -> None:
+    tally = Tally((1.0, 2.0))
+    for each in (0.5, 1.0, 1.5, 2.0, 99.0):
+        tally.add(each)
+    assert tally.told() == ([("1.0", 2), ("2.0", 4), ("+Inf", 5)], 104.0)
+
+
+def test_requests_and_lookups_are_counted(service: Service) -> None:
+    metrics = service.metrics
+    metrics.request("/query", 200, 0.0003)
+    metrics.request("/query", 200, 3.0)
+    metrics.request("/query", 404, 0.0001)
+    metrics.lookup(100, 50)
+    metrics.lookup(100, 0)
+    metrics.lookup(0, 32)
+    for name, wanted, count in (
+        ("kvevents_http_requests_total", {"path": "/query", "status": "200"}, 2),
+        ("kvevents_http_request_duration_seconds_count", {"path": "/query"}, 3),
+        ("kvevents_http_request_duration_seconds_bucket", {"path": "/query", "le": "0.0004"}, 2),
+        ("kvevents_http_request_duration_seconds_sum", {"path": "/query"}, 3.0004),
+        ("kvevents_lookups_total", {}, 3),
+        ("kvevents_lookup_hits_total", {}, 2),
+        ("kvevents_hit_depth_ratio_count", {}, 2),
+        ("kvevents_hit_depth_ratio_bucket", {"le": "0.5"}, 2),
+    ):
+        assert value(service, name, **wanted) == pytest.approx(count), name
+
+
+def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
+    """`/v1/match_many` looks up in a thread of its own."""
+
+    def look_up() -> None:
+        for _ in range(5_000):
+            service.metrics.lookup(10, 5)
+
+    threads = [Thread(target=look_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert service.metrics.lookups == service.metrics.hits == service.metrics.depth.told()[0][-1][1] == 20_000
+
+
+# --- the text ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.text(min_size=1, max_size=50))
+def test_whatever_somebody_calls_an_engine_it_is_one_label(name: str) -> None:
+    """As prometheus_client reads it; half a pair of surrogates, which no encoding has, aside."""
+    text = f"x{{{labels(engine=name, rank=0)}}} 1\n".encode(errors="replace").decode()
+    ((sample,),) = [family.samples for family in text_string_to_metric_families(text)]
+    assert sample.labels == {"engine": name.encode(errors="replace").decode(), "rank": "0"}
+
+
+def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:
+    """Queries wait meanwhile. It takes 4 ms of an idle machine's time; this is for a busy one."""
+    for number in range(200):
+        register(service, f"engine-{number}", rank=number % 8)
+    look(service)
+    taken = []
+    for _ in range(10):
+        began = time.thread_time()
+        text = service.metrics.exposition()
+        taken.append(time.thread_time() - began)
+    assert len(text.splitlines()) > 5_000
+    assert min(taken) < 0.020

@@ -1,0 +1,353 @@
+"""Choosing a worker: caches against load, trust, ties that spread, and a sentence that says why."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvevents.errors import UsageError
+from kvevents.service.selecting import EQUAL, SelectError, Turns, Worker, select
+from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, State, Trusted
+
+PROMPT = list(range(100))
+STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
+Row = tuple[float, State, tuple[int, int, int, int]]
+"""Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and one that nobody knows."""
+
+
+def candidates_of(*loads: float) -> list[Candidate]:
+    return [Candidate(instance=f"w{place}", load=load) for place, load in enumerate(loads)]
+
+
+def held_of(**tiers: int) -> Held:
+    return Held(instance="", rank=0, tokens=max(tiers.values(), default=0), tiers=tiers, trust=Trusted("EXACT"))
+
+
+def choose(
+    candidates: list[Candidate],
+    held: dict[int, Held],
+    states: dict[int, State] | None = None,
+    turns: Turns | None = None,
+    **changes: Any,
+) -> Selected:
+    """`held` and `states` by the number of the worker; who is not named there is EXACT."""
+    request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
+    trusted = {(one.instance, one.rank): Trusted("EXACT") for one in candidates}
+    trusted |= {(f"w{place}", 0): Trusted(state) for place, state in (states or {}).items()}
+    hits = {(f"w{place}", 0): hit for place, hit in held.items()}
+    return select(request, candidates, hits, trusted, turns or Turns(Random(1)))
+
+
+def scores(selected: Selected) -> dict[Worker, Considered]:
+    assert selected.considered is not None
+    return {(one.instance, one.rank): one for one in selected.considered}
+
+
+def score(selected: Selected, place: int) -> Considered:
+    return scores(selected)[f"w{place}", 0]
+
+
+# --- the score --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_by_hand() -> None:
+    """40 tokens on the GPU, 20 more in host memory, 20 more on disk, 10 more elsewhere; of loads 1 and 3 the mean is 2."""
+    found = choose(candidates_of(1, 3), {0: held_of(gpu=40, cpu=60, disk=80, other=90)}, load_weight=0.5)
+    best = score(found, 0)
+    assert best.uncached == pytest.approx(1 - (40 * 1.0 + 20 * 0.8 + 20 * 0.5 + 10 * 0.5) / 100)
+    assert best.load == pytest.approx(0.5 * 1 / 2)
+    assert best.score == best.uncached + best.load == found.score
+    assert (score(found, 1).uncached, score(found, 1).load, score(found, 1).score) == (1.0, 0.75, 1.75)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "weights", "saved"),
+    [
+        ({"gpu": 50}, {}, 50.0),
+        ({"gpu": 0, "cpu": 50}, {}, 40.0),
+        ({"gpu": 50, "cpu": 50, "disk": 50}, {}, 50.0),
+        ({"gpu": 50, "cpu": 50, "disk": 50}, {"gpu": 0.2, "cpu": 0.1, "disk": 0.0}, 10.0),
+        ({"NVFS9": 50}, {}, 25.0),
+        ({"NVFS9": 50}, {"NVFS9": 0.7}, 35.0),
+        ({"NVFS9": 50}, {"cpu": 0.1}, 5.0),
+        ({"gpu": 10, "cpu": 50}, {"gpu": 0.1, "cpu": 0.9}, 45.0),
+        ({"gpu": 500}, {}, 100.0),
+        ({}, {}, 0.0),
+    ],
+)
+def test_what_tiers_save(tiers: dict[str, int], weights: dict[str, float], saved: float) -> None:
+    """Lengths are cumulative; weights that are not given stay; an unknown tier is worth as little as the lowest weight.
+
+    A token counts for the best tier that reaches it, and no more than the prompt is saved.
+    """
+    found = choose(candidates_of(0), {0: held_of(**tiers)}, tiers=weights)
+    assert score(found, 0).uncached == pytest.approx(1 - saved / 100)
+
+
+def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
+    """Whoever asks the index without tiers gets some credit, not none."""
+    hit = Held(instance="", rank=0, tokens=50, tiers={}, trust=Trusted("EXACT"))
+    assert score(choose(candidates_of(0), {0: hit}), 0).uncached == pytest.approx(0.75)
+
+
+def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
+    """Even against an idle one without anything, whose score is the same: what is not computed helps everybody."""
+    found = choose(candidates_of(0, 1, 2), {1: held_of(gpu=100)})
+    assert found.instance == "w1"
+    assert found.score == pytest.approx(1.0) == score(found, 0).score
+
+
+@pytest.mark.parametrize(
+    ("state", "believed"), [("EXACT", 1), ("REPLAYING", 0.8), ("DEGRADED", 0.5), ("CONNECTING", 0), ("STALE", 0)]
+)
+def test_trust_scales_what_is_believed(state: State, believed: float) -> None:
+    """What a stale worker is said to hold counts for nothing."""
+    found = choose(candidates_of(0), {0: held_of(gpu=100)}, {0: state})
+    assert score(found, 0).uncached == pytest.approx(1 - believed)
+    assert score(found, 0).trust.state == state
+
+
+def test_trust_that_the_request_weighs() -> None:
+    """Its weights go before ours, state by state."""
+    found = choose(
+        candidates_of(0, 0), dict.fromkeys((0, 1), held_of(gpu=100)), {0: "STALE", 1: "DEGRADED"}, trust={"STALE": 0.9}
+    )
+    assert [score(found, place).uncached for place in (0, 1)] == pytest.approx([0.1, 0.5])
+
+
+def test_a_worker_that_nobody_follows_is_believed_nothing() -> None:
+    """And its trust says so."""
+    request = SelectRequest(model="m", tokens=PROMPT, explain=True)
+    found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Turns())
+    assert score(found, 0).uncached == 1.0
+    assert score(found, 0).trust == Trusted("STALE", "this service does not follow it")
+
+
+def test_load_counts_in_proportion() -> None:
+    """The unit does not matter, a fleet without load is even, and nothing overflows."""
+    for unit in (1.0, 1e-300, 1e300, 5e307):
+        found = choose(candidates_of(1 * unit, 2 * unit, 3 * unit), {})
+        assert [score(found, place).load for place in range(3)] == pytest.approx([0.5, 1.0, 1.5])
+    assert all(one.load == 0 for one in scores(choose(candidates_of(0, 0, 0), {})).values())
+
+
+def test_an_empty_prompt_is_decided_by_load() -> None:
+    """Nothing is cached of it."""
+    assert choose(candidates_of(2, 1), {0: held_of(gpu=16)}, tokens=[]).instance == "w1"
+
+
+def test_ranks_are_workers_of_their_own() -> None:
+    """The same instance with another rank holds something else."""
+    candidates = [Candidate(instance="w", rank=rank) for rank in (0, 1)]
+    request = SelectRequest(model="m", tokens=PROMPT)
+    found = select(request, candidates, {("w", 1): held_of(gpu=50)}, {("w", 1): Trusted("EXACT")}, Turns())
+    assert (found.instance, found.rank, found.considered) == ("w", 1, None)
+
+
+# --- properties -------------------------------------------------------------------------------------------------------------
+
+lengths = st.integers(0, 40)
+rows = st.tuples(st.floats(0, 1e6), st.sampled_from(STATES), st.tuples(lengths, lengths, lengths, lengths))
+fleets = st.lists(rows, min_size=1, max_size=6)
+shares = st.floats(0, 1)
+weights = st.fixed_dictionaries({}, optional={"gpu": shares, "cpu": shares, "disk": shares, "other": shares})
+
+
+def ask(fleet: list[Row], order: list[int] | None = None, **changes: Any) -> Selected:
+    names = range(len(fleet)) if order is None else order
+    candidates = [Candidate(instance=f"w{place}", load=fleet[place][0]) for place in names]
+    held = {}
+    for place, (_, _, (gpu, cpu, disk, other)) in enumerate(fleet):
+        held[place] = held_of(gpu=gpu, cpu=gpu + cpu, disk=gpu + cpu + disk, other=gpu + cpu + disk + other)
+    return choose(candidates, held, {place: row[1] for place, row in enumerate(fleet)}, **changes)
+
+
+def replaced(fleet: list[Row], place: int, row: Row) -> list[Row]:
+    return [*fleet[:place], row, *fleet[place + 1 :]]
+
+
+@given(fleets, weights, st.data())
+def test_more_cached_tokens_never_worsen_a_score(fleet: list[Row], tiers: dict[str, float], data: st.DataObject) -> None:
+    """On whatever tier and with whatever weights; nobody else's score changes."""
+    place = data.draw(st.integers(0, len(fleet) - 1))
+    load, state, old = fleet[place]
+    tier = data.draw(st.integers(0, 3))
+    more = list(old)
+    more[tier] += data.draw(lengths)
+    # Either the slower tiers reach further too, or the token was on the next slower tier before.
+    if tier < 3 and data.draw(st.booleans()):
+        more[tier + 1] = max(0, more[tier + 1] - (more[tier] - old[tier]))
+    before = ask(fleet, tiers=tiers)
+    after = ask(replaced(fleet, place, (load, state, (more[0], more[1], more[2], more[3]))), tiers=tiers)
+    assert score(after, place).score <= score(before, place).score + EQUAL
+    assert all(score(after, other).score == score(before, other).score for other in range(len(fleet)) if other != place)
+
+
+@given(fleets, st.floats(0, 1e6), st.data())
+def test_more_load_never_improves_a_score(fleet: list[Row], more: float, data: st.DataObject) -> None:
+    """And never worsens the others', so that who is not chosen is not chosen with more load either."""
+    place = data.draw(st.integers(0, len(fleet) - 1))
+    load, state, tiers = fleet[place]
+    before, after = ask(fleet), ask(replaced(fleet, place, (load + more, state, tiers)))
+    rest = [other for other in range(len(fleet)) if other != place]
+    assert score(after, place).score >= score(before, place).score - EQUAL
+    if any(fleet[other][0] for other in rest) or load:
+        assert all(score(after, other).score <= score(before, other).score + EQUAL for other in rest)
+
+
+@given(fleets, st.randoms(use_true_random=False))
+def test_the_order_of_candidates_does_not_matter(fleet: list[Row], random: Random) -> None:
+    """Every score is the same, and so is the choice where there is one best."""
+    order = list(range(len(fleet)))
+    random.shuffle(order)
+    one, other = ask(fleet), ask(fleet, order)
+    assert scores(one) == scores(other)
+    ranked = sorted((entry.score, entry.uncached) for entry in scores(one).values())
+    assume(len(ranked) == 1 or ranked[1][0] - ranked[0][0] > 2 * EQUAL)
+    assert one.instance == other.instance
+    assert one.considered == other.considered
+
+
+@given(fleets, fleets)
+def test_weights_of_zero_remove_the_influence(fleet: list[Row], other: list[Row]) -> None:
+    """Without a weight of load only caches count; without weights of tiers, or without trust, only load does."""
+    count = min(len(fleet), len(other))
+    mixed: list[Row] = [(other[place][0], *fleet[place][1:]) for place in range(count)]
+    idle = ask(fleet[:count], load_weight=0), ask(mixed, load_weight=0)
+    assert scores(idle[0]) == scores(idle[1])
+    mixed = [(fleet[place][0], other[place][1], other[place][2]) for place in range(count)]
+    nothings: list[dict[str, Any]] = [
+        {"tiers": dict.fromkeys(("gpu", "cpu", "disk"), 0.0)},
+        {"trust": dict.fromkeys(STATES, 0.0)},
+    ]
+    for nothing in nothings:
+        blind = ask(fleet[:count], **nothing), ask(mixed, **nothing)
+        assert [score(blind[0], place).score for place in range(count)] == [
+            score(blind[1], place).score for place in range(count)
+        ]
+
+
+@given(fleets, weights, st.floats(0, 1000))
+def test_scores_have_their_range(fleet: list[Row], tiers: dict[str, float], load_weight: float) -> None:
+    """The uncached share is from 0 to 1, loads add up to their weight for each candidate, and the best comes first."""
+    found = ask(fleet, tiers=tiers, load_weight=load_weight)
+    all_of = list(scores(found).values())
+    assert all(-EQUAL <= one.uncached <= 1 + EQUAL and one.load >= 0 and math.isfinite(one.score) for one in all_of)
+    wanted = load_weight * len(fleet) if any(load for load, _, _ in fleet) else 0
+    assert math.fsum(one.load for one in all_of) == pytest.approx(wanted)
+    assert (all_of[0].instance, all_of[0].score) == (found.instance, found.score)
+    assert found.score <= min(one.score for one in all_of) + EQUAL
+    assert [one.score for one in all_of[1:]] == sorted(one.score for one in all_of[1:])
+
+
+# --- ties -------------------------------------------------------------------------------------------------------------------
+
+
+def picks(turns: Turns, count: int, fleet: list[Candidate], **changes: Any) -> list[str]:
+    return [choose(fleet, {}, turns=turns, **changes).instance for _ in range(count)]
+
+
+def test_equal_workers_take_turns() -> None:
+    """Each comes once before any comes again."""
+    fleet = candidates_of(1, 1, 1, 1)
+    taken = picks(Turns(Random(3)), 12, fleet, tie="rotate")
+    assert set(taken[:4]) == {"w0", "w1", "w2", "w3"}
+    assert taken == taken[:4] * 3
+
+
+def test_routers_do_not_herd() -> None:
+    """Of many processes each begins elsewhere, so that one burst does not go to one worker."""
+    fleet = candidates_of(*[0.0] * 8)
+    begun = Counter(picks(Turns(Random(seed)), 1, fleet, tie="rotate")[0] for seed in range(400))
+    assert len(begun) == 8
+    assert max(begun.values()) < 100
+
+
+def test_turns_are_even_whatever_comes_between() -> None:
+    """Prompts of two kinds that alternate, each with a tie of its own, do not send each kind to one worker for ever."""
+    fleet, turns = candidates_of(0, 0, 0, 0), Turns(Random(5))
+    taken = [choose(fleet[:2] if step % 2 else fleet[2:], {}, turns=turns, tie="rotate").instance for step in range(40)]
+    assert Counter(taken) == {"w0": 10, "w1": 10, "w2": 10, "w3": 10}
+
+
+def test_who_was_taken_for_its_cache_waits() -> None:
+    """The turn after a hit goes to somebody else."""
+    fleet, turns = candidates_of(0, 0), Turns(Random(1))
+    for place in (0, 1, 1, 0):
+        choose(fleet, {place: held_of(gpu=10)}, turns=turns, tie="rotate")
+        assert choose(fleet, {}, turns=turns, tie="rotate").instance == f"w{1 - place}"
+        choose(fleet, {}, turns=turns, tie="rotate")
+
+
+def test_models_take_turns_apart() -> None:
+    """The same name under another model, tenant or group is another worker."""
+    fleet, turns = candidates_of(0, 0), Turns(Random(1))
+    scopes: list[dict[str, str]] = [{}, {"tenant": "t"}, {"group": "g"}]
+    for scope in scopes:
+        assert Counter(picks(turns, 4, fleet, tie="rotate", **scope)) == {"w0": 2, "w1": 2}
+
+
+def test_the_other_ways_to_end_a_tie() -> None:
+    """`first` goes by the order given, `random` by chance."""
+    fleet, turns = candidates_of(0, 0, 0), Turns(Random(7))
+    assert set(picks(turns, 5, fleet, tie="first")) == {"w0"}
+    assert set(picks(turns, 5, fleet[::-1], tie="first")) == {"w2"}
+    counts = Counter(picks(turns, 300, fleet, tie="random"))
+    assert min(counts.values()) > 60
+
+
+def test_rounding_breaks_no_tie() -> None:
+    """A difference that is only one of floating point does not let the first one win every time."""
+    fleet = candidates_of(0.1 + 0.2, 0.3)
+    assert set(picks(Turns(Random(1)), 2, fleet, tie="rotate")) == {"w0", "w1"}
+
+
+def test_turns_are_forgotten_above_a_bound() -> None:
+    """Names are whatever clients send."""
+    turns = Turns(Random(1), max_workers=3)
+    for number in range(10):
+        turns.took("scope", (f"w{number}", 0))
+    assert len(turns._last) == 3
+    assert turns.pick("rotate", "scope", [("w9", 0), ("w7", 0), ("w8", 0)]) == 1
+
+
+# --- words ------------------------------------------------------------------------------------------------------------------
+
+
+def test_why_is_a_sentence() -> None:
+    """With what it holds, how far that is trusted, its load, and whether it was a tie."""
+    held = {0: held_of(gpu=20, cpu=50)}
+    found = choose(candidates_of(1, 1), held, {0: "DEGRADED"})
+    assert found.why == (
+        "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 down to gpu, 50 down to cpu), must compute 78%, and its load counts "
+        "1.00: score 1.780, the best of 2."
+    )
+    request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
+    trust = {("w0", 0): Trusted("STALE", "connection lost"), ("w1", 0): Trusted("STALE", "connection lost")}
+    why = select(request, candidates_of(0, 0), {}, trust, Turns(Random(1))).why
+    assert why.endswith("score 1.000, of 2 equally good ones taken in turn.")
+    assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
+
+
+@pytest.mark.parametrize(
+    ("candidates", "reason", "sentence"),
+    [
+        ([], "no-candidates", "there is no candidate for model 'm'"),
+        ([Candidate(instance="a"), Candidate(instance="a")], "duplicate-candidate", "'a' rank 0 is named twice"),
+        ([Candidate(instance="a", load=math.inf)], "bad-load", "the load of 'a' rank 0 is inf"),
+    ],
+    ids=["none", "twice", "infinite"],
+)
+def test_candidates_that_cannot_be_chosen_from(candidates: list[Candidate], reason: str, sentence: str) -> None:
+    """A usage error with a sentence, a reason and a hint, whatever was in them."""
+    with pytest.raises(SelectError) as caught:
+        choose(candidates, {})
+    assert isinstance(caught.value, UsageError)
+    assert (caught.value.reason, str(caught.value)) == (reason, sentence)
+    assert caught.value.hint

@@ -1,0 +1,218 @@
+"""Spans of requests: what they tell, what they never tell, whose children they are, and that nobody pays who takes none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvevents.events import BlockStored, EventBatch
+from kvevents.index import block_keys
+from kvevents.service.config import ServiceConfig
+from kvevents.service.http.app import App
+from kvevents.service.registration import Registration
+from kvevents.service.service import Service
+from kvevents.service.tracing import MAX_PATH, find_tracer
+from kvevents.stream import RawBatch
+from kvevents.wire import encode_batch
+from service_cases import serving
+
+BLOCK = 16
+TOKENS = [700_000 + place for place in range(3 * BLOCK)]
+HELD = 2 * BLOCK
+TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
+TRACEPARENT = f"00-{TRACE:032x}-{PARENT:016x}-01"
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+
+
+def ask(app: App, method: str, path: str, body: object = None, **headers: str) -> Answer:
+    """One request, without a server between."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": given}
+    asyncio.run(app(scope, receive, send))
+    return Answer(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
+
+
+@pytest.fixture(name="service")
+def service_with_blocks() -> Iterator[Service]:
+    """It follows nothing, and its one engine holds two blocks of the prompt."""
+    service = Service(ServiceConfig())
+    registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="tiny", block_size=BLOCK)
+    service.fleet.register(registration).result()
+    batch = EventBatch(0.0, [BlockStored([1, 2], None, TOKENS[:HELD], BLOCK, medium="GPU")])
+    service.index.apply(RawBatch(*registration.key, 0, 0, False, encode_batch(batch)))
+    yield service
+    service.fleet.follower.subscriber.close()
+
+
+@pytest.fixture(name="spans")
+def exported_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """An SDK is configured, as far as whoever asks for it can tell: the real thing can be set only once in a process."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    yield exporter
+    provider.shutdown()
+
+
+def only(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, dict[str, Any]]:
+    (span,) = exporter.get_finished_spans()
+    return span, dict(span.attributes or {})
+
+
+def test_a_query_tells_its_model_and_how_much_was_found(service: Service, spans: InMemorySpanExporter) -> None:
+    answer = ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS})
+    span, attributes = only(spans)
+    assert answer.status == 200
+    assert attributes == {
+        "http.request.method": "POST",
+        "url.path": "/query",
+        "http.route": "/query",
+        "http.response.status_code": 200,
+        "kvevents.model": "tiny",
+        "kvevents.prompt_tokens": len(TOKENS),
+        "kvevents.longest_matched": HELD,
+    }
+    assert (span.name, span.kind, span.parent) == ("POST /query", trace.SpanKind.SERVER, None)
+
+
+def test_a_span_is_the_child_of_the_callers(service: Service, spans: InMemorySpanExporter) -> None:
+    ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent=TRACEPARENT)
+    span, _ = only(spans)
+    assert span.parent
+    assert (span.parent.trace_id, span.parent.span_id, span.parent.is_remote) == (TRACE, PARENT, True)
+    assert span.context.trace_id == TRACE
+
+
+def test_a_traceparent_that_is_none_begins_a_trace_of_its_own(service: Service, spans: InMemorySpanExporter) -> None:
+    ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent="00-\xff-junk")
+    assert only(spans)[0].parent is None
+
+
+def test_lookups_by_hash_and_in_other_threads_are_told_too(service: Service, spans: InMemorySpanExporter) -> None:
+    app = App(service)
+    keys = list(block_keys(TOKENS, BLOCK))
+    assert ask(app, "POST", "/query_by_hash", {"model_name": "tiny", "seq_hashes": keys}).status == 200
+    _, attributes = only(spans)
+    assert (attributes["kvevents.longest_matched"], "kvevents.prompt_tokens" in attributes) == (HELD, False)
+    spans.clear()
+    many = {"model": "tiny", "prompts": [TOKENS[:BLOCK], TOKENS, [1, 2, 3]]}
+    assert ask(app, "POST", "/v1/match_many", many).status == 200
+    _, attributes = only(spans)
+    assert (attributes["kvevents.prompt_tokens"], attributes["kvevents.longest_matched"]) == (4 * BLOCK + 3, HELD)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "name", "route"),
+    [
+        ("POST", "/query", 400, "POST /query", "/query"),
+        ("GET", "/query", 405, "GET /query", "/query"),
+        ("GET", "/v1/stats", 200, "GET /v1/stats", "/v1/stats"),
+        ("GET", "/" + "secret" * 100, 404, "GET", None),
+        ("BREW", "/nowhere", 404, "HTTP", None),
+    ],
+)
+def test_every_outcome_has_a_name_of_few(
+    service: Service, spans: InMemorySpanExporter, method: str, path: str, status: int, name: str, route: str | None
+) -> None:
+    """Clients choose paths and methods, and must not make names."""
+    assert ask(App(service), method, path).status == status
+    span, attributes = only(spans)
+    assert (span.name, attributes["http.response.status_code"], attributes.get("http.route")) == (name, status, route)
+    assert len(attributes["url.path"]) <= MAX_PATH
+    assert attributes["http.request.method"] in {"GET", "POST", "_OTHER"}
+    assert span.status.status_code is trace.StatusCode.UNSET
+
+
+def test_a_failure_of_ours_is_an_error(service: Service, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"cannot match {TOKENS}")
+
+    monkeypatch.setattr(service.fleet, "match", fail)
+    assert ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 500
+    assert only(spans)[0].status.status_code is trace.StatusCode.ERROR
+    assert "7000" not in only(spans)[0].to_json()
+
+
+def test_probes_and_scrapes_have_none(service: Service, spans: InMemorySpanExporter) -> None:
+    for path in ("/livez", "/readyz", "/health", "/metrics", "/"):
+        ask(App(service), "GET", path)
+    assert spans.get_finished_spans() == ()
+
+
+def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpanExporter) -> None:
+    app, keys = App(service), [str(key) for key in block_keys(TOKENS, BLOCK)]
+    for path, body in (
+        ("/query", {"model_name": "tiny", "token_ids": TOKENS, "cache_salt": "pepper"}),
+        ("/query", {"model_name": "tiny", "token_ids": [*TOKENS, "x"]}),
+        ("/query_by_hash", {"model_name": "tiny", "seq_hashes": keys}),
+        ("/v1/match", {"model": "tiny", "tokens": TOKENS}),
+        ("/v1/match_many", {"model": "tiny", "prompts": [TOKENS]}),
+        ("/v1/select", {"model": "tiny", "tokens": TOKENS, "expect_seconds": 1}),
+    ):
+        ask(app, "POST", path, body, authorization="Bearer hush-hush-hush")
+    told = "".join(span.to_json() for span in spans.get_finished_spans())
+    assert len(spans.get_finished_spans()) == 6
+    assert not [secret for secret in ("7000", "pepper", "hush", *keys) if secret in told]
+
+
+def test_without_an_sdk_nothing_stands_in_the_way(service: Service) -> None:
+    """The API alone is installed here: the application is called as if there were no tracing."""
+    assert find_tracer() is None
+    app = App(service)
+    assert app.service is service
+    assert app._answer == app._http
+
+
+def test_without_the_api_nothing_is_asked_for(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    app = App(service)
+    assert app._answer == app._http
+    assert ask(app, "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 200
+
+
+SERVING = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+
+from kvevents.cli import main
+
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(formatter=lambda span: span.to_json(indent=None) + "\\n")))
+trace.set_tracer_provider(provider)
+main()
+"""
+"""As `opentelemetry-instrument kvevents serve` does."""
+
+
+def test_an_sdk_that_is_configured_before_the_service_starts_is_found() -> None:
+    """A real service: real requests, the real global provider, and a router's span above them."""
+    with serving(command=(sys.executable, "-W", "error", "-c", SERVING, "serve", "--port", "0")) as service:
+        asked = service.ask(
+            "POST", "/query", json.dumps({"model_name": "none", "token_ids": TOKENS}).encode(), traceparent=TRACEPARENT
+        )
+        assert asked.status == 404
+        span = json.loads(service.program.out.wait(r"POST /query"))
+        assert (span["context"]["trace_id"], span["parent_id"]) == (f"0x{TRACE:032x}", f"0x{PARENT:016x}")
+        assert span["attributes"]["http.response.status_code"] == 404

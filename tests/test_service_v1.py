@@ -1,0 +1,457 @@
+"""`/v1` over real sockets: prompts in every form, choosing, listings, events, readiness, and errors that are all alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Iterator
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.service.announcing import MAX_QUEUED, Announcer
+from kvevents.service.shapes import LossEvent
+from service_cases import BLOCK, Engine, Service, Stream, engine, hex_keys, prompt, serving, until, write
+from test_cli import refusing
+
+NUMBERS = count(1)
+RAW = "application/octet-stream"
+MSGPACK = "application/msgpack"
+
+
+@pytest.fixture(scope="module", name="service")
+def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    config = write(tmp_path_factory.mktemp("v1") / "service.toml", "limits = { max_listeners = 3 }\n")
+    with serving("--config", config) as service:
+        yield service
+
+
+@pytest.fixture(name="fresh")
+def fresh_engine(service: Service) -> Iterator[tuple[str, str, Engine]]:
+    """A registered engine with a name and a model of its own; gone afterwards."""
+    number = next(NUMBERS)
+    name, model = f"e{number}", f"v{number}"
+    with engine(seed=number) as made:
+        assert service.register(name, made.publisher, model_name=model).status == 201
+        yield name, model, made
+        service.post("/unregister", instance_id=name)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+# --- prompts
+
+
+def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(1, 3)
+    first = made.store(tokens[:32])
+    made.store(tokens[32:], parent=first, medium="DISK")
+    service.holds(name, tokens, model_name=model)
+    service.exact(name)
+    body = {"model": model, "tokens": tokens}
+    answers = [
+        service.post("/v1/match", body),
+        service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK),
+        service.ask("POST", f"/v1/match?model={model}", packed(tokens), content_type=RAW),
+    ]
+    held = {
+        "instance": name,
+        "rank": 0,
+        "tokens": 48,
+        "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
+        "trust": {"state": "EXACT", "reason": ""},
+    }
+    assert [answer.json for answer in answers] == [{"prompt_tokens": 48, "workers": [held]}] * 3
+    told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
+    assert told.headers["content-type"] == MSGPACK
+    assert msgspec.msgpack.decode(told.body) == answers[0].json
+
+
+def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(2)
+    made.store(tokens, lora_name="ad")
+    service.holds(name, tokens, model_name=model, lora_name="ad")
+    path = f"/v1/match?model={model}"
+    assert service.ask("POST", f"{path}&lora=ad", packed(tokens), content_type=RAW).json["workers"][0]["tokens"] == 64
+    assert service.ask("POST", path, packed(tokens), content_type=RAW).json["workers"] == []
+    assert service.ask("POST", f"{path}&expected=true", b"", content_type=RAW).json == {"prompt_tokens": 0, "workers": []}
+    for wrong, status, reason in (
+        (path, 400, "malformed-body"),
+        ("/v1/match", 422, "bad-shape"),
+        (f"{path}&expected=perhaps", 422, "bad-shape"),
+        (f"{path}&mm=x", 422, "bad-shape"),
+    ):
+        body = b"123" if reason == "malformed-body" else packed(tokens)
+        answer = service.ask("POST", wrong, body, content_type=RAW)
+        assert (answer.status, answer.reason) == (status, reason)
+
+
+def test_many_prompts_are_answered_in_their_order(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    prompts = [prompt(number, 2) for number in range(3, 8)]
+    for tokens in prompts[:3]:
+        made.store(tokens)
+    service.exact(name, blocks=6)
+    found = service.post("/v1/match_many", model=model, prompts=[*prompts, []]).json["matches"]
+    assert [each["prompt_tokens"] for each in found] == [32] * 5 + [0]
+    assert [[worker["tokens"] for worker in each["workers"]] for each in found] == [[32]] * 3 + [[]] * 3
+    assert service.post("/v1/match_many", model=model, prompts=[[]] * 1025).status == 422
+    assert service.post("/v1/match_many", model="nobody", prompts=[[]]).status == 404
+    assert service.post("/v1/match_many", model="nobody", prompts=[]).json == {"matches": []}
+
+
+def test_unknown_fields_are_refused_where_a_misspelling_would_cost(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    assert service.post("/v1/match", model=fresh[1], tokens=[], slat="x").status == 422
+
+
+@settings(max_examples=250)
+@given(st.data())
+def test_token_ids_are_lifted_as_they_are_read(lifted: Service, data: st.DataObject) -> None:
+    """The native path, for `application/json`, and the careful one, for another JSON type, answer alike, whatever the text."""
+    text = data.draw(_texts())
+    quick = lifted.ask("POST", "/query", text, content_type="application/json")
+    careful = lifted.ask("POST", "/query", text, content_type="application/vnd.api+json")
+    assert quick.status == careful.status, (text, quick.body, careful.body)
+    if quick.status != 200:
+        assert quick.reason == careful.reason
+        return
+    assert quick.json == careful.json
+    tokens = json.loads(text)["token_ids"]
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, HELD, strict=False))))
+    assert quick.json["scores"] == ({"one": {"0": same}} if same else {})
+
+
+HELD = [0, 1, 2, 3, 2**32 - 1, 10, 100, 7]
+
+
+@pytest.fixture(scope="module", name="lifted")
+def one_that_holds(service: Service) -> Iterator[Service]:
+    """With blocks of one token, so that answers tell of each."""
+    with engine(seed=77) as made:
+        assert service.register("one", made.publisher, model_name="lift", block_size=1).status == 201
+        made.store(HELD, block_size=1)
+        service.holds("one", HELD, model_name="lift")
+        yield service
+        service.post("/unregister", instance_id="one")
+
+
+_SPACE = st.sampled_from(["", "", "", " ", "\n", "\t\r ", "\f", "\u00a0"])
+_PLAIN = ["0", "1", "2", "3", "4294967295", "10", "100", "7"]
+_NUMBER = st.one_of(
+    st.sampled_from(
+        [*_PLAIN, "-0", "00", "1.0", "1e0", "1E2", "-1", "4294967296", "+1", "0x1", "1_0", "true", "null", '"1"', "[1]"]
+    ),
+    st.integers(0, 2**33).map(str),
+    st.just("9" * 40),
+    st.just(""),
+)
+_KEY = st.sampled_from(['"token_ids"', '"token_ids"', '"token\\u005fids"', '"\\u0074oken_ids"', '"tokens"', '"token_ids "'])
+_OTHER = st.sampled_from(
+    [
+        '"lora_name":null',
+        '"x":{"token_ids":[9,9]}',
+        '"y":"\\"token_ids\\":[1]"',
+        '"z":[{"token_ids":[1]},"]"]',
+        '"e":"\\\\"',
+        '"n":1e999',
+        '"u":"\\ud83d\\ude00\\u0000"',
+        '"bad":"\\ud800"',
+        '"model_name":"lift"',
+        '"instance_id":7',
+        '"lora_name":5',
+    ]
+)
+
+
+@st.composite
+def _arrays(draw: st.DrawFn) -> str:
+    good = draw(st.integers(0, len(_PLAIN)))
+    more = draw(st.lists(_NUMBER, max_size=2)) if draw(st.booleans()) else []
+    space = draw(_SPACE)
+    return f"[{space}{f'{space},{space}'.join(_PLAIN[:good] + more)}{space}]"
+
+
+@st.composite
+def _texts(draw: st.DrawFn) -> bytes:
+    """Mostly good requests: with spaces, escapes, keys that come twice, decoys, and every now and then a fault anywhere."""
+    fields = ['"model_name":"lift"', *draw(st.lists(_OTHER, max_size=2))]
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+        space = draw(_SPACE)
+        fields.append(f"{draw(_KEY)}{space}:{space}{draw(_arrays())}")
+    space = draw(_SPACE)
+    text = f"{space}{{{space}{f'{space},'.join(draw(st.permutations(fields)))}{space}}}{space}".encode()
+    if draw(st.integers(0, 3)) == 0:
+        place = draw(st.integers(0, len(text)))
+        text = (
+            text[:place]
+            + draw(st.sampled_from([b"", b",", b"]", b"}", b'"', b"\\", b"\0", b"\xff", b"1", b"-"]))
+            + text[place + draw(st.integers(0, 2)) :]
+        )
+    return text
+
+
+# --- choosing
+
+
+def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(10)
+    with engine(seed=901) as other:
+        assert service.register("other", other.publisher, model_name=model).status == 201
+        made.store(tokens[:16])
+        other.store(tokens)
+        for each, blocks in ((name, 1), ("other", 4)):
+            service.exact(each, blocks=blocks)
+        told = service.post("/v1/select", model=model, tokens=tokens, explain=True).json
+        assert (told["instance"], told["rank"]) == ("other", 0)
+        assert told["why"].startswith("other rank 0 is EXACT, holds 64 of 64 tokens")
+        assert [(each["instance"], each["tokens"]) for each in told["considered"]] == [("other", 64), (name, 16)]
+        busy = [{"instance": "other", "load": 90.0}, {"instance": name, "load": 10.0}]
+        assert service.post("/v1/select", model=model, tokens=tokens, candidates=busy).json["instance"] == name
+        alone = service.post("/v1/select", model=model, tokens=tokens, candidates=[{"instance": name}]).json
+        assert (alone["instance"], alone["considered"]) == (name, None)
+        assert service.post("/v1/select", model=model, tokens=tokens, candidates=[]).reason == "no-candidates"
+        assert service.post("/unregister", instance_id="other").status == 200
+
+
+def test_what_select_expects_counts_where_it_is_asked_for(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(11)
+    service.exact(name)
+    # Of an engine that has sent nothing, events say no block size yet; the one that was registered has to do.
+    made.store(prompt(12, 1))
+    service.exact(name, blocks=1)
+    assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=60).json["instance"] == name
+    with_it = service.post("/v1/match", model=model, tokens=tokens, expected=True).json["workers"]
+    assert [each["tokens"] for each in with_it] == [64]
+    assert service.post("/v1/match", model=model, tokens=tokens).json["workers"] == []
+    assert service.held(tokens, model_name=model) == {}
+    assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=61).status == 422
+
+
+# --- listings
+
+
+def test_sources_say_what_is_known_of_each(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    made.store(prompt(13))
+    found = service.exact(name, blocks=4)
+    assert {part: found[part] for part in ("instance", "rank", "model", "tenant", "group", "endpoint", "origin", "fault")} == {
+        "instance": name,
+        "rank": 0,
+        "model": model,
+        "tenant": "default",
+        "group": "default",
+        "endpoint": made.endpoint,
+        "origin": "http",
+        "fault": None,
+    }
+    assert (found["last_seq"], found["batches"], found["lost"], found["gaps"], found["rejected"]) == (0, 1, 0, [], {})
+    assert (found["block_sizes"], found["declared_block_size"]) == ([BLOCK], BLOCK)
+    for query, there in (
+        (f"instance={name}", True),
+        (f"model={model}&tenant=default&group=default", True),
+        (f"model={model}&tenant=x", False),
+        ("group=x", False),
+    ):
+        rows = service.get(f"/v1/sources?{query}").json["sources"]
+        assert (name in {row["instance"] for row in rows}) == there
+    assert service.get("/v1/sources").json["faults"] == {}
+
+
+def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    before = service.get("/v1/stats").json
+    made.store(prompt(14), medium="CPU")
+    service.exact(name, blocks=4)
+    service.post("/v1/match", model=model, tokens=prompt(14))
+    service.post("/v1/match", model=model, tokens=prompt(15))
+    after = service.get("/v1/stats").json
+    assert (after["lookups"] - before["lookups"], after["hits"] - before["hits"]) == (2, 1)
+    assert (after["batches"] - before["batches"], after["blocks"] - before["blocks"]) == (1, 4)
+    assert after["tiers"].get("cpu", 0) - before["tiers"].get("cpu", 0) == 4
+    assert after["uptime_seconds"] > before["uptime_seconds"]
+    assert (after["snapshot_at"], after["snapshot_fault"]) == (None, None)
+
+
+def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, _model, made = fresh
+    assert service.get(f"/v1/blocks?instance={name}").json == {"total": 0, "blocks": [], "next": None}
+    tokens = prompt(16, 25)
+    hashes = made.store(tokens)
+    made.store(tokens, medium="CPU", parent=())
+    service.exact(name)
+    until("both tiers", lambda: service.get(f"/v1/blocks?instance={name}").json["total"] == 50)
+    pages, after = [], ""
+    while True:
+        page = service.get(f"/v1/blocks?instance={name}&limit=7&after={after}").json
+        pages.append(page["blocks"])
+        if page["next"] is None:
+            break
+        after = page["next"]
+    blocks = [block for page in pages for block in page]
+    assert len(pages) > 5
+    assert [block["key"] for block in blocks] == sorted(block["key"] for block in blocks)
+    assert {(block["key"], block["tier"]) for block in blocks} == {
+        (key, tier) for key in hex_keys(tokens) for tier in ("gpu", "cpu")
+    }
+    assert {block["hash"] for block in blocks if block["tier"] == "gpu"} == {f"{each:016x}" for each in hashes}
+    assert service.keys(name) == {(block["key"], block["tier"]) for block in blocks}
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("", 400),
+        ("instance=nobody", 404),
+        ("instance={name}&rank=1", 404),
+        ("instance={name}&rank=-1", 400),
+        ("instance={name}&rank=x", 400),
+        ("instance={name}&tenant=x", 404),
+        ("instance={name}&limit=0", 400),
+        ("instance={name}&limit=10001", 400),
+        ("instance={name}&limit=" + "9" * 5000, 400),
+        ("instance={name}&after=zz", 400),
+        ("instance=%ff", 400),
+        ("instance={name}&rank=0&rank=0", 400),
+    ],
+)
+def test_blocks_that_cannot_be_told(service: Service, fresh: tuple[str, str, Engine], query: str, status: int) -> None:
+    answer = service.get(f"/v1/blocks?{query.format(name=fresh[0])}")
+    assert answer.status == status
+    assert answer.reason
+
+
+def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    root, *leaves = prompt(17, 2), prompt(18, 1), prompt(19, 1)
+    made.store(root)
+    service.exact(name, blocks=2)
+    for _ in range(3):
+        for leaf in leaves:
+            service.post("/v1/match", model=model, tokens=root + leaf)
+    found = service.get(f"/v1/hot?model={model}").json
+    assert (found["model"], found["sampled"]) == (model, 6)
+    top, *below = found["prefixes"]
+    assert (top["tokens"], top["lookups"], top["workers"], top["parent"]) == (32, 6, 1, None)
+    assert top["key"] == hex_keys(root)[-1]
+    assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
+    assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
+    assert service.get("/v1/hot").reason == "missing-model"
+    assert service.get("/v1/hot?model=nobody").json == {"model": "nobody", "sampled": 0, "prefixes": []}
+
+
+# --- events
+
+
+def test_events_tell_of_states_batches_and_losses(service: Service) -> None:
+    with Stream(service, "?instance=told") as stream, Stream(service, "?instance=another") as silent:
+        with engine(seed=60) as made:
+            assert service.register("told", made.publisher).status == 201
+            exact = stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
+            assert (exact["instance"], exact["rank"], exact["model"], exact["type"]) == ("told", 0, "m", "state")
+            made.store(prompt(20))
+            batch = stream.next("batches", lambda told: told["batches"] == 1)
+            assert (batch["last_seq"], batch["blocks"]) == (0, 4)
+            place = made.publisher.endpoint, made.publisher.replay_endpoint
+        stale = stream.next("state", lambda told: told["trust"]["state"] == "STALE")
+        assert stale["was"] == "EXACT"
+        with engine(seed=61, endpoint=place[0], replay_endpoint=place[1], bind=True) as again:
+            again.store(prompt(21, 2))
+            loss = stream.next("loss")
+            assert (loss["what"], loss["instance"]) == ("reset", "told")
+            assert loss["sentence"].startswith("its blocks are forgotten")
+            stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
+            service.exact("told", blocks=2)
+        assert service.post("/unregister", instance_id="told").status == 200
+        silent.close()
+
+
+def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service) -> None:
+    streams = [Stream(service) for _ in range(3)]
+    refused = Stream(service)
+    assert refused.status == 503
+    assert json.loads(refused.response.read())["reason"] == "too-many-listeners"
+    for stream in [*streams, refused]:
+        stream.close()
+
+    def metric() -> bool:
+        return b"kvevents_event_listeners 0\n" in service.get("/metrics").body
+
+    until("the service to notice", metric)
+
+
+def test_a_client_that_is_too_slow_is_told_how_much_it_has_missed() -> None:
+    """Filling the buffers of real sockets would take tens of thousands of events, so this asks the queue itself."""
+
+    def loss(number: int) -> LossEvent:
+        return LossEvent(
+            at=0.0, instance="e", rank=number, model="m", tenant="default", group="default", what="gap", sentence="lost"
+        )
+
+    async def scenario() -> tuple[list[Any], int | None]:
+        announcer = Announcer()
+        with announcer.listening() as slow, announcer.listening() as quick:
+            for number in range(MAX_QUEUED + 5):
+                announcer.announce(loss(number))
+                await asyncio.sleep(0)
+                assert await quick.get(1) == loss(number)
+            got = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
+            announcer.announce(loss(-1))
+            assert await slow.get(1) == loss(-1)
+            return got[:-1], got[-1] if isinstance(got[-1], int) else None
+
+    got, missed = asyncio.run(scenario())
+    assert got == [loss(number) for number in range(MAX_QUEUED)]
+    assert missed == 5
+
+
+# --- probes
+
+
+def test_readiness_waits_for_the_quorum_and_stays(tmp_path: Path) -> None:
+    with engine(seed=70) as made, refusing() as nowhere:
+        config = write(tmp_path / "service.toml", "ready = { quorum = 0.5, deadline_seconds = 3600 }\n")
+        flags = ("--config", config, "--model", "m", "--worker")
+        with serving(*flags, f"a={made.endpoint},{made.replay_endpoint}", "--worker", f"b={nowhere}") as service:
+            ready = until("quorum", lambda: answer if (answer := service.get("/readyz")).status == 200 else None).json
+            assert ready["exact"] == 1
+            assert (ready["ready"], ready["sources"], ready["quorum"]) == (True, 2, 0.5)
+            # Later doubts are in the answers' trust: a service that stops answering would be worse.
+            made.publisher.shutdown()
+            until("stale", lambda: service.trust("a")[0] == "STALE")
+            assert service.get("/readyz").status == 200
+
+
+def test_readiness_is_told_before_and_given_at_the_deadline(tmp_path: Path) -> None:
+    with refusing() as nowhere:
+        config = write(tmp_path / "service.toml", "ready = { deadline_seconds = 1.5 }\n")
+        with serving("--config", config, "--model", "m", "--worker", f"b={nowhere}") as service:
+            early = service.get("/readyz")
+            assert (early.status, early.json["ready"]) == (503, False)
+            late = until("the deadline", lambda: answer if (answer := service.get("/readyz")).status == 200 else None)
+            assert late.json["why"] == "0 of 1 sources are EXACT; the deadline of 1.5 s has passed"
+
+
+def test_probes_and_pages_are_there(service: Service) -> None:
+    for path, kind in (
+        ("/health", "application/json"),
+        ("/livez", "application/json"),
+        ("/readyz", "application/json"),
+        ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
+        ("/openapi.json", "application/json"),
+        ("/", "text/html; charset=utf-8"),
+    ):
+        answer = service.get(path)
+        assert (answer.status, answer.headers["content-type"]) == (200, kind)
+    assert service.get("/health").json == {"status": "ok", "warnings": []}
