@@ -18,7 +18,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, 
 from kvevents.service.follower import Follower, Listener, published_at
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import Key, Registration, Wall
-from kvevents.service.shapes import BatchesEvent, LossEvent, SourceEvent
+from kvevents.service.shapes import BatchesEvent, LossEvent, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import Subscriber
@@ -265,7 +265,6 @@ class Fleet(Listener):
             self._judge(now)
 
     def _lost(self, member: Member, loss: Reset | Gap, now: float) -> None:
-        registration = member.registration
         what: Literal["gap", "reset"] = "gap"
         if isinstance(loss, Gap):
             member.gaps.append(GapView(first=loss.first, last=loss.last, incarnation=loss.incarnation, at=now))
@@ -274,18 +273,7 @@ class Fleet(Listener):
             what, sentence = "reset", f"its blocks are forgotten: {loss.reason}"
             member.evicted = member.info.evicted if member.info is not None else 0
         self._warn(member, sentence)
-        self.announcer.announce(
-            LossEvent(
-                at=now,
-                instance=registration.instance,
-                rank=registration.rank,
-                model=registration.model,
-                tenant=registration.tenant,
-                group=registration.group,
-                what=what,
-                sentence=sentence,
-            )
-        )
+        self._announce(LossEvent, member, now, what=what, sentence=sentence)
 
     def _warn(self, member: Member, sentence: str) -> None:
         if time.monotonic() < member.silent_until:
@@ -331,18 +319,7 @@ class Fleet(Listener):
         former = member.judge(trust, now)
         if former is not None:
             log.info("%s: %s, was %s", registration.label, member.trust, former)
-            self.announcer.announce(
-                SourceEvent(
-                    at=now,
-                    instance=registration.instance,
-                    rank=registration.rank,
-                    model=registration.model,
-                    tenant=registration.tenant,
-                    group=registration.group,
-                    trust=member.trusted,
-                    was=former,
-                )
-            )
+            self._announce(SourceEvent, member, now, trust=member.trusted, was=former)
 
     def _look(self, now: float) -> None:
         infos = {(info.source, info.rank): info for info in self.index.workers()}
@@ -354,25 +331,23 @@ class Fleet(Listener):
             member.look(status, infos.get(key), hidden_before=now - self._hide_stale_seconds)
             if self._told.get(key) != status.counters.delivered and len(self.announcer):
                 self._told[key] = status.counters.delivered
-                self._announce_batches(member, now)
+                told = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
+                self._announce(BatchesEvent, member, now, **told)
         self._measure()
 
-    def _announce_batches(self, member: Member, now: float) -> None:
-        registration, status = member.registration, member.status
-        if status is not None:
-            self.announcer.announce(
-                BatchesEvent(
-                    at=now,
-                    instance=registration.instance,
-                    rank=registration.rank,
-                    model=registration.model,
-                    tenant=registration.tenant,
-                    group=registration.group,
-                    batches=status.counters.delivered,
-                    last_seq=status.last_seq,
-                    blocks=member.blocks,
-                )
+    def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
+        registration = member.registration
+        self.announcer.announce(
+            kind(
+                at=now,
+                instance=registration.instance,
+                rank=registration.rank,
+                model=registration.model,
+                tenant=registration.tenant,
+                group=registration.group,
+                **more,
             )
+        )
 
 
 def _difference(known: Registration, given: Registration) -> str:

@@ -26,7 +26,7 @@ class Doubts:
 
     def __iter__(self) -> Iterator[Doubt]:
         """In the order in which `Doubt` lists them."""
-        return (doubt for doubt in Doubt if doubt in self._through)
+        return (doubt for doubt in Doubt if doubt in self._through) if self._through else iter(())
 
     def add(self, doubt: Doubt, through: int) -> None:
         """Doubt everything up to number `through`."""
