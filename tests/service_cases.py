@@ -143,11 +143,11 @@ class Service(Client):
         """Wait until a source is EXACT, and holds so many blocks."""
 
         def look() -> dict[str, Any] | None:
-            found = self.source(instance, rank)
-            fits = found["trust"]["state"] == "EXACT" and blocks in {None, found["blocks"]}
+            found = self.sources().get((str(instance), rank))
+            fits = found is not None and found["trust"]["state"] == "EXACT" and blocks in {None, found["blocks"]}
             return found if fits else None
 
-        return until(f"{instance} to be EXACT with {blocks} blocks; it is {self.source(instance, rank)}", look)
+        return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
 
     def query(self, tokens: Sequence[int], **more: Any) -> Any:
         """The answer in Dynamo's spelling."""

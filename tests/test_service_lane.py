@@ -39,6 +39,9 @@ class EchoApp:
     def __init__(self) -> None:
         self.service = Asked()
 
+    def admits(self, _endpoint: Any, _headers: Any) -> bool:
+        return True
+
     def answer(self, _endpoint: Any, request: Any) -> Any:
         return Response(request.query + b"|" + request.body, headers=((b"x-length", b"%d" % len(request.body)),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from service_cases import BLOCK, engines, prompt, registration, serving, until
+from service_cases import BLOCK, engines, prompt, serving, until
 from test_cli import refusing
 
 SOURCES = 200
@@ -15,8 +15,7 @@ ROUNDS = 10
 def test_two_hundred_sources_are_exact() -> None:
     with engines(SOURCES, replay_endpoint="tcp://127.0.0.1:*") as made, serving() as service:
         for number, each in enumerate(made):
-            rank = {"dp_rank": number % 8, "instance_id": f"node-{number // 8}"}
-            assert service.post("/register", {**registration("", each.publisher), **rank}).status == 201
+            assert service.register(f"node-{number // 8}", each.publisher, number % 8).status == 201
         for step in range(ROUNDS):
             for number, each in enumerate(made):
                 hashes = each.store(prompt(number * 100 + step, 2))
@@ -36,13 +35,12 @@ def test_two_hundred_sources_are_exact() -> None:
         assert [(each["lost"], each["resets"], each["gaps"], each["rejected"]) for each in found] == [(0, 0, [], {})] * SOURCES
         for number in range(0, SOURCES, 17):
             name, rank = f"node-{number // 8}", str(number % 8)
-            found_there = service.query(prompt(number * 100, 2))
-            assert found_there["scores"] == {name: {rank: 2 * BLOCK}}
+            assert service.query(prompt(number * 100, 2))["scores"] == {name: {rank: 2 * BLOCK}}
         stats = service.get("/v1/stats").json
         assert stats["sources"] == {"EXACT": SOURCES}
         assert stats["blocks"] == SOURCES * blocks
         # Each source is told of when its state changes, and of nothing else.
-        changes = Counter(found[1] for line in service.log if (found := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
+        changes = Counter(named[1] for line in service.log if (named := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
         assert len(changes) == SOURCES
         assert max(changes.values()) <= 3
         assert not service.told("WARNING|ERROR")

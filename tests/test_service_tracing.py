@@ -151,13 +151,21 @@ def test_a_failure_of_ours_is_an_error(service: Service, spans: InMemorySpanExpo
     monkeypatch.setattr(service.fleet, "match", fail)
     assert ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 500
     assert only(spans)[0].status.status_code is trace.StatusCode.ERROR
-    assert "7000" not in only(spans)[0].to_json()
+    assert "7000" not in told_by(only(spans)[0])
 
 
 def test_probes_and_scrapes_have_none(service: Service, spans: InMemorySpanExporter) -> None:
     for path in ("/livez", "/readyz", "/health", "/metrics", "/"):
         ask(App(service), "GET", path)
     assert spans.get_finished_spans() == ()
+
+
+def told_by(span: ReadableSpan) -> str:
+    """All of a span but its times and ids, in whose digits anything may be found."""
+    told = json.loads(span.to_json())
+    for name in ("context", "parent_id", "start_time", "end_time"):
+        told.pop(name, None)
+    return json.dumps(told)
 
 
 def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpanExporter) -> None:
@@ -171,7 +179,7 @@ def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpan
         ("/v1/select", {"model": "tiny", "tokens": TOKENS, "expect_seconds": 1}),
     ):
         ask(app, "POST", path, body, authorization="Bearer hush-hush-hush")
-    told = "".join(span.to_json() for span in spans.get_finished_spans())
+    told = "".join(map(told_by, spans.get_finished_spans()))
     assert len(spans.get_finished_spans()) == 6
     assert not [secret for secret in ("7000", "pepper", "hush", *keys) if secret in told]
 

@@ -54,8 +54,8 @@ def chain_hashes(hashes: list[int]) -> list[int]:
 def lift_tokens(text: bytes, name: str) -> tuple[bytes, memoryview] | None:
     """Take the array of token ids that a JSON object has under `name` out of it, without a Python object for each.
 
-    Returns the text with an empty array in its place, and the token ids as a buffer of unsigned 32-bit numbers. None where there
-    is no such array, or anything in it that is no token id: then the text is to be read with care.
+    Returns the text with an empty array in its place, and the token ids as a buffer of unsigned 32-bit numbers. None where
+    there is no such array, or anything in it that is no token id: then the text is to be read with care.
     """
     found = _native.lifted(text, name)
     return None if found is None else (found[0], memoryview(found[1]).cast("I"))

@@ -94,7 +94,7 @@ def drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: Iterable[bytes])
             third = _recv(socket, _DONTWAIT)
             if second != number or first != topic:
                 return payloads, _whole(socket, [first, second, third]), False
-            if not payloads and not _get(socket, _EVENTS) & _POLLIN:
+            if not payloads and not int(_get(socket, _EVENTS)) & _POLLIN:
                 # The only one, as when an engine has little to say; to be told so by zmq.Again takes three times as long.
                 return [third], [], True
             payloads.append(third)

@@ -105,6 +105,14 @@ class App:
             return _refusal(endpoint, error)
         return cast("Response", response)
 
+    def admits(self, endpoint: Endpoint, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Whether who sent these headers may ask this at all, before the body is read."""
+        try:
+            self._authorize(endpoint, headers)
+        except UnauthorizedError:
+            return False
+        return True
+
     def _authorize(self, endpoint: Endpoint, headers: list[tuple[bytes, bytes]]) -> None:
         if endpoint.role is None:
             return

@@ -23,8 +23,18 @@ from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
 if TYPE_CHECKING:
     from kvevents.service.service import Service
 
-Id = int | str
+Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"
+Hash = Annotated[
+    int | str,
+    Meta(
+        extra_json_schema={
+            "minimum": -(1 << 63),
+            "maximum": (1 << 64) - 1,
+            "pattern": "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$",
+        }
+    ),
+]
 MAX_SHOWN: Final = 40
 """Characters of something wrong that an error repeats."""
 
@@ -70,10 +80,10 @@ class Asked(Struct, kw_only=True):
     routing_group: str = DEFAULT_GROUP
     tenant_id: str = DEFAULT_GROUP
     instance_id: Id | None = None
-    block_size: Annotated[int, Meta(gt=0)] | None = None
+    block_size: Annotated[int, Meta(gt=0, extra_json_schema={"maximum": (1 << 64) - 1})] | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
-    lora_id: int | None = None
+    lora_id: Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})] | None = None
 
     @property
     def wall(self) -> Wall:
@@ -96,10 +106,28 @@ class HashQueryRequest(Asked, kw_only=True):
     Numbers may be signed or unsigned, or strings of them in decimal or, behind `0x`, hexadecimal digits.
     """
 
-    block_hashes: list[Id] | None = None
-    seq_hashes: list[Id] | None = None
-    block_hash: list[Id] | None = None
+    block_hashes: list[Hash] | None = None
+    seq_hashes: list[Hash] | None = None
+    block_hash: list[Hash] | None = None
 
+
+_ONE_MODEL: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
+        for name in ("model_name", "modelname", "model")
+    ]
+}
+_ONE_KIND: Final[dict[str, Any]] = {
+    "oneOf": [
+        {"required": [name], "properties": {name: {"type": "array"}}} for name in ("block_hashes", "seq_hashes", "block_hash")
+    ]
+}
+FURTHER: Final[dict[type, dict[str, Any]]] = {
+    RegisterRequest: _ONE_MODEL,
+    QueryRequest: _ONE_MODEL,
+    HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
+}
+"""What a JSON Schema says of these beside their types."""
 
 REGISTER: Final = Body.of(RegisterRequest)
 UNREGISTER: Final = Body.of(UnregisterRequest)
@@ -212,7 +240,7 @@ def _told(asked: Asked, wall: Wall, rows: list[Row]) -> Response:
     return Response(mooncake(wall.tenant, rows))
 
 
-def _unsigned(given: Id) -> int:
+def _unsigned(given: int | str) -> int:
     try:
         number = int(given, 0) if isinstance(given, str) else given
     except ValueError:
@@ -271,7 +299,7 @@ def _listener(member: Member) -> dict[str, Any]:
     return told
 
 
-def _id(instance: str) -> Id:
+def _id(instance: str) -> int | str:
     """Ids that Dynamo's clients gave as numbers are numbers again."""
     return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
 

@@ -128,6 +128,9 @@ class Lane(asyncio.BufferedProtocol):
         if endpoint is None or headers is None or not 0 <= length <= self._app.service.config.limits.max_body_bytes:
             self._hand_over()
             return None
+        if self._have < start + 4 + length and not self._app.admits(endpoint, headers):
+            self._hand_over()  # nobody without a token makes the service wait for a body, and keep it
+            return None
         self._end = start + 4 + length
         self._deadline = self._loop.time() + self._request_seconds
         return endpoint, query, headers, start + 4

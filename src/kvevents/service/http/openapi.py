@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.service.http.field import FURTHER
 from kvevents.service.http.routing import ENDPOINTS, Endpoint
 from kvevents.service.shapes import Problem
 from kvevents.version import version
@@ -28,6 +29,8 @@ def document() -> dict[str, Any]:
     """OpenAPI 3.1."""
     kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
     schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
+    for kind, rules in FURTHER.items():
+        components[kind.__name__] |= rules
     by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], schemas, strict=True)}
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:
@@ -68,7 +71,7 @@ def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
             "in": "query",
             "required": parameter.required,
             "description": parameter.description,
-            "schema": {"type": parameter.kind},
+            "schema": parameter.schema,
         }
         for parameter in endpoint.parameters
     ]

@@ -11,6 +11,7 @@ from kvevents.service.access import Role
 from kvevents.service.http import field as contract
 from kvevents.service.http import probes, v1
 from kvevents.service.http.messages import Request, Response, Streamed
+from kvevents.service.registration import MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
@@ -25,7 +26,8 @@ class Parameter:
     name: str
     description: str
     required: bool = False
-    kind: str = "string"
+    schema: dict[str, Any] = field(default_factory=lambda: {"type": "string"})
+    """In the words of JSON Schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,21 @@ class Endpoint:
         return (self.handler.__doc__ or "").partition("\n")[0]
 
 
+_NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
 _MODEL: Final = Parameter("model", "name of the model", required=True)
 _TENANT: Final = Parameter("tenant", "tenant; `default` when not given")
 _GROUP: Final = Parameter("group", "routing group; `default` when not given")
 _INSTANCE: Final = Parameter("instance", "name of the engine")
-_LIMIT: Final = Parameter("limit", "how many at most", kind="integer")
+_RAW: Final = (
+    Parameter("model", "of a raw body: name of the model", schema=_NAME),
+    *(Parameter(name, "of a raw body", schema=_NAME) for name in ("tenant", "group", "lora", "salt")),
+    Parameter("expected", "of a raw body", schema={"type": "boolean"}),
+)
+
+
+def _limit(most: int) -> Parameter:
+    return Parameter("limit", "how many at most", schema={"type": "integer", "minimum": 1, "maximum": most})
+
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     # The field's contract
@@ -83,7 +95,18 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     Endpoint("GET", "/global_view", contract.global_view, Role.READ, "field"),
     Endpoint("GET", "/dump", contract.dump, Role.READ, "field", slow=True),
     # Our own
-    Endpoint("POST", "/v1/match", v1.match, Role.READ, "v1", shapes.MatchRequest, shapes.MatchAnswer, raw=True, quick=True),
+    Endpoint(
+        "POST",
+        "/v1/match",
+        v1.match,
+        Role.READ,
+        "v1",
+        shapes.MatchRequest,
+        shapes.MatchAnswer,
+        raw=True,
+        parameters=_RAW,
+        quick=True,
+    ),
     Endpoint(
         "POST", "/v1/match_many", v1.match_many, Role.READ, "v1", shapes.MatchManyRequest, shapes.MatchManyAnswer, slow=True
     ),
@@ -108,14 +131,22 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         slow=True,
         parameters=(
             Parameter("instance", "name of the engine", required=True),
-            Parameter("rank", "0 when not given", kind="integer"),
+            Parameter("rank", "0 when not given", schema={"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}),
             _TENANT,
             _GROUP,
-            _LIMIT,
-            Parameter("after", "`next` of the page before"),
+            _limit(v1.MAX_PAGE),
+            Parameter("after", "`next` of the page before", schema={"type": "string", "pattern": v1.AFTER.pattern}),
         ),
     ),
-    Endpoint("GET", "/v1/hot", v1.hot, Role.READ, "v1", gives=shapes.HotAnswer, parameters=(_MODEL, _TENANT, _GROUP, _LIMIT)),
+    Endpoint(
+        "GET",
+        "/v1/hot",
+        v1.hot,
+        Role.READ,
+        "v1",
+        gives=shapes.HotAnswer,
+        parameters=(_MODEL, _TENANT, _GROUP, _limit(v1.MAX_HOT)),
+    ),
     Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
     # Probes and people
     Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,6 +39,8 @@ MAX_PAGE: Final = 10_000
 """Blocks of one answer of `/v1/blocks`."""
 DEFAULT_PAGE: Final = 1_000
 MAX_HOT: Final = 500
+AFTER: Final = re.compile(r"^[0-9a-f]{0,16}$")
+"""A key, where a page of `/v1/blocks` begins."""
 MAX_DIGITS: Final = 10
 """Of a number in a query string; Python refuses to read more than some thousands."""
 MAX_SHOWN: Final = 40
@@ -209,16 +212,15 @@ def _member(service: Service, wanted: Any) -> Member:
 
 
 def _rank(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS:
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or int(text) >> 32:
         raise RefusedError(f"rank is {text[:MAX_SHOWN]!r}", "bad-parameter", "ranks count from 0")
     return int(text)
 
 
 def _key(text: str) -> int:
-    try:
-        return int(text, 16) if text else -1
-    except ValueError:
-        raise RefusedError(f"after is {text[:MAX_SHOWN]!r}", "bad-parameter", "it is the `next` of the page before") from None
+    if AFTER.fullmatch(text) is None:
+        raise RefusedError(f"after is {text[:MAX_SHOWN]!r}", "bad-parameter", "it is the `next` of the page before")
+    return int(text, 16) if text else -1
 
 
 # --- what happens
