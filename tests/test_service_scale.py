@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 
 from service_cases import BLOCK, engines, prompt, serving, until
@@ -66,3 +67,10 @@ def test_what_cannot_be_reached_is_named_at_once_and_only_once() -> None:
         until("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
         assert len(service.told("dead-7 rank 0: nothing listens")) == 1
         assert len(service.told("lost rank 0: the name")) == 1
+
+
+def test_a_port_of_something_else_is_told() -> None:
+    """Something accepts connections there, and does not begin as ZeroMQ does; libzmq would wait, and say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, serving() as service:
+        assert service.register("web", f"tcp://127.0.0.1:{listener.getsockname()[1]}").status == 201
+        until("a reason", lambda: "is no ZeroMQ socket" in service.source("web")["trust"]["reason"], 10)

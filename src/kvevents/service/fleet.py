@@ -318,7 +318,8 @@ class Fleet(Listener):
             return
         former = member.judge(trust, now)
         if former is not None:
-            log.info("%s: %s, was %s", registration.label, member.trust, former)
+            level = logging.WARNING if trust in {Trust.DEGRADED, Trust.STALE} else logging.INFO
+            log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
             self._announce(SourceEvent, member, now, trust=member.trusted, was=former)
 
     def _look(self, now: float) -> None:

@@ -26,6 +26,8 @@ MAX_AT_ONCE: Final = 64
 """Attempts at one time."""
 ROUND_SECONDS: Final = 0.1
 """How often it is looked for whom to try."""
+SIGNATURE_BYTES: Final = 10
+"""With which every ZeroMQ peer begins."""
 AUDIT_SECONDS: Final = 30.0
 """How often it is looked where the names lead that clients have given: what was allowed may lead elsewhere now."""
 
@@ -133,15 +135,26 @@ async def fault_of(registration: Registration) -> str | None:
     try:
         await addresses_of(endpoint)
         async with asyncio.timeout(CONNECT_SECONDS):
-            _, writer = await asyncio.open_connection(found[0].strip("[]"), found[1])
+            reader, writer = await asyncio.open_connection(found[0].strip("[]"), found[1])
     except OSError as error:
         return _sentence(endpoint, found[0], error)
     except UnicodeError as error:
         return f"{found[0]} is no name of a machine: {error}"
+    greeted = await _is_greeted(reader)
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
-    return None
+    return None if greeted else f"what listens at {endpoint} is no ZeroMQ socket"
+
+
+async def _is_greeted(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side begins as ZeroMQ does, which waits for nobody (ZMTP 3, RFC 23: %xFF, eight octets, %x7F)."""
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            signature = await reader.readexactly(SIGNATURE_BYTES)
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+    return signature[0] == 0xFF and signature[-1] == 0x7F
 
 
 def _sentence(endpoint: str, host: str, error: OSError) -> str:
