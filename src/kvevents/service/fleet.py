@@ -67,6 +67,8 @@ class Fleet(Listener):
         self._lock = threading.Lock()
         self._told: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
+        self._plain: dict[Wall, list[Namespace]] = {}
+        """Of walls without LoRA and salt, which nearly all prompts are behind; one for each at most."""
         self._look_due = 0.0
         self._judge_due = 0.0
         self.follower = Follower(Subscriber(decode=False), index, self)
@@ -80,6 +82,7 @@ class Fleet(Listener):
             member = Member(registration, origin, self._clock())
             self.members[registration.key] = member
             self.walls[registration.wall] = self.walls.get(registration.wall, 0) + 1
+            self._plain = {}
             self._measure()
         done = self.follower.order(lambda: self._follow(member, resume))
         done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
@@ -146,6 +149,7 @@ class Fleet(Listener):
 
     def _drop(self, member: Member) -> None:
         wall = member.registration.wall
+        self._plain = {}
         del self.members[member.registration.key]
         self._told.pop(member.registration.key, None)
         self.walls[wall] -= 1
@@ -185,9 +189,9 @@ class Fleet(Listener):
     def match(self, wall: Wall, tokens: Any, *, mm: Sequence[MultiModal] = (), expected: bool = False) -> list[Row]:
         """Members behind a wall that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
         found: list[Row] = []
-        for name, lora, salt in self._views(wall):
-            namespace = Namespace(model=name, lora=lora, salt=salt, mm=tuple(mm))
-            found += self._rows(self.index.match(tokens, namespace, overlay=expected))
+        for namespace in self.namespaces(wall):
+            within = replace(namespace, mm=tuple(mm)) if mm else namespace
+            found += self._rows(self.index.match(tokens, within, overlay=expected))
         return found
 
     def match_keys(self, wall: Wall, keys: list[int], *, local: bool = False) -> list[Row]:
@@ -195,9 +199,9 @@ class Fleet(Listener):
         rolling = chain_hashes(keys) if local else keys
         found: list[Row] = []
         sizes = self.block_sizes(wall)
-        for name, _, _ in self._views(wall):
+        for namespace in self.namespaces(wall):
             for size in sizes:
-                found += self._rows(self.index.match_keys(rolling, size, Namespace(model=name)))
+                found += self._rows(self.index.match_keys(rolling, size, namespace))
         return found
 
     def block_sizes(self, wall: Wall) -> list[int]:
@@ -220,21 +224,28 @@ class Fleet(Listener):
             if (member := members.get((source, rank))) is not None
         ]
 
-    def _views(self, wall: Wall) -> list[tuple[str, str | None, str | None]]:
-        """Walls of the index behind which a prompt may be, each with the LoRA and salt that events there tell themselves."""
-        model, tenant, group, lora, salt = wall
+    def namespaces(self, wall: Wall) -> list[Namespace]:
+        """Where in the index a prompt may be: walls, each with the LoRA and salt that events behind it tell themselves.
+
+        Raises `NotFoundError` for a model that nobody serves, and `UnavailableError` where nothing is known any more.
+        """
         if self.failure is not None:
             raise UnavailableError(f"nothing is followed any more: {self.failure}", "failed", "restart the service")
-        views = [
-            (
-                Wall(model, tenant, group, own_lora, own_salt),
-                lora if own_lora is None else None,
-                salt if own_salt is None else None,
-            )
+        known = self._plain.get(wall)
+        if known is None:
+            known = self._find_namespaces(wall)
+            if wall in self.walls and wall.lora is None and wall.salt is None:
+                self._plain[wall] = known
+        return known
+
+    def _find_namespaces(self, wall: Wall) -> list[Namespace]:
+        model, tenant, group, lora, salt = wall
+        found = [
+            Namespace(model=view.name, lora=lora if own_lora is None else None, salt=salt if own_salt is None else None)
             for own_lora in dict.fromkeys((None, lora))
             for own_salt in dict.fromkeys((None, salt))
+            if (view := Wall(model, tenant, group, own_lora, own_salt)) in self.walls
         ]
-        found = [(view.name, told_lora, told_salt) for view, told_lora, told_salt in views if view in self.walls]
         if not found and not any(known[:3] == wall[:3] for known in list(self.walls)):
             raise NotFoundError(f"nobody serves model {model!r} for {_whom(wall)}", "unknown-model", self._known_models(wall))
         return found

@@ -28,8 +28,10 @@ class Member:
         "hidden",
         "info",
         "instance",
+        "json_held",
         "json_name",
         "json_rank",
+        "json_score",
         "json_state",
         "lag",
         "last_event",
@@ -51,7 +53,6 @@ class Member:
         self.hidden = False
         """Whether it has had no connection for so long that clients who may not look at trust are not told of it."""
         self.json_rank = b'"%d"' % registration.rank
-        self.json_state = b'"CONNECTING"'
         self.origin = origin
         """Who named it: `http`, or a provider."""
         self.since = now
@@ -66,6 +67,7 @@ class Member:
         self.gaps: deque[Gap] = deque(maxlen=MAX_LEDGER)
         self.last_event: float | None = None
         self.lag: float | None = None
+        self._write_parts()
         self.evicted = 0
         """Blocks that the memory limit had cost it when its present life began, or it was last cleared."""
         self.blamed: frozenset[str] = frozenset()
@@ -74,6 +76,20 @@ class Member:
         """Until when, by the clock that never goes back, the log is not told of losses."""
         self.untold = 0
         """Losses since then."""
+
+    def _write_parts(self) -> None:
+        """Parts of answers that numbers are put into, with a name for each."""
+        name, rank = self.json_name.replace(b"%", b"%%"), self.json_rank
+        self.json_state = b'"%b"' % self.trusted.state.encode("ascii")
+        self.json_score = b"%b:{%b:%%d}" % (name, rank)
+        """Tokens on the device."""
+        self.json_held = b'%b:{"longest_matched":%%d,"gpu":%%d,"dp":{%b:%%d},"cpu":%%d,"disk":%%d,"trust":{%b:%b}}' % (
+            name,
+            rank,
+            rank,
+            self.json_state,
+        )
+        """Tokens on any tier, on the device, there once more, and down to host and disk."""
 
     def judge(self, trust: Trust, now: float) -> State | None:
         """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
@@ -87,7 +103,7 @@ class Member:
             return None
         self.trust = trust.because(reason)
         self.trusted = Trusted(cast("State", trust.name), reason)
-        self.json_state = b'"%b"' % trust.name.encode("ascii")
+        self._write_parts()
         if trust.name == former.state:
             return None
         self.since = now

@@ -37,6 +37,11 @@ STANDING_SECONDS: Final = 10.0
 """How long a snapshot waits for the follower to say where the streams stand."""
 
 
+_NEITHER: Final = (None, None)
+_ALONE: Final = Namespace()
+"""Of prompts without LoRA and salt."""
+
+
 class Service:
     """Everything but the server. `start` and `stop` once each, in one event loop."""
 
@@ -234,7 +239,7 @@ class Service:
     def _look_hot(self, wall: Wall, tokens: Any) -> None:
         size = self.fleet.block_sizes(wall)[:1]
         if size and len(tokens) >= size[0]:
-            self.hot.look(wall, tokens, size[0], Namespace(lora=wall.lora, salt=wall.salt))
+            self.hot.look(wall, tokens, size[0], _ALONE if wall[3:] == _NEITHER else Namespace(lora=wall.lora, salt=wall.salt))
 
     def hottest(self, wall: Wall, limit: int) -> tuple[int, list[HotPrefix]]:
         """How many prompts were sampled, and the prefixes that they begin with most."""

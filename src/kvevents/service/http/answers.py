@@ -27,15 +27,13 @@ def dynamo(rows: Iterable[Row]) -> bytes:
     scores: list[bytes] = []
     instances: list[bytes] = []
     for ranks in _by_instance(rows).values():
-        name = ranks[0].member.json_name
         if len(ranks) == 1:
             member, gpu, cpu, disk, longest = ranks[0]
-            rank = member.json_rank
             if gpu:
-                scores.append(b"%b:{%b:%d}" % (name, rank, gpu))
-            told = (name, longest, gpu, rank, gpu, cpu, disk, rank, member.json_state)
-            instances.append(b'%b:{"longest_matched":%d,"gpu":%d,"dp":{%b:%d},"cpu":%d,"disk":%d,"trust":{%b:%b}}' % told)
+                scores.append(member.json_score % gpu)
+            instances.append(member.json_held % (longest, gpu, gpu, cpu, disk))
             continue
+        name = ranks[0].member.json_name
         held = b",".join([b"%b:%d" % (each.member.json_rank, each.gpu) for each in ranks if each.gpu])
         if held:
             scores.append(b"%b:{%b}" % (name, held))

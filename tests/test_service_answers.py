@@ -1,0 +1,59 @@
+"""`kvevents.service.http.answers`: answers are written as bytes, and are the JSON that they look like."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.service.http.answers import dynamo, mooncake
+from kvevents.service.member import Member, Row
+from kvevents.service.registration import Registration
+from kvevents.stream import Trust
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=6) | st.sampled_from(
+    ["%d", "50%", '"', "\\", "a%%b", "7"]
+)
+COUNTS = st.integers(0, 1 << 40)
+
+
+def member(instance: str, rank: int, trust: Trust = Trust.EXACT) -> Member:
+    made = Member(Registration(instance=instance, endpoint="tcp://127.0.0.1:1", model="m", rank=rank), "http", 0.0)
+    made.judge(trust, 1.0)
+    return made
+
+
+@given(st.lists(st.tuples(NAMES, st.integers(0, 3), COUNTS, COUNTS, COUNTS, COUNTS), unique_by=lambda row: row[:2], max_size=6))
+def test_both_spellings_say_the_same_of_any_names_and_ranks(rows: list[tuple[str, int, int, int, int, int]]) -> None:
+    """Several ranks of an instance together; scores only of those that hold something on the device."""
+    told = [Row(member(name, rank), *counts) for name, rank, *counts in rows]
+    one, other = json.loads(dynamo(told)), json.loads(mooncake("t%d", told))["t%d"]
+    assert one["instances"].keys() == other.keys() == {name for name, *_ in rows}
+    for name, held in one["instances"].items():
+        own = [row for row in rows if row[0] == name]
+        longest = max(row[5] for row in own)
+        gpu, cpu, disk = (max(row[at] for row in own) for at in (2, 3, 4))
+        assert held == {
+            "longest_matched": longest,
+            "gpu": gpu,
+            "dp": {str(row[1]): row[2] for row in own},
+            "cpu": cpu,
+            "disk": disk,
+            "trust": {str(row[1]): "EXACT" for row in own},
+        }
+        assert other[name] == {
+            "longest_matched": longest,
+            "GPU": gpu,
+            "DP": {str(row[1]): row[5] for row in own},
+            "CPU": cpu,
+            "DISK": disk,
+            "trust": held["trust"],
+        }
+        assert one["scores"].get(name, {}) == {str(row[1]): row[2] for row in own if row[2]}
+
+
+def test_an_answer_has_the_trust_of_its_moment() -> None:
+    one = member("a", 0)
+    one.judge(Trust.STALE, 2.0)
+    assert json.loads(dynamo([Row(one, 1, 1, 1, 1)]))["instances"]["a"]["trust"] == {"0": "STALE"}
