@@ -60,7 +60,7 @@ class _Server(uvicorn.Server):
             config.load()
         except (OSError, ValueError) as error:  # ssl's errors are both
             raise ConfigError(
-                f"tls cannot be used: {_reason(error)}; it takes PEM files, and the key without a password"
+                f"tls cannot be used: {_reason(error)}; certificate, key and client_ca are PEM files, the key without password"
             ) from error
         super().__init__(config)
         self._announce = announce

@@ -86,7 +86,8 @@ class Service:
         for task in self._tasks:
             task.add_done_callback(self._ended)
         for sentence in self.warnings():
-            log.warning("%s", sentence)
+            if sentence not in self.lost:  # told already
+                log.warning("%s", sentence)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """None of them fails but by a fault of ours."""

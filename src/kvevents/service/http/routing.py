@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from kvevents.service import shapes
 from kvevents.service.access import Role
 from kvevents.service.http import field as contract
-from kvevents.service.http import probes, v1
+from kvevents.service.http import listings, probes, v1
 from kvevents.service.http.messages import Request, Response, Streamed
 from kvevents.service.registration import MAX_NAME_BYTES
 
@@ -86,14 +86,14 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     Endpoint(
         "GET",
         "/workers",
-        contract.workers,
+        listings.workers,
         Role.READ,
         "field",
         parameters=(Parameter("model_name", "only this model"), Parameter("routing_group", "only this group")),
     ),
-    Endpoint("GET", "/services", contract.services, Role.READ, "field"),
-    Endpoint("GET", "/global_view", contract.global_view, Role.READ, "field"),
-    Endpoint("GET", "/dump", contract.dump, Role.READ, "field", slow=True),
+    Endpoint("GET", "/services", listings.services, Role.READ, "field"),
+    Endpoint("GET", "/global_view", listings.global_view, Role.READ, "field"),
+    Endpoint("GET", "/dump", listings.dump, Role.READ, "field", slow=True),
     # Our own
     Endpoint(
         "POST",
