@@ -79,13 +79,11 @@ def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
 
 def _responses(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
     schema = by_kind[id(endpoint.gives)] if endpoint.gives is not None else {}
+    content = {endpoint.media: {"schema": schema}}
     found: dict[str, Any] = {
-        str(endpoint.status): {"description": "the answer", "content": {endpoint.media: {"schema": schema}}}
+        str(status): {"description": description, "content": content}
+        for status, description in ((endpoint.status, "the answer"), *endpoint.also)
     }
-    if endpoint.path == "/register":
-        found["200"] = {"description": "the answer in Mooncake's spelling", "content": {"application/json": {"schema": {}}}}
-    if endpoint.path == "/readyz":
-        found["503"] = {"description": "not yet", "content": {endpoint.media: {"schema": schema}}}
     told = {"application/json": {"schema": by_kind[id(Problem)]}}
     for status, description in _ERRORS.items():
         found.setdefault(str(status), {"description": description, "content": told})

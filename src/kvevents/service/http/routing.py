@@ -45,6 +45,8 @@ class Endpoint:
     gives: Any = None
     """Type of the answer; None where it is not JSON of one type."""
     status: int = 200
+    also: tuple[tuple[int, str], ...] = ()
+    """Other statuses of answers of this type, and when they come."""
     raw: bool = False
     """Whether token ids may also come as raw 32-bit numbers."""
     quick: bool = False
@@ -71,6 +73,7 @@ _RAW: Final = (
     *(Parameter(name, "of a raw body", schema=_NAME) for name in ("tenant", "group", "lora", "salt")),
     Parameter("expected", "of a raw body", schema={"type": "boolean"}),
 )
+_FAILED: Final = ((503, "the process has to be restarted"),)
 
 
 def _limit(most: int) -> Parameter:
@@ -79,7 +82,16 @@ def _limit(most: int) -> Parameter:
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     # The field's contract
-    Endpoint("POST", "/register", contract.register, Role.REGISTER, "field", contract.RegisterRequest, status=201),
+    Endpoint(
+        "POST",
+        "/register",
+        contract.register,
+        Role.REGISTER,
+        "field",
+        contract.RegisterRequest,
+        status=201,
+        also=((200, "the answer in Mooncake's spelling"),),
+    ),
     Endpoint("POST", "/unregister", contract.unregister, Role.REGISTER, "field", contract.UnregisterRequest),
     Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True),
     Endpoint("POST", "/query_by_hash", contract.query_by_hash, Role.READ, "field", contract.HashQueryRequest, quick=True),
@@ -149,9 +161,9 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ),
     Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
     # Probes and people
-    Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer),
-    Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer),
-    Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer),
+    Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED),
+    Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer, also=_FAILED),
+    Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer, also=((503, "not yet"),)),
     Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", slow=True),
     Endpoint("GET", "/openapi.json", probes.openapi, None, "probes"),
     Endpoint("GET", "/", probes.page, None, "probes", media="text/html"),
