@@ -13,7 +13,7 @@ PROPTEST_CASES ?= 20000
 
 .PHONY: demo test lint types unit bench faults fuzz fuzz-native dist clean
 
-demo: $(NATIVE)  ## Play a recorded vLLM run over real sockets, with losses and a restart, and tail it live
+demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
 
 test: lint types unit  ## Everything that CI checks

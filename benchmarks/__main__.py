@@ -14,10 +14,11 @@ from benchmarks.indexing import figures as indexing
 from benchmarks.indexing.rival import interpreter
 from benchmarks.service import figures as service
 from benchmarks.service import wrk
+from benchmarks.simulation import figures as simulation
 from benchmarks.trials import Results, Trial, measure, rows
 
-TRIALS: Final = (*streams.TRIALS, *indexing.TRIALS, *service.TRIALS)
-FIGURES: Final = (*streams.FIGURES, *indexing.FIGURES, *service.FIGURES)
+TRIALS: Final = (*streams.TRIALS, *indexing.TRIALS, *service.TRIALS, *simulation.TRIALS)
+FIGURES: Final = (*streams.FIGURES, *indexing.FIGURES, *service.FIGURES, *simulation.FIGURES)
 
 
 def main() -> int:

@@ -88,11 +88,16 @@ def extracted(engine: Engine, module: str) -> Path:
 
 def wheel(release: Release) -> Path:
     """The wheel of a release, downloaded when nobody has put it there. Raises `SystemExit` with a sentence without one."""
+    return at_hand(release) or _download(release, CACHE / "wheels")
+
+
+def at_hand(release: Release) -> Path | None:
+    """The wheel of a release, when somebody has put it there or it was downloaded before."""
     for folder in (Path(os.environ.get("KVEVENTS_WHEELS", "")), CACHE / "wheels"):
         found = sorted(folder.glob(release.wheels))
         if found:
             return found[0]
-    return _download(release, CACHE / "wheels")
+    return None
 
 
 def _download(release: Release, folder: Path) -> Path:

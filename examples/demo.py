@@ -1,164 +1,84 @@
-"""A recorded run of a real vLLM, over real sockets, with everything going wrong that can: run it with `make demo`.
+"""What KV cache events are worth: simulated engines over real sockets, under each routing policy. `make demo` runs it.
 
-It needs no GPU and no engine. A tape player is the engine: it loses a fifth of its live batches, answers replay requests
-incompletely, and is restarted. A subscriber follows it; in the end what was delivered is compared with what was published.
+It needs no GPU. Four engines with vLLM's block manager work on a packaged trace, several times as fast as the clock. Each
+publishes its events on a socket of its own, which loses a share of them; a router follows all of them through our subscriber
+and index. In the end there is a table: time to the first token and hit rate under each policy, and whether the index was right
+about every prompt.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import Final
 
-from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
 from kvevents.cli.console import Console, Span
-from kvevents.cli.following import TrustWatch
-from kvevents.cli.lines import LineFormat, plural
-from kvevents.recording import live_batches
-from kvevents.testing import Faults, TapePlayer
+from kvevents.cli.sim.board import board
+from kvevents.cli.sim.comparing import judge, tell
+from kvevents.cli.sim.running import streams_line
+from kvevents.routing import POLICIES
+from kvevents.sim.faults import parse_faults
+from kvevents.sim.live import LiveFleet
+from kvevents.sim.report import described
+from kvevents.sim.results import Comparison, PolicyResult
+from kvevents.sim.settings import FleetSettings
+from kvevents.sim.workloads import rescaled, workload
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORDING = ROOT / "tests" / "data" / "vllm-0.32-captures.jsonl.gz"
-LIVES = ("bs32-sha256cbor-seed0", "bs64-emptytopic")
-"""Two runs of the recording: before the restart blocks of 32 tokens, after it blocks of 64."""
-REPLIES_END_AFTER = 12
-"""Batches of one reply that get through; engines' send queues overflow at 1,000."""
-BEFORE_WE_CAME = 24
-UNSEEN_AFTER_RESTART = 9
-RATE = 30.0
-DEADLINE = 15.0
-"""Seconds that each act may take; it takes about three."""
+SETTINGS: Final = FleetSettings(engines=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
+"""Caches half of what such a GPU has room for, as a larger model would leave."""
+REQUESTS: Final = 400
+SPEED: Final = 4.0
+"""The trace's requests come this much closer together, which is what four such engines can just do."""
+PACE: Final = 8.0
+"""Seconds of the fleet that pass in one of the clock."""
+FAULTS: Final = "drop:1%"
 
 NEXT = """
 Try next:
-  .venv/bin/kvevents play tests/data/vllm-0.32-captures.jsonl.gz --wait-for-subscriber --stay &
-  .venv/bin/kvevents tail tcp://127.0.0.1:5557 --events      the same run, event by event
-  .venv/bin/kvevents doctor tcp://127.0.0.1:5557             what works, what does not, what to do
-  .venv/bin/python examples/subscribe.py                     the same in ten lines of Python
+  .venv/bin/kvevents sim compare --html report.html          the same with a fleet of your own, in virtual time; with figures
+  .venv/bin/kvevents sim run --sources fleet.toml            such a fleet to point any consumer at, and in other terminals:
+  .venv/bin/kvevents serve --sources fleet.toml              who holds how much of a prompt, over HTTP
+  .venv/bin/kvevents top                                     that fleet, live
+  .venv/bin/python examples/recorded_run.py                  a recorded vLLM run with losses and a restart, byte for byte
 and with an engine of your own:
   vllm serve MODEL --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
     "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+  .venv/bin/kvevents doctor tcp://127.0.0.1:5557             what works, what does not, what to do
 """
 
 
-class EveryOtherTime:
-    """Leaves some numbers out of replies, but not twice in a row: an engine that never sends one has really lost it."""
-
-    def __init__(self) -> None:
-        self._left_out: set[int] = set()
-
-    def __call__(self, seq: int) -> bool:
-        if seq % 7 != 3 or seq in self._left_out:
-            self._left_out.discard(seq)
-            return False
-        self._left_out.add(seq)
-        return True
-
-
-class Demo:
-    """The subscriber's side: shows what comes and keeps it for the comparison."""
-
-    def __init__(self, tape: TapePlayer, subscriber: Subscriber, console: Console) -> None:
-        self.delivered: dict[int, list[Batch]] = {0: [], 1: []}
-        self.gaps = 0
-        self._tape = tape
-        self._subscriber = subscriber
-        self._console = console
-        self._lines = LineFormat(width=len("vllm/0"))
-        self._watch = TrustWatch(subscriber)
-
-    def say(self, text: str) -> None:
-        """Tell what happens on the stage."""
-        self._console.line()
-        self._console.line(Span(f"== {text}", "bold"))
-
-    def follow(self, done: Callable[[], bool]) -> None:
-        """Show deliveries until `done`, at most `DEADLINE` seconds."""
-        until = time.monotonic() + DEADLINE
-        while time.monotonic() < until:
-            delivery = self._subscriber.receive(timeout=0.05)
-            if delivery is not None:
-                self._take(delivery)
-                continue
-            for source, rank, trust in self._watch.changes():
-                self._console.line(*self._lines.trust(source, rank, trust))
-            if done():
-                return
-
-    def _take(self, delivery: Delivery) -> None:
-        if isinstance(delivery, Batch):
-            self.delivered.setdefault(delivery.incarnation, []).append(delivery)
-            for line in self._lines.batch(delivery):
-                self._console.line(*line)
-        elif isinstance(delivery, Reset):
-            self._console.line(*self._lines.reset(delivery))
-        elif isinstance(delivery, Gap):
-            self.gaps += 1
-            self._console.line(*self._lines.gap(delivery))
-
-    def has_all_of(self, life: int) -> Callable[[], bool]:
-        """Whether as many batches as a life published have come."""
-        return lambda: len(self.delivered[life]) >= len(self._tape.batches(life)) and self._subscriber.trust().name == "EXACT"
-
-
-def play(tape: TapePlayer, demo: Demo) -> None:
-    """Both lives of the engine."""
-    demo.say("an engine has been running for a while; we subscribe late, and a fifth of what it sends now is lost on the way")
-    first = tape.start_playing(rate=RATE)
-    demo.follow(lambda: first.done() and demo.has_all_of(0)())
-    demo.say("the engine is killed, comes back on the same port, and is busy before we have reconnected")
-    second_life = [batch._replace(topic=b"kv-events") for batch in live_batches(RECORDING, LIVES[1])]
-    tape.restart(second_life, unseen_until=UNSEEN_AFTER_RESTART)
-    second = tape.start_playing(rate=RATE)
-    demo.follow(lambda: second.done() and demo.has_all_of(1)())
-
-
-def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
-    """Compare, batch by batch and byte by byte."""
-    demo.say("published and delivered, compared payload by payload")
-    lossless = True
-    for life in sorted(demo.delivered):
-        published = tape.batches(life)
-        delivered = demo.delivered[life]
-        equal = [(batch.seq, batch.payload) for batch in delivered] == published
-        lossless = lossless and equal
-        replayed = sum(batch.replayed for batch in delivered)
-        counts = f"life {life}: {len(published):3} published, {len(delivered):3} delivered, {replayed:3} of them by replay: "
-        console.line(counts, Span("equal, in order, byte for byte", "good") if equal else Span("NOT EQUAL", "bad"))
-    return lossless and not demo.gaps and tape.counts.lives == len(demo.delivered)
-
-
-def tell(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None:
-    """What was seen, in a sentence."""
-    counts = tape.counts
-    replayed = sum(batch.replayed for batches in demo.delivered.values() for batch in batches)
-    console.line()
-    if not lossless:
-        console.line(Span("This should not happen: what was delivered is not what was published. Please report it.", "bad"))
-        return
-    published, requests = plural(counts.published, "batch"), plural(counts.requests, "request")
-    console.line(
-        f"vLLM published {published}. {replayed} of them were sent before we were there or lost on the way; {requests} for"
-        f" replay, whose answers left out {counts.withheld}, brought every one, once and in order. The restart was noticed,"
-        " though no engine announces one."
-    )
-    for line in NEXT.splitlines():
-        console.line(line)
+def run(policy: str, requests: int, pace: float, console: Console) -> PolicyResult:
+    """The fleet under one policy."""
+    with LiveFleet(SETTINGS, policy, pace=pace, wishes=parse_faults(FAULTS)) as fleet:
+        with board(fleet, console) as show:
+            result = fleet.run(rescaled(workload("trace", requests=requests), SPEED), look=lambda _: show())
+        console.line(Span(f"{policy}: ", "name"), streams_line(fleet.streams(), fleet.struck))
+    return result
 
 
 def main() -> int:
-    """Play, follow, compare."""
+    """Run all policies and compare them."""
+    parser = argparse.ArgumentParser(description="Routing policies over a live fleet of simulated engines.")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of the trace (default: %(default)s)")
+    parser.add_argument(
+        "--pace", type=float, default=PACE, help="seconds of the fleet in one of the clock (default: %(default)g)"
+    )
+    asked = parser.parse_args()
     console = Console()
-    faults = Faults(drop=0.2, replay_send_limit=REPLIES_END_AFTER, replay_holes=EveryOtherTime(), seed=4)
-    with TapePlayer(RECORDING, run=LIVES[0], faults=faults) as tape:
-        tape.play(BEFORE_WE_CAME)
-        with Subscriber(Source(tape.endpoint, tape.replay_endpoint, name="vllm")) as subscriber:
-            demo = Demo(tape, subscriber, console)
-            play(tape, demo)
-        lossless = conclude(tape, demo, console)
-        tell(tape, demo, lossless, console)
-    return 0 if lossless else 1
+    began = time.monotonic()
+    console.line(
+        f"{SETTINGS.engines} engines publish over sockets that lose 1% of their batches; {asked.requests} requests, under each "
+        f"of {len(POLICIES)} policies:"
+    )
+    results = [run(policy, asked.requests, asked.pace, console) for policy in POLICIES]
+    comparison = Comparison(settings=described(SETTINGS, {"requests": asked.requests, "speed": SPEED}), policies=results)
+    console.line()
+    tell(comparison, console, json=False)
+    console.line(f"{time.monotonic() - began:.0f} seconds.")
+    for line in NEXT.splitlines():
+        console.line(line)
+    return int(judge(results, console))
 
 
 if __name__ == "__main__":

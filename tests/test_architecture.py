@@ -21,7 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stream",),
     ("_native",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
-    ("compat", "testing", "service"),
+    ("routing",),
+    ("compat", "testing", "service", "export"),
+    ("sim",),
     ("cli",),
     ("__main__",),
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvevents.events import BlockRemoved, BlockStored
+from kvevents.routing import POLICIES
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch
 from test_cli import RECORDING, RUN, Program, free_port
@@ -20,8 +21,26 @@ def example(name: str, *args: object) -> Program:
     return Program(EXAMPLES / name, *args, command=[sys.executable])
 
 
-def test_the_demo_delivers_what_was_published() -> None:
-    with example("demo.py") as demo:
+def test_the_demo_compares_every_policy() -> None:
+    with example("demo.py", "--requests", 20, "--pace", 200) as demo:
+        ended = demo.end()
+    assert ended.code == 0, ended.out + ended.err
+    for policy in POLICIES:
+        assert re.search(
+            rf"^{policy}: 4 of 4 streams EXACT; \d+ batch(es)? delivered, .* 0 lost for good, ", ended.out, re.MULTILINE
+        )
+    table = ended.out.partition("TTFT p50")[2].splitlines()[1 : len(POLICIES) + 1]
+    assert [row.split()[0] for row in table] == list(POLICIES)
+    assert all(row.split()[-1] == "0" for row in table)  # disagreements
+    assert re.search(
+        r"(?m)^prefix-aware found [\d.]+% of prompt tokens in caches, .*; index and engines agreed on all ", ended.out
+    )
+    assert "Try next:" in ended.out
+    assert "\x1b[" not in ended.out + ended.err
+
+
+def test_the_recorded_run_delivers_what_was_published() -> None:
+    with example("recorded_run.py") as demo:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
     assert ended.err == ""

@@ -344,6 +344,18 @@ def test_a_stalled_connection_stays_open(tape: TapePlayer, proxy: FaultProxy, co
     assert seqs(other, 1) == seqs(sub, 1) == [3]
 
 
+def test_a_stall_can_be_ended_alone(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """What was dropped goes on being dropped, and what was stalled arrives."""
+    sub = connect(zmq.SUB, proxy.endpoint)
+    join(tape, sub)
+    proxy.drop(lambda frames: frames[1] == (1).to_bytes(8, "big"))
+    proxy.stall()
+    tape.play(3)
+    assert not sub.poll(0)
+    proxy.resume()
+    assert seqs(sub, 2) == [0, 2]
+
+
 def test_heartbeats_notice_a_stall(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
     """A half-open connection is found out by heartbeats alone; the subscriber comes back when the network does."""
     sub = connect(zmq.SUB, proxy.endpoint, {zmq.HEARTBEAT_IVL: 50, zmq.HEARTBEAT_TIMEOUT: 50})

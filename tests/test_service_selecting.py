@@ -12,7 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvevents.errors import UsageError
-from kvevents.service.selecting import EQUAL, SelectError, Turns, Worker, select
+from kvevents.routing import Turns, Worker
+from kvevents.routing.scoring import EQUAL
+from kvevents.service.selecting import SelectError, select
 from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, State, Trusted
 
 PROMPT = list(range(100))

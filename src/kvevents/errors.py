@@ -13,7 +13,8 @@
     └── PeerError                    something outside this process is at fault
         ├── EndpointError            a socket cannot be bound or opened   (OSError)
         ├── RecordingError           a recording cannot be read or written (ValueError)
-        └── SnapshotError            a snapshot cannot be read or written (ValueError)
+        ├── SnapshotError            a snapshot cannot be read or written (ValueError)
+        └── WorkloadError            a trace of requests cannot be read or written (ValueError)
 
 What a peer *sends* never raises: it is set aside with a reason and counted (`kvevents.wire.Rejected`).
 """
@@ -67,3 +68,7 @@ class RecordingError(PeerError, ValueError):
 
 class SnapshotError(PeerError, ValueError):
     """A snapshot cannot be read or written; the message names the file and what to do."""
+
+
+class WorkloadError(PeerError, ValueError):
+    """A trace of requests cannot be read or written; the message names file, line and what to do."""

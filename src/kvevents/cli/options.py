@@ -141,14 +141,7 @@ def add_publisher(parser: ArgumentParser) -> None:
         metavar="ENDPOINT",
         help="where to answer replay requests (default: %(default)s)",
     )
-    parser.add_argument(
-        "--wait-for-subscriber",
-        nargs="?",
-        type=seconds,
-        const=WAIT_FOR_SUBSCRIBER_SECONDS,
-        metavar="S",
-        help=f"begin when somebody has subscribed, within S seconds (default: {WAIT_FOR_SUBSCRIBER_SECONDS:.0f})",
-    )
+    add_wait_for_subscriber(parser)
     parser.add_argument(
         "--stay",
         nargs="?",
@@ -156,6 +149,18 @@ def add_publisher(parser: ArgumentParser) -> None:
         const=FOREVER,
         metavar="S",
         help="go on answering replay requests for S seconds after the last batch, or until Ctrl-C",
+    )
+
+
+def add_wait_for_subscriber(parser: ArgumentParser) -> None:
+    """Whether to begin with nobody there."""
+    parser.add_argument(
+        "--wait-for-subscriber",
+        nargs="?",
+        type=seconds,
+        const=WAIT_FOR_SUBSCRIBER_SECONDS,
+        metavar="S",
+        help=f"begin when somebody has subscribed, within S seconds (default: {WAIT_FOR_SUBSCRIBER_SECONDS:.0f})",
     )
 
 

@@ -10,9 +10,10 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli import doctor, play, publish, query, record, serve, tail, top
+from kvevents.cli import doctor, export, play, publish, query, record, serve, tail, top
 from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
+from kvevents.cli.sim import group as sim
 from kvevents.cli.stopping import interrupting
 from kvevents.errors import KVEventsError
 from kvevents.version import version
@@ -26,6 +27,8 @@ COMMANDS: Final[tuple[Command, ...]] = (
     serve.COMMAND,
     query.COMMAND,
     top.COMMAND,
+    export.COMMAND,
+    sim.COMMAND,
 )
 
 _DESCRIPTION: Final = "Watch, record, play, publish, examine and serve the KV cache events of inference engines."
@@ -37,6 +40,8 @@ examples:
   kvevents play run.jsonl.gz --wait-for-subscriber   be that engine again, without a GPU
   kvevents serve                                     know a fleet's caches, and answer for them over HTTP
   kvevents top                                       how that fleet fares, live
+  kvevents export run.jsonl.gz out                   a recording as tables, to be asked
+  kvevents sim compare                               how routing policies fare with a fleet, without a GPU
 
 `kvevents COMMAND --help` tells more. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage, 3 nothing arrived.
 """

@@ -10,20 +10,15 @@ to one worker at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from random import Random
-from typing import Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Final
 
+from kvevents.routing.choice import Worker
+from kvevents.routing.scoring import TierWeights, best_of, relative_loads
+from kvevents.routing.turns import Turns
 from kvevents.service.errors import ServiceError
 from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, Trusted
 
-Worker: TypeAlias = tuple[str, int]
-"""Instance and rank."""
-
-EQUAL: Final = 1e-9
-"""Scores and shares that are no further apart are equal: sums of floats of the same worth differ by less."""
-MAX_TURNS: Final = 16_384
-"""Workers whose last turn is remembered, 200 bytes each at most: four times as many as a service follows by default."""
 _STRANGE: Final = Trusted("STALE", "this service does not follow it")
 _NOTHING: Final = Held(instance="", rank=0, tokens=0, tiers={}, trust=_STRANGE)
 _DEFAULT: Final = SelectRequest(model="any", tokens=[])
@@ -31,52 +26,6 @@ _DEFAULT: Final = SelectRequest(model="any", tokens=[])
 
 class SelectError(ServiceError):
     """The candidates of a request cannot be chosen from."""
-
-
-class Turns:
-    """Who comes next of equal workers. One for each process; of one thread."""
-
-    def __init__(self, random: Random | None = None, max_workers: int = MAX_TURNS) -> None:
-        self._random = random or Random()  # noqa: S311 - spreads load, keeps no secret
-        self._start = self._random.random()
-        self._max_workers = max_workers
-        self._number = 0
-        self._last: dict[int, int] = {}
-
-    def pick(self, how: str, scope: Hashable, equal: Sequence[Worker]) -> int:
-        """Place of the one to take; `how` as `SelectRequest.tie` has it. `scope` is what keeps workers of one name apart."""
-        return _TIES[how](self, scope, equal) if len(equal) > 1 else 0
-
-    def took(self, scope: Hashable, worker: Worker) -> None:
-        """A worker was chosen, whatever for: of equal ones it is the last to come next."""
-        key = hash((scope, worker))  # the names themselves are as long as a client likes
-        self._number += 1
-        self._last.pop(key, None)
-        self._last[key] = self._number
-        if len(self._last) > self._max_workers:
-            del self._last[next(iter(self._last))]
-
-    def _rotate(self, scope: Hashable, equal: Sequence[Worker]) -> int:
-        """The one chosen longest ago; of those that never were, the next from a random place on."""
-        start = int(self._start * len(equal))
-
-        def waited(place: int) -> tuple[int, int]:
-            return self._last.get(hash((scope, equal[place])), 0), (place - start) % len(equal)
-
-        return min(range(len(equal)), key=waited)
-
-    def _draw(self, _: Hashable, equal: Sequence[Worker]) -> int:
-        return self._random.randrange(len(equal))
-
-    def _first(self, _: Hashable, __: Sequence[Worker]) -> int:
-        return 0
-
-
-_TIES: Final[dict[str, Callable[[Turns, Hashable, Sequence[Worker]], int]]] = {
-    "rotate": Turns._rotate,  # noqa: SLF001 - a table of its own methods
-    "random": Turns._draw,  # noqa: SLF001
-    "first": Turns._first,  # noqa: SLF001
-}
 
 
 def select(
@@ -95,7 +44,7 @@ def select(
     """
     _check(request, candidates)
     considered = _consider(request, candidates, held, trust)
-    equal = _best(considered)
+    equal = best_of(considered)
     scope = (request.tenant, request.group, request.model)
     chosen = equal[turns.pick(request.tie, scope, [(one.instance, one.rank) for one in equal])]
     turns.took(scope, (chosen.instance, chosen.rank))
@@ -126,12 +75,12 @@ def _consider(
     request: SelectRequest, candidates: Sequence[Candidate], held: Mapping[Worker, Held], trust: Mapping[Worker, Trusted]
 ) -> list[Considered]:
     tiers, belief = _DEFAULT.tiers | request.tiers, _DEFAULT.trust | request.trust
-    lowest, whole = min(tiers.values()), len(request.tokens)
+    weights, whole = TierWeights(tiers), len(request.tokens)
     found: list[Considered] = []
-    for one, load in zip(candidates, _relative_loads(candidates), strict=True):
+    for one, load in zip(candidates, relative_loads([one.load for one in candidates]), strict=True):
         worker = (one.instance, one.rank)
         hit, trusted = held.get(worker, _NOTHING), trust.get(worker, _STRANGE)
-        uncached = 1.0 - belief[trusted.state] * (_saved(hit, tiers, lowest, whole) if hit.tokens else 0.0)
+        uncached = 1.0 - belief[trusted.state] * (weights.saved(hit.tokens, hit.tiers, whole) if hit.tokens else 0.0)
         weighted = request.load_weight * load
         found.append(
             Considered(
@@ -146,39 +95,6 @@ def _consider(
             )
         )
     return found
-
-
-def _relative_loads(candidates: Sequence[Candidate]) -> list[float]:
-    """Loads over their mean; all 0 without any load. The largest is taken out first, so that no sum overflows."""
-    most = max(one.load for one in candidates)
-    if most == 0:
-        return [0.0] * len(candidates)
-    shares = [one.load / most for one in candidates]
-    mean = math.fsum(shares) / len(shares)
-    return [share / mean for share in shares]
-
-
-def _saved(hit: Held, weights: Mapping[str, float], lowest: float, whole: int) -> float:
-    """The share of a prompt that its cached tokens are worth, 0 to 1; an empty prompt saves nothing.
-
-    Lengths are cumulative, so that `cpu` reaches as far as `gpu` or further: each token counts for the best tier that reaches
-    it.
-    """
-    reach = [(min(tokens, whole), weights.get(tier, lowest)) for tier, tokens in hit.tiers.items()]
-    reach.append((min(hit.tokens, whole), lowest))
-    saved, best, end = 0.0, 0.0, whole
-    for tokens, weight in sorted(reach, reverse=True):
-        saved += best * (end - tokens)
-        best, end = max(best, weight), tokens
-    return (saved + best * end) / max(whole, 1)
-
-
-def _best(considered: Sequence[Considered]) -> list[Considered]:
-    """Those with the smallest score, and of them those that compute least, in the order given."""
-    score = min(one.score for one in considered) + EQUAL
-    equal = [one for one in considered if one.score <= score]
-    uncached = min(one.uncached for one in equal) + EQUAL
-    return [one for one in equal if one.uncached <= uncached]
 
 
 def _ordered(considered: Sequence[Considered], chosen: Considered) -> list[Considered]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from kvevents.errors import SnapshotError
 from kvevents.index import MultiModal, Namespace, PrefixIndex
+from kvevents.routing import Turns
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.config import ServiceConfig
@@ -24,7 +25,6 @@ from kvevents.service.member import Row
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
 from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
-from kvevents.service.selecting import Turns
 from kvevents.service.shapes import HotPrefix, ReadyAnswer, SelectRequest, StatsAnswer
 from kvevents.stream import Checkpoint, Trust
 from kvevents.version import version

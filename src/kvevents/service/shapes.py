@@ -9,14 +9,15 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
 
+from kvevents.routing import scoring
 from kvevents.service.registration import DEFAULT_GROUP, MAX_NAME_BYTES
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
-State: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
-TIER_WEIGHTS: Final = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
-TRUST_WEIGHTS: Final[dict[State, float]] = {"EXACT": 1.0, "REPLAYING": 0.8, "DEGRADED": 0.5, "CONNECTING": 0.0, "STALE": 0.0}
+State: TypeAlias = scoring.State
+TIER_WEIGHTS: Final = scoring.TIER_WEIGHTS
+TRUST_WEIGHTS: Final = scoring.TRUST_WEIGHTS
 
 
 class Problem(Struct, frozen=True, kw_only=True):

@@ -154,6 +154,14 @@ class FaultProxy:
 
         self._ask(act)
 
+    def resume(self) -> None:
+        """End a stall, and nothing else."""
+
+        async def act() -> None:
+            self._flow.set()
+
+        self._ask(act)
+
     def cut(self, *, refuse: bool = False) -> None:
         """Close every connection at once; what was held is lost. With `refuse` nobody can connect until `heal`."""
 

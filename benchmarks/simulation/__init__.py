@@ -1,0 +1,1 @@
+"""The simulated engine held against what a real one does."""

@@ -1,0 +1,170 @@
+"""What the study found, as docs/routing-study.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from benchmarks.simulation import words
+from benchmarks.simulation.ladder import Stage
+from kvevents.sim.results import Distribution, PolicyResult
+
+if TYPE_CHECKING:
+    from benchmarks.simulation.cases import Case
+    from benchmarks.simulation.study import Plan
+
+
+class Counted(NamedTuple):
+    """Over all runs."""
+
+    checked: int
+    disagreements: int
+    unproven: int
+
+
+def counted(found: Mapping[Any, Any]) -> Counted:
+    """What the audits of all runs came to."""
+    ends = [result[-1] if isinstance(result, list) else result for result in found.values()]
+    return Counted(*(sum(getattr(end, name) for end in ends) for name in Counted._fields))
+
+
+def document(plan: Plan, speed: float, found: Mapping[Any, Any], *, saturated: float, minutes: int) -> str:
+    """All of it."""
+    counts = counted(found)
+    parts = [
+        words.HEAD.format(minutes=minutes),
+        words.RISING.format(saturated=saturated, speed=speed),
+        _compared("speed", [(f"{speed:g}", cases) for speed, cases in plan.rising()], found),
+        words.POLICIES.format(speed=speed),
+        _table(_EACH, [[name, *_each(found[case])] for name, case in plan.policies(speed)]),
+        words.POLICIES_AFTER,
+        words.CACHES,
+        _compared("cache of an engine", plan.caches(speed), found),
+        words.CACHES_AFTER,
+        words.SMALL,
+        _table(_EACH, [[case.policy, *_each(found[case])] for case in plan.small_blocks(speed)]),
+        words.OTHERS,
+        _other_traffic(plan, found),
+        words.OTHERS_AFTER,
+        words.LLMD,
+        _summary(plan, found),
+        "\nStage by stage, TTFT p90:",
+        _stages(plan, found),
+        "\nOutput tokens a second of each stage:",
+        _outputs(plan, found),
+        words.LLMD_AFTER,
+        _table(["", "theirs", "here"], words.DIFFERENCES),
+        words.LLMD_END,
+        words.ODD.format(runs=len(found), **counts._asdict()),
+    ]
+    return "\n".join(part.removesuffix("\n") for part in parts) + "\n"
+
+
+_EACH: Final = (
+    "policy", "hit rate", "TTFT p50", "p90", "p99", "TPOT p90", "whole answer, mean", "imbalance", "preemptions",
+)  # fmt: skip
+
+
+def _each(result: PolicyResult) -> list[str]:
+    ttft, tpot, latency = (_known(each) for each in (result.ttft, result.tpot, result.latency))
+    times = [_seconds(ttft.p50), _seconds(ttft.p90), _seconds(ttft.p99), _seconds(tpot.p90), _seconds(latency.mean)]
+    return [_percent(result.hit_rate), *times, f"{result.imbalance:.2f}", f"{result.preemptions:,}"]
+
+
+def _compared(head: str, rows: Iterable[tuple[str, Sequence[Case]]], found: Mapping[Any, Any]) -> str:
+    """TTFT p90 and hit rate of several policies, and how much the last one, which asks the index, has less."""
+    heads, lines = [head], []
+    for name, cases in rows:
+        *others, last = [_known(found[case].ttft).p90 for case in cases]
+        heads = [head, *(case.policy for case in cases), *(f"{case.policy} : {cases[-1].policy}" for case in cases[:-1])]
+        lines.append([name, *(_both(found[case]) for case in cases), *(f"{other / last:.1f}" for other in others)])
+    return _table(heads, lines)
+
+
+def _both(result: PolicyResult) -> str:
+    return f"{_seconds(_known(result.ttft).p90)}, {_percent(result.hit_rate)}"
+
+
+def _other_traffic(plan: Plan, found: Mapping[Any, Any]) -> str:
+    rows, names = [], [""]
+    for asked, cases in plan.others():
+        names = ["", *(case.policy for case in cases)]
+        cells = [_both(found[case]) for case in cases]
+        rows.append([f"{asked.name}, {asked.rate:g}/s, {cases[0].fleet.preset}", *cells])
+    return _table(names, rows)
+
+
+_PUBLISHED: Final = {
+    "prefix-aware": ("precise-scheduling", 8730.0, 0.298, 0.542),
+    "prefix-aware, estimated": ("estimated-scheduling", 6944.4, 13.316, 31.083),
+    "least-loaded": ("load-scheduling", 4266.4, 46.987, 94.865),
+    "random": ("random-scheduling", 4428.7, 45.281, 92.551),
+}
+"""By ours: theirs, output tokens a second, TTFT mean and p90, of the report's summary."""
+
+PUBLISHED_OUTPUT: Final = {
+    "prefix-aware": (
+        1219, 3902, 5761, 9184, 9382, 9242, 9222, 9781, 10271, 10055, 10129, 10296, 10285, 10141, 10314, 10497,
+    ),
+    "random": (1314, 3568, 3791, 4933, 4765, 4781, 4636, 4333, 4774, 4845, 4970, 4783, 4845, 4922, 4764, 4835),
+}  # fmt: skip
+"""By ours: theirs of each stage, output tokens a second."""
+
+
+def _summary(plan: Plan, found: Mapping[Any, Any]) -> str:
+    heads = ["theirs", "output/s", "TTFT mean", "p90", "ours", "output/s", "TTFT mean", "p90", "hit rate", "preemptions"]
+    rows = []
+    for climb in plan.climbs():
+        name, *published = _PUBLISHED.get(climb.router, ("", None, None, None))
+        stages: list[Stage] = found[climb][1:]
+        ttft = _known(Distribution.of([value for stage in stages for value in stage.ttft]))
+        cached, prompt = sum(stage.cached_tokens for stage in stages), sum(stage.prompt_tokens for stage in stages)
+        output = sum(stage.output_rate for stage in stages) / len(stages)
+        theirs = ["" if value is None else _published(value) for value in published]
+        ours = [f"{output:,.0f}", _seconds(ttft.mean), _seconds(ttft.p90), _percent(cached / prompt)]
+        rows.append([name, *theirs, climb.router, *ours, f"{stages[-1].preemptions:,}"])
+    return _table(heads, rows)
+
+
+def _published(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1_000 else _seconds(value)
+
+
+def _stages(plan: Plan, found: Mapping[Any, Any]) -> str:
+    climbs = plan.climbs()
+    rows = []
+    for number, (rate, _) in enumerate(climbs[0].stages[1:], 1):
+        times = [_known(Distribution.of(found[climb][number].ttft)).p90 for climb in climbs]
+        rows.append([f"{rate:g}", *map(_seconds, times)])
+    return _table(["requests a second", *(climb.router for climb in climbs)], rows)
+
+
+def _outputs(plan: Plan, found: Mapping[Any, Any]) -> str:
+    climbs = {climb.router: climb for climb in plan.climbs()}
+    heads = ["requests a second"]
+    for router in PUBLISHED_OUTPUT:
+        heads += [_PUBLISHED[router][0], router]
+    rows = []
+    for number, (rate, _) in enumerate(next(iter(climbs.values())).stages[1:], 1):
+        cells = [f"{rate:g}"]
+        for router, published in PUBLISHED_OUTPUT.items():
+            cells += [f"{published[number - 1]:,}", f"{found[climbs[router]][number].output_rate:,.0f}"]
+        rows.append(cells)
+    return _table(heads, rows)
+
+
+def _known(distribution: Distribution | None) -> Distribution:
+    assert distribution is not None, "somebody was answered"
+    return distribution
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *rows])

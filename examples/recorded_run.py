@@ -1,0 +1,165 @@
+"""A recorded run of a real vLLM, over real sockets, with everything going wrong that can.
+
+It needs no GPU and no engine. A tape player is the engine: it loses a fifth of its live batches, answers replay requests
+incompletely, and is restarted. A subscriber follows it; in the end what was delivered is compared with what was published.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
+from kvevents.cli.console import Console, Span
+from kvevents.cli.following import TrustWatch
+from kvevents.cli.lines import LineFormat, plural
+from kvevents.recording import live_batches
+from kvevents.testing import Faults, TapePlayer
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDING = ROOT / "tests" / "data" / "vllm-0.32-captures.jsonl.gz"
+LIVES = ("bs32-sha256cbor-seed0", "bs64-emptytopic")
+"""Two runs of the recording: before the restart blocks of 32 tokens, after it blocks of 64."""
+REPLIES_END_AFTER = 12
+"""Batches of one reply that get through; engines' send queues overflow at 1,000."""
+BEFORE_WE_CAME = 24
+UNSEEN_AFTER_RESTART = 9
+RATE = 30.0
+DEADLINE = 15.0
+"""Seconds that each act may take; it takes about three."""
+
+NEXT = """
+Try next:
+  .venv/bin/kvevents play tests/data/vllm-0.32-captures.jsonl.gz --wait-for-subscriber --stay &
+  .venv/bin/kvevents tail tcp://127.0.0.1:5557 --events      the same run, event by event
+  .venv/bin/kvevents doctor tcp://127.0.0.1:5557             what works, what does not, what to do
+  .venv/bin/python examples/subscribe.py                     the same in ten lines of Python
+and with an engine of your own:
+  vllm serve MODEL --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
+    "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+"""
+
+
+class EveryOtherTime:
+    """Leaves some numbers out of replies, but not twice in a row: an engine that never sends one has really lost it."""
+
+    def __init__(self) -> None:
+        self._left_out: set[int] = set()
+
+    def __call__(self, seq: int) -> bool:
+        if seq % 7 != 3 or seq in self._left_out:
+            self._left_out.discard(seq)
+            return False
+        self._left_out.add(seq)
+        return True
+
+
+class Demo:
+    """The subscriber's side: shows what comes and keeps it for the comparison."""
+
+    def __init__(self, tape: TapePlayer, subscriber: Subscriber, console: Console) -> None:
+        self.delivered: dict[int, list[Batch]] = {0: [], 1: []}
+        self.gaps = 0
+        self._tape = tape
+        self._subscriber = subscriber
+        self._console = console
+        self._lines = LineFormat(width=len("vllm/0"))
+        self._watch = TrustWatch(subscriber)
+
+    def say(self, text: str) -> None:
+        """Tell what happens on the stage."""
+        self._console.line()
+        self._console.line(Span(f"== {text}", "bold"))
+
+    def follow(self, done: Callable[[], bool]) -> None:
+        """Show deliveries until `done`, at most `DEADLINE` seconds."""
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until:
+            delivery = self._subscriber.receive(timeout=0.05)
+            if delivery is not None:
+                self._take(delivery)
+                continue
+            for source, rank, trust in self._watch.changes():
+                self._console.line(*self._lines.trust(source, rank, trust))
+            if done():
+                return
+
+    def _take(self, delivery: Delivery) -> None:
+        if isinstance(delivery, Batch):
+            self.delivered.setdefault(delivery.incarnation, []).append(delivery)
+            for line in self._lines.batch(delivery):
+                self._console.line(*line)
+        elif isinstance(delivery, Reset):
+            self._console.line(*self._lines.reset(delivery))
+        elif isinstance(delivery, Gap):
+            self.gaps += 1
+            self._console.line(*self._lines.gap(delivery))
+
+    def has_all_of(self, life: int) -> Callable[[], bool]:
+        """Whether as many batches as a life published have come."""
+        return lambda: len(self.delivered[life]) >= len(self._tape.batches(life)) and self._subscriber.trust().name == "EXACT"
+
+
+def play(tape: TapePlayer, demo: Demo) -> None:
+    """Both lives of the engine."""
+    demo.say("an engine has been running for a while; we subscribe late, and a fifth of what it sends now is lost on the way")
+    first = tape.start_playing(rate=RATE)
+    demo.follow(lambda: first.done() and demo.has_all_of(0)())
+    demo.say("the engine is killed, comes back on the same port, and is busy before we have reconnected")
+    second_life = [batch._replace(topic=b"kv-events") for batch in live_batches(RECORDING, LIVES[1])]
+    tape.restart(second_life, unseen_until=UNSEEN_AFTER_RESTART)
+    second = tape.start_playing(rate=RATE)
+    demo.follow(lambda: second.done() and demo.has_all_of(1)())
+
+
+def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
+    """Compare, batch by batch and byte by byte."""
+    demo.say("published and delivered, compared payload by payload")
+    lossless = True
+    for life in sorted(demo.delivered):
+        published = tape.batches(life)
+        delivered = demo.delivered[life]
+        equal = [(batch.seq, batch.payload) for batch in delivered] == published
+        lossless = lossless and equal
+        replayed = sum(batch.replayed for batch in delivered)
+        counts = f"life {life}: {len(published):3} published, {len(delivered):3} delivered, {replayed:3} of them by replay: "
+        console.line(counts, Span("equal, in order, byte for byte", "good") if equal else Span("NOT EQUAL", "bad"))
+    return lossless and not demo.gaps and tape.counts.lives == len(demo.delivered)
+
+
+def tell(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None:
+    """What was seen, in a sentence."""
+    counts = tape.counts
+    replayed = sum(batch.replayed for batches in demo.delivered.values() for batch in batches)
+    console.line()
+    if not lossless:
+        console.line(Span("This should not happen: what was delivered is not what was published. Please report it.", "bad"))
+        return
+    published, requests = plural(counts.published, "batch"), plural(counts.requests, "request")
+    console.line(
+        f"vLLM published {published}. {replayed} of them were sent before we were there or lost on the way; {requests} for"
+        f" replay, whose answers left out {counts.withheld}, brought every one, once and in order. The restart was noticed,"
+        " though no engine announces one."
+    )
+    for line in NEXT.splitlines():
+        console.line(line)
+
+
+def main() -> int:
+    """Play, follow, compare."""
+    console = Console()
+    faults = Faults(drop=0.2, replay_send_limit=REPLIES_END_AFTER, replay_holes=EveryOtherTime(), seed=4)
+    with TapePlayer(RECORDING, run=LIVES[0], faults=faults) as tape:
+        tape.play(BEFORE_WE_CAME)
+        with Subscriber(Source(tape.endpoint, tape.replay_endpoint, name="vllm")) as subscriber:
+            demo = Demo(tape, subscriber, console)
+            play(tape, demo)
+        lossless = conclude(tape, demo, console)
+        tell(tape, demo, lossless, console)
+    return 0 if lossless else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

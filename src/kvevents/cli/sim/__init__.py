@@ -1,0 +1,1 @@
+"""`kvevents sim`: a fleet of simulated engines."""

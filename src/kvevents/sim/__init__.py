@@ -1,0 +1,34 @@
+"""A fleet of simulated engines: caches, schedulers and events like vLLM's, in virtual time or over real sockets.
+
+::
+
+    result = simulate(FleetSettings(engines=4), "prefix-aware", workload("chat", requests=200))
+    print(result.hit_rate, result.ttft)
+
+`docs/simulation.md` says what is modelled and how that was checked. Needs the compiled module, as `kvevents.index` does.
+"""
+
+from kvevents.sim.costs import PRESETS, CostModel, cost_model
+from kvevents.sim.fleet import Progress, simulate
+from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.requests import Drawn, Request, Text
+from kvevents.sim.results import Comparison, Distribution, LiveResult, PolicyResult
+from kvevents.sim.settings import FleetSettings
+
+__all__ = [
+    "PRESETS",
+    "Comparison",
+    "CostModel",
+    "Distribution",
+    "Drawn",
+    "FleetSettings",
+    "LiveFleet",
+    "LiveResult",
+    "PolicyResult",
+    "Progress",
+    "Request",
+    "Text",
+    "WorkerView",
+    "cost_model",
+    "simulate",
+]

@@ -1,0 +1,211 @@
+"""The truth: for every prompt, what the index says against what the engine found in its own cache.
+
+An engine looks a prompt up between two of its events, not at a time of day: after all batches before number `seq`, and after
+the first `position` events of that one. So the index is asked exactly there, however late the batch arrives, and the two must
+agree to the token wherever the stream is exact. Where a batch is split for that, its parts are applied one after the other.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from kvevents.errors import UsageError
+from kvevents.events import KVEvent, KVEventBatch
+from kvevents.index import Applied, Namespace, PrefixIndex
+from kvevents.routing import Worker
+from kvevents.sim.results import Difference
+from kvevents.sim.sequence import Sequence
+from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.wire.encode import batch_encoder
+
+MAX_EXAMPLES: Final = 10
+"""Disagreements that are kept to be shown; all are counted."""
+MAX_PENDING: Final = 100_000
+"""Lookups of one worker that wait for the batch before them; older ones are counted as unproven then."""
+
+
+class Mark(NamedTuple):
+    """Where in its stream an engine looked a prompt up."""
+
+    life: int
+    """Of the engine, from 0."""
+    seq: int
+    """Number of the batch that its step announced, or would have announced."""
+    position: int
+    """Events of that batch that had happened before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A lookup of an engine, and what it found."""
+
+    mark: Mark
+    sequence: Sequence
+    tokens: int
+    """How many of the sequence's tokens were looked up."""
+    cached: int
+
+    @property
+    def usable(self) -> array[int]:
+        """The tokens that could have been cached: all but the last."""
+        return self.sequence.tokens[: self.tokens - 1]
+
+    @property
+    def namespace(self) -> Namespace:
+        """What the prompt is looked up within."""
+        return Namespace(lora=self.sequence.lora, salt=self.sequence.salt)
+
+
+@dataclass(slots=True)
+class AuditCounts:
+    """What came out so far."""
+
+    checked: int = 0
+    """Lookups that were compared, all that came before them having been delivered."""
+    disagreements: int = 0
+    """Of those, the ones in which index and engine differ."""
+    unproven: int = 0
+    """Lookups that could not be compared: the stream was not exact, or what came before them was lost."""
+    wrong_unproven: int = 0
+    """Of those that could be asked for all the same, the ones that differ."""
+    examples: list[Difference] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is known of one worker's stream."""
+
+    life: int = 0
+    next: int = 0
+    """Number of the batch that is applied next."""
+    numbered: int = 0
+    """Batches and parts of batches given to the index."""
+    pending: deque[Expected] = field(default_factory=deque)
+
+
+class Audit:
+    """Applies deliveries to an index, and compares on the way. Of one thread, but for `expect`, which one other may call."""
+
+    def __init__(self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True) -> None:
+        self.index: Final = index
+        self.counts: Final = AuditCounts()
+        self._exact: Final = exact
+        self._streams: Final[dict[Worker, _Stream]] = {}
+
+    def add(self, worker: Worker) -> None:
+        """Follow a worker, before anything is expected of it."""
+        self._streams[worker] = _Stream()
+
+    def expect(self, worker: Worker, expected: Expected) -> None:
+        """Compare this when the index is there."""
+        pending = self._streams[worker].pending
+        pending.append(expected)
+        if len(pending) > MAX_PENDING:
+            pending.popleft()
+            self.counts.unproven += 1
+
+    def apply(self, delivery: Batch | RawBatch | Reset | Gap, life: int | None = None) -> Applied:
+        """Give the index what came next of a stream.
+
+        `life` is the engine's own count of its lives, needed for batches; None for a reset of which nobody knows yet what
+        comes after it. Raises `UsageError` for a worker that is not followed.
+        """
+        worker = (delivery.source, delivery.rank)
+        stream = self._streams.get(worker)
+        if stream is None:
+            raise UsageError(f"the audit does not follow {worker[0]!r} rank {worker[1]}; add it first")
+        if isinstance(delivery, Reset):
+            self._move(worker, stream, Mark(stream.life if life is None else life, 0, 0))
+            stream.numbered = 0
+            return self.index.apply(delivery)
+        if isinstance(delivery, Gap):
+            self._move(worker, stream, Mark(stream.life, delivery.last + 1, 0))
+            stream.numbered += 1
+            return self.index.apply(replace(delivery, first=stream.numbered - 1, last=stream.numbered - 1))
+        return self._batch(worker, stream, delivery, stream.life if life is None else life)
+
+    def settle(self, worker: Worker) -> None:
+        """Compare what waits for nothing any more: lookups before the next batch."""
+        stream = self._streams[worker]
+        self._compare_until(worker, stream, Mark(stream.life, stream.next, 0))
+
+    def finish(self) -> None:
+        """Compare all that can be; what still waits then is counted as unproven."""
+        for worker, stream in self._streams.items():
+            self.settle(worker)
+            self.counts.unproven += len(stream.pending)
+            stream.pending.clear()
+
+    # --- streams
+
+    def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, life: int) -> Applied:
+        if (life, batch.seq) != (stream.life, stream.next):
+            self._move(worker, stream, Mark(life, batch.seq, 0))
+        self.settle(worker)
+        # A copy, since `expect` may add to it meanwhile.
+        splits = sorted({one.mark.position for one in list(stream.pending) if one.mark[:2] == (life, batch.seq)})
+        if splits:
+            applied = self._in_parts(worker, stream, batch.decode() if isinstance(batch, RawBatch) else batch, splits)
+        else:
+            applied = self._give(stream, batch)
+        stream.next = batch.seq + 1
+        self.settle(worker)
+        return applied
+
+    def _move(self, worker: Worker, stream: _Stream, mark: Mark) -> None:
+        """The stream goes on at `mark`, without what was between."""
+        self.settle(worker)
+        if mark > Mark(stream.life, stream.next, 0):
+            while stream.pending and stream.pending[0].mark < mark:
+                stream.pending.popleft()
+                self.counts.unproven += 1
+        stream.life, stream.next = mark.life, mark.seq
+
+    def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> Applied:
+        cleared, start = False, 0
+        for split in splits:
+            cleared |= self._give(stream, _part(batch, batch.events[start:split])).cleared
+            start = split
+            self._compare_until(worker, stream, Mark(stream.life, batch.seq, split))
+        applied = self._give(stream, _part(batch, batch.events[start:]))
+        return Applied(applied.status, batch.rejected, cleared or applied.cleared)
+
+    def _give(self, stream: _Stream, batch: Batch | RawBatch) -> Applied:
+        number = stream.numbered
+        stream.numbered += 1
+        return self.index.apply_payload((batch.source, batch.rank), batch.incarnation, number, batch.payload)
+
+    # --- lookups
+
+    def _compare_until(self, worker: Worker, stream: _Stream, mark: Mark) -> None:
+        """Compare the lookups up to `mark`, which is where the index is."""
+        while stream.pending and stream.pending[0].mark <= mark:
+            self._compare(worker, stream.pending.popleft())
+
+    def _compare(self, worker: Worker, expected: Expected) -> None:
+        match = self.index.match(expected.usable, expected.namespace).get(*worker)
+        found = 0 if match is None else match.tokens
+        exact, differs = self._exact(worker), found != expected.cached
+        counts = self.counts
+        if not exact:
+            counts.unproven += 1
+            counts.wrong_unproven += differs
+            return
+        counts.checked += 1
+        counts.disagreements += differs
+        if differs and len(counts.examples) < MAX_EXAMPLES:
+            counts.examples.append(Difference(*worker, *expected.mark, expected.tokens, expected.cached, found))
+
+
+_encode: Final = batch_encoder()
+
+
+def _part(batch: Batch, events: list[KVEvent]) -> RawBatch:
+    payload = _encode(KVEventBatch(batch.ts, events, batch.rank))
+    return RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, batch.replayed, payload)

@@ -1,0 +1,364 @@
+"""The prefix cache of one engine: what it holds, what it announces, and how far a prompt is in it.
+
+The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_coordinator.py`,
+`single_type_kv_cache_manager.py`), and `benchmarks/simulation` drives both with the same histories. Whole blocks get their
+contents when a step is scheduled that will compute them. At most all tokens but the last of a prompt count as cached, since its
+logits must be computed. A sequence is admitted when the whole of it would fit.
+
+A hybrid model has a second group, whose sliding window needs only the blocks that it reaches from the next token. That group
+comes first, as in gpt-oss and Gemma 3. It keeps the contents only where a later prompt can go on (vLLM 0.32's
+`prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window had.
+
+Host memory is a model of our own, simpler than any engine's: every whole block is copied there when it is computed, the least
+recently used one makes room, and a prompt finds each block on either tier.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvevents.errors import ConfigError
+from kvevents.events import MEDIUM_CPU, MEDIUM_CPU_PINNED, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.sim.pool import NULL, Pool, Shelf
+from kvevents.sim.sequence import Sequence
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_window"
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How an engine words what it announces, beyond what its dialect spells."""
+
+    host_medium: str
+    """What it calls its host memory."""
+    salt_apart: bool
+    """Whether the salt has a field of its own, instead of a place among the keys of the first block."""
+
+
+SPELLINGS: Final = {"vllm": Spelling(MEDIUM_CPU, salt_apart=False), "sglang": Spelling(MEDIUM_CPU_PINNED, salt_apart=True)}
+"""By engine."""
+
+
+class CacheSize(NamedTuple):
+    """How much an engine's cache can hold."""
+
+    blocks: int
+    """On the GPU, all groups together."""
+    block_size: int
+    """Tokens."""
+    host_blocks: int = 0
+    """In host memory; 0 for none."""
+    window: int | None = None
+    """Tokens that a second group's sliding window reaches; None for full attention alone."""
+
+
+class Found(NamedTuple):
+    """What a cache holds of a sequence."""
+
+    tokens: int
+    tables: tuple[list[int], ...]
+    """Blocks by group, as a sequence's own tables; `NULL` where the contents come from the host."""
+    loaded: int = 0
+    """Blocks that come from the host."""
+    boundary: int = 0
+    """Tokens that full attention holds, where the sliding window holds fewer."""
+
+
+class PrefixCache:
+    """Blocks of one engine; every change is in `events`, in order, until `take_events`."""
+
+    def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, spelling: Spelling = SPELLINGS["vllm"]) -> None:
+        check_size(size)
+        self.size: Final = size
+        self.pool: Final = Pool(size.blocks)
+        self.events: list[KVEvent] = []
+        self._spelling: Final = spelling
+        windows = [None] if size.window is None else [size.window, None]
+        self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
+        self._full: Final = self._groups[-1].shelf
+        self._window: Final = None if size.window is None else self._groups[0]
+        self._host: Final = Host(size.host_blocks, spelling.host_medium, self.events) if size.host_blocks else None
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks in host memory."""
+        return len(self._host) if self._host else 0
+
+    def take_events(self) -> list[KVEvent]:
+        """What changed since the last call."""
+        events = self.events[:]
+        self.events.clear()
+        return events
+
+    # --- sequences
+
+    def find(self, sequence: Sequence) -> Found:
+        """How far `sequence`, which holds no blocks, is in the cache; changes nothing."""
+        names = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
+        if self._host is not None:
+            return self._find_on_both(names, self._host)
+        size, whole = self.size.block_size, self._full.whole
+        blocks = []
+        for name in names:
+            block = whole.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        if self._window is None:
+            return Found(len(blocks) * size, (blocks,))
+        reached = self._window.find(names[: len(blocks)])
+        boundary = len(blocks) * size if len(blocks) > len(reached) else 0
+        return Found(len(reached) * size, (reached, blocks[: len(reached)]), boundary=boundary)
+
+    def _find_on_both(self, names: Items[int], host: Host) -> Found:
+        blocks, loaded = [], 0
+        for name in names:
+            block = self._full.whole.get(name)
+            if block is None:
+                if name not in host:
+                    break
+                block = NULL
+                loaded += 1
+            blocks.append(block)
+        return Found(len(blocks) * self.size.block_size, (blocks,), loaded)
+
+    def admit(self, sequence: Sequence, found: Found, tokens: int) -> bool:
+        """Give a sequence what was found for it, and room for the next `tokens` tokens.
+
+        False, and nothing done, when there is no room for all that is known of it.
+        """
+        pool = self.pool
+        wanted = max(self._wanted(sequence.known, found, capped=True), self._wanted(found.tokens + tokens, found))
+        if wanted + found.loaded + sum(pool.unused(table) for table in found.tables) > pool.free:
+            return False
+        for table in found.tables:
+            pool.touch(table)
+        sequence.tables = found.tables
+        sequence.placed = [len(table) for table in found.tables]
+        sequence.computed = sequence.cached = found.tokens
+        sequence.boundary = found.boundary
+        if self._host is not None:
+            self._host.touch(sequence.hashes[: len(found.tables[0])])
+            self._load(sequence)
+        self._extend(sequence, tokens)
+        return True
+
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
+        """Room for the next `tokens` tokens of an admitted sequence. False without room for them."""
+        if self._window is not None:
+            self._leave_behind(sequence, self._window)
+        needed = -(-(sequence.computed + tokens) // self.size.block_size)
+        if sum(max(0, needed - len(table)) for table in sequence.tables) > self.pool.free:
+            return False
+        self._extend(sequence, tokens)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all blocks from a sequence; what they hold stays until they are needed."""
+        for table in sequence.tables:
+            self.pool.give_back(reversed(table))
+        sequence.tables, sequence.placed, sequence.computed = (), [], 0
+
+    def reset(self) -> bool:
+        """Forget everything. False, and nothing done, while a sequence holds blocks."""
+        if not self.pool.forget():
+            return False
+        if self._host is not None:
+            self._host.clear()
+        self.events.append(AllBlocksCleared())
+        return True
+
+    def holds(self, name: int) -> bool:
+        """Whether the block with this hash would be found, on either tier."""
+        return name in self._full.whole or (self._host is not None and name in self._host)
+
+    def could_hold(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits when it is alone."""
+        return sum(group.most(tokens) for group in self._groups) <= self.size.blocks
+
+    # --- blocks
+
+    def _wanted(self, tokens: int, found: Found, *, capped: bool = False) -> int:
+        """Blocks to take for so many tokens beside those found; `capped` by what a window ever uses at a time."""
+        needed = -(-tokens // self.size.block_size)
+        return sum(
+            max(0, (group.most(tokens) if capped else needed) - len(table))
+            for group, table in zip(self._groups, found.tables, strict=True)
+        )
+
+    def _extend(self, sequence: Sequence, tokens: int) -> None:
+        sequence.computed += tokens
+        needed = -(-sequence.computed // self.size.block_size)
+        for table in sequence.tables:
+            if needed > len(table):
+                table.extend(self._take(needed - len(table)))
+        whole = sequence.computed // self.size.block_size
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            start = sequence.placed[group.place]
+            if start < whole:
+                sequence.placed[group.place] = whole
+                self._put(sequence, group, start, table[start:whole])
+
+    def _take(self, count: int) -> list[int]:
+        blocks, gone = self.pool.take(count)
+        self.events += [BlockRemoved([name], MEDIUM_GPU, place) for place, name in gone]
+        return blocks
+
+    def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
+        """These blocks hold from now on what the sequence has from block `start` on."""
+        names = sequence.hashes[start : start + len(blocks)]
+        blocks = group.kept(sequence, start, blocks)
+        self.pool.name(group.shelf, blocks, names)
+        self.events.append(self._stored(sequence, group, start, names, blocks))
+        if self._host is not None:
+            self._host.put(names)
+
+    def _stored(self, sequence: Sequence, group: _Group, start: int, names: list[int], blocks: list[int]) -> BlockStored:
+        size = self.size.block_size
+        keys = _extra_keys(sequence, start, len(names))
+        if NULL in blocks:
+            # What a window does not keep is told by its tokens alone.
+            keys = [key for key, block in zip(keys, blocks, strict=True) if block]
+            names = [name for name, block in zip(names, blocks, strict=True) if block]
+        return BlockStored(
+            block_hashes=names,
+            parent_block_hash=sequence.hashes[start - 1] if start else None,
+            token_ids=sequence.tokens[start * size : (start + len(blocks)) * size].tolist(),
+            block_size=size,
+            lora_id=None if sequence.lora is None else 1,
+            medium=MEDIUM_GPU,
+            lora_name=sequence.lora,
+            extra_keys=keys or None,
+            group_idx=group.place,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window,
+            cache_salt=sequence.salt if self._spelling.salt_apart else None,
+        )
+
+    def _load(self, sequence: Sequence) -> None:
+        """Blocks for what comes from the host, announced in runs of neighbours."""
+        table = sequence.tables[0]
+        places = [place for place, block in enumerate(table) if block == NULL]
+        for place, block in zip(places, self._take(len(places)), strict=True):
+            table[place] = block
+        start = end = -1
+        for place in [*places, -1]:
+            if place != end:
+                if start >= 0:
+                    self._put(sequence, self._groups[0], start, table[start:end])
+                start = place
+            end = place + 1
+
+    def _leave_behind(self, sequence: Sequence, group: _Group) -> None:
+        """Give back what no later token of a sliding window reaches."""
+        table, gone = sequence.tables[group.place], []
+        for place in range(group.first_reached(sequence.computed) - 1, -1, -1):
+            if table[place] == NULL:
+                break
+            gone.append(table[place])
+            table[place] = NULL
+        self.pool.give_back(gone)
+
+
+class _Group:
+    """One KV cache group: where its contents are found, and which of them count."""
+
+    __slots__ = ("_block_size", "_most", "_needed", "kind", "place", "shelf", "window")
+
+    def __init__(self, place: int, window: int | None, block_size: int, max_step_tokens: int) -> None:
+        self.place: Final = place
+        self.shelf: Final = Shelf(place)
+        self.window: Final = window
+        self.kind: Final = FULL if window is None else SLIDING
+        self._block_size: Final = block_size
+        self._needed: Final = -(-((window or 1) - 1) // block_size)
+        self._most: Final = None if window is None else -(-(window - 1 + max_step_tokens) // block_size) + 1
+
+    def most(self, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens uses at a time, at most."""
+        needed = -(-tokens // self._block_size)
+        return needed if self._most is None else min(needed, self._most)
+
+    def find(self, names: Items[int]) -> list[int]:
+        """The longest prefix of `names` whose last blocks, as far as the window reaches, are there; `NULL` before them."""
+        whole, run = self.shelf.whole, 0
+        for place in range(len(names) - 1, -1, -1):
+            run = run + 1 if names[place] in whole else 0
+            if run == self._needed:
+                return [NULL] * place + [whole[name] for name in names[place : place + run]]
+        return [whole[name] for name in names[:run]]
+
+    def first_reached(self, computed: int) -> int:
+        """Number of the first block that the token after `computed` ones reaches."""
+        return max(0, computed - (self.window or 0) + 1) // self._block_size
+
+    def kept(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
+        """`blocks`, which begin at number `start`, with `NULL` for those whose contents no later prompt could go on from."""
+        if self.window is None:
+            return blocks
+        ends = [end // self._block_size for end in (sequence.prompt - 1, sequence.boundary)]
+        return [
+            block if any(end - self._needed <= place < end for end in ends) else NULL
+            for place, block in enumerate(blocks, start)
+        ]
+
+
+class Host:
+    """Copies of blocks in host memory, the least recently used first."""
+
+    def __init__(self, size: int, medium: str, events: list[KVEvent]) -> None:
+        self._size: Final = size
+        self._medium: Final = medium
+        self._events: Final = events
+        self._held: Final[OrderedDict[int, None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, name: int) -> bool:
+        return name in self._held
+
+    def touch(self, names: Items[int]) -> None:
+        """These were used just now, the first of them last, so that the end of a prompt goes before its beginning."""
+        for name in reversed(names):
+            if name in self._held:
+                self._held.move_to_end(name)
+
+    def put(self, names: Items[int]) -> None:
+        """Copy these, of which no more than `size` can stay."""
+        self.touch(names)
+        fresh = [name for name in names if name not in self._held][: self._size]
+        gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) + len(fresh) - self._size)]
+        for name in reversed(fresh):
+            self._held[name] = None
+        if fresh:
+            self._events.append(BlockStored(fresh, None, [], 0, medium=self._medium))
+        self._events.extend(BlockRemoved([name], self._medium) for name in gone)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._held.clear()
+
+
+def _extra_keys(sequence: Sequence, start: int, count: int) -> list[tuple[str, ...] | None]:
+    """As vLLM sends them: the LoRA's name with every block, the salt with the first one only."""
+    lora = () if sequence.lora is None else (sequence.lora,)
+    keys: list[tuple[str, ...] | None] = [lora or None] * count
+    if start == 0 and sequence.salt is not None:
+        keys[0] = (*lora, sequence.salt)
+    return keys
+
+
+def check_size(size: CacheSize) -> None:
+    """Raises `ConfigError` for a size that no cache can have."""
+    for name, least in (("blocks", 1), ("block_size", 1), ("host_blocks", 0)):
+        if getattr(size, name) < least:
+            raise ConfigError(f"{name} of a cache is {getattr(size, name)}; it is {least} or more")
+    if size.window is not None and size.window < 2:
+        raise ConfigError(f"the sliding window is {size.window} tokens; it is 2 or more, or left out")
+    if size.window is not None and size.host_blocks:
+        raise ConfigError("a sliding window and host memory together are not modelled; leave one out")

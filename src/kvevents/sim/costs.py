@@ -1,0 +1,158 @@
+"""How long a step of an engine takes: a roofline over its arithmetic and its memory traffic.
+
+A step computes the tokens of its prefill chunks and one token for each decoding sequence. Its arithmetic takes `2 x parameters`
+floating point operations a token, and attention `4 x layers x attention width` for each pair of a token and one before it (the
+usual counting, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). Its memory traffic is the weights once
+and the cached keys and values of what it attends to. The slower of the two decides, since they overlap; a constant for what the
+host does comes on top.
+
+Real kernels reach a share of what a data sheet promises: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. These two are assumptions, not
+measurements; docs/simulation.md says how to replace a preset by figures of your own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvevents.errors import ConfigError
+
+COMPUTE_SHARE: Final = 0.5
+"""Of the data sheet's dense BF16 rate, in prefill."""
+BANDWIDTH_SHARE: Final = 0.75
+"""Of the data sheet's memory bandwidth, in decoding."""
+STEP_SECONDS: Final = 0.004
+"""What a scheduler, a sampler and their kernels' launches add to each step."""
+MEMORY_SHARE: Final = 0.9
+"""vLLM's default `--gpu-memory-utilization`."""
+WORKSPACE_BYTES: Final = 3e9
+"""Of each GPU, for activations and graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One accelerator, by its data sheet."""
+
+    flops: float
+    """Dense BF16 operations a second."""
+    bandwidth: float
+    """Bytes a second from its memory."""
+    memory: float
+    """Bytes."""
+    host_link: float
+    """Bytes a second from the host, in one direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense decoder with grouped-query attention in BF16, by its `config.json`."""
+
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one token."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_size
+
+
+class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that a step takes, and how much cache an engine has room for.
+
+    A step takes `step + max(token x tokens + pair x pairs, weights + context x tokens attended to)`. All coefficients are in
+    seconds and 0 or more. Raises `ConfigError` for others.
+    """
+
+    step: float
+    """Of each step."""
+    token: float
+    """For each token computed."""
+    pair: float = 0.0
+    """For each pair of a token computed and one that it attends to."""
+    weights: float = 0.0
+    """For reading the weights once."""
+    context: float = 0.0
+    """For each cached token that is read."""
+    reload: float = 0.0
+    """For each token brought back from host memory."""
+    cache_tokens: int = 262_144
+    """Tokens that the GPUs' cache has room for."""
+    source: str = "of your own"
+    """Where these figures come from."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "token", "pair", "weights", "context", "reload"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} of a cost model is {value}; it is a number of seconds, 0 or more")
+        if self.step + self.token <= 0:
+            raise ConfigError("a cost model needs seconds for a step or for a token; without them no time would pass")
+        if self.cache_tokens < 1:
+            raise ConfigError(f"cache_tokens is {self.cache_tokens}; it is the number of tokens that the cache has room for")
+
+    def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
+        """Time of a step.
+
+        It computes `prefilled` tokens of prompts, which attend to `pairs` tokens in all, and one token for each of `decoding`
+        sequences that hold `context` tokens together.
+        """
+        compute = self.token * (prefilled + decoding) + self.pair * (pairs + context)
+        return self.step + max(compute, self.weights + self.context * context)
+
+
+def roofline(model: Model, gpu: Gpu, gpus: int, source: str) -> CostModel:
+    """The cost model of `model` over `gpus` accelerators with tensor parallelism."""
+    flops = gpus * gpu.flops * COMPUTE_SHARE
+    bandwidth = gpus * gpu.bandwidth * BANDWIDTH_SHARE
+    weights = 2.0 * model.parameters
+    room = gpus * (gpu.memory * MEMORY_SHARE - WORKSPACE_BYTES) - weights
+    return CostModel(
+        step=STEP_SECONDS,
+        token=2.0 * model.parameters / flops,
+        pair=4.0 * model.layers * model.heads * model.head_size / flops,
+        weights=weights / bandwidth,
+        context=model.kv_bytes / bandwidth,
+        reload=model.kv_bytes / (gpus * gpu.host_link * BANDWIDTH_SHARE),
+        cache_tokens=int(room / model.kv_bytes),
+        source=source,
+    )
+
+
+H100: Final = Gpu(989.4e12, 3.35e12, 80e9, 64e9)
+"""NVIDIA H100 SXM, data sheet of 2023: dense BF16, HBM3, PCIe 5."""
+A100: Final = Gpu(312e12, 2.039e12, 80e9, 32e9)
+"""NVIDIA A100 80GB SXM, data sheet of 2021: dense BF16, HBM2e, PCIe 4."""
+
+LLAMA_8B: Final = Model(8.03e9, 32, 32, 8, 128)
+LLAMA_70B: Final = Model(70.6e9, 80, 64, 8, 128)
+QWEN3_32B: Final = Model(32.8e9, 64, 64, 8, 128)
+
+PRESETS: Final[dict[str, CostModel]] = {
+    "qwen3-32b-2xh100": roofline(
+        QWEN3_32B, H100, 2, "roofline: Qwen/Qwen3-32B over 2 NVIDIA H100 SXM, as in llm-d's benchmark"
+    ),
+    "llama-3.1-8b-h100": roofline(LLAMA_8B, H100, 1, "roofline: meta-llama/Llama-3.1-8B over 1 NVIDIA H100 SXM"),
+    "llama-3.1-8b-a100": roofline(LLAMA_8B, A100, 1, "roofline: meta-llama/Llama-3.1-8B over 1 NVIDIA A100 80GB SXM"),
+    "llama-3.1-70b-4xh100": roofline(LLAMA_70B, H100, 4, "roofline: meta-llama/Llama-3.1-70B over 4 NVIDIA H100 SXM"),
+}
+"""Cost models by name."""
+
+
+def cost_model(name: str) -> CostModel:
+    """The preset of this name, or the one in this JSON file. Raises `ConfigError`."""
+    if name in PRESETS:
+        return PRESETS[name]
+    if not name.endswith(".json"):
+        raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}, or name a .json file of your own")
+    try:
+        return msgspec.json.decode(Path(name).read_bytes(), type=CostModel)
+    except OSError as error:
+        raise ConfigError(f"cannot read the cost model {name}: {error.strerror}") from error
+    except (msgspec.DecodeError, ConfigError) as error:
+        raise ConfigError(f"the cost model {name} is wrong: {error}") from error

@@ -1,0 +1,363 @@
+"""One engine, or one data-parallel rank of it: continuous batching with chunked prefill, in virtual time.
+
+Theory of operation, after vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`). A step takes one token of every decoding sequence,
+then what the token budget leaves of the prompts that are being prefilled, then of those that wait, first come first served. A
+waiting prompt is looked up in the cache in the step that admits it. A sequence that finds no room for its next block preempts
+the one admitted last, which gives its blocks back and waits at the front. Everything that scheduling and computing a step
+changed in the cache is one batch of events, announced when the step ends.
+
+`begin` schedules a step and says how long it takes; `end` says what it brought. Nothing here knows the time of day: whoever
+calls keeps the clock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvevents.errors import ConfigError
+from kvevents.events import KVEvent
+from kvevents.sim.cache import SPELLINGS, CacheSize, Found, PrefixCache, Spelling
+from kvevents.sim.costs import CostModel
+from kvevents.sim.requests import Request
+from kvevents.sim.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Limits of one step. Raises `ConfigError` below 1."""
+
+    max_num_seqs: int = 256
+    """Sequences that run side by side (vLLM's `--max-num-seqs`)."""
+    max_num_batched_tokens: int = 8192
+    """Tokens that one step computes (vLLM's `--max-num-batched-tokens`, its default for a server on an H100)."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is 1 or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs, {self.max_num_seqs}: each "
+                "sequence needs a token in each step"
+            )
+
+
+class Lookup(NamedTuple):
+    """What a prompt found in the cache, and when that was, told in the stream's own terms."""
+
+    job: Job
+    tokens: int
+    """Tokens that were looked up: the prompt, and after a preemption what was answered too."""
+    cached: int
+    """Of them, those in the cache; never the last one."""
+    position: int
+    """How many events of the step's batch had happened before."""
+    first: bool
+    """Whether this engine had not looked it up before."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request that an engine works on."""
+
+    request: Request
+    sequence: Sequence | None = None
+    """None until the engine first looks at it."""
+    order: int = 0
+    """Number of its admission, from 1; the highest is preempted first. 0 while it waits, and when it is finished."""
+    cached: int | None = None
+    """Prompt tokens found in the cache at its first admission."""
+    preemptions: int = 0
+    ahead: int = 0
+    """While it decodes: tokens computed before step `n` are `n + ahead`."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step brought."""
+
+    first: list[Job] = field(default_factory=list)
+    """Gave the first token of their answer."""
+    finished: list[Job] = field(default_factory=list)
+    refused: list[Job] = field(default_factory=list)
+    """Longer than the whole cache: this engine could never run them."""
+    lookups: list[Lookup] = field(default_factory=list)
+    events: list[KVEvent] = field(default_factory=list)
+
+
+class Engine:
+    """A cache, a scheduler and the requests in them."""
+
+    def __init__(
+        self, size: CacheSize, costs: CostModel, batching: Batching, *, seed: str, spelling: Spelling = SPELLINGS["vllm"]
+    ) -> None:
+        self.size: Final = size
+        self.cache: Final = PrefixCache(size, max_step_tokens=batching.max_num_batched_tokens, spelling=spelling)
+        self.computed = 0
+        """Prompt tokens computed so far."""
+        self.preemptions = 0
+        self._costs: Final = costs
+        self._batching: Final = batching
+        self._seed: Final = seed
+        self._waiting: Final[deque[Job]] = deque()
+        self._prefilling: Final[list[Job]] = []
+        """Admitted, with a part of what is known still to be computed."""
+        self._decoding: Final[dict[Job, None]] = {}
+        self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
+        """By number of step, who begins or fills a block in it, and the admission for which that holds."""
+        self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
+        """By number of step, who gives the last token in it."""
+        self._number = 0
+        """Of the step that is scheduled or under way."""
+        self._admissions = 0
+        last = size.block_size - 1
+        self._places: Final = {0, last} if size.window is None else {0, last, (size.window - 1) % size.block_size}
+        """Tokens into a block at which a decoding sequence begins one, fills one, or leaves one behind its window."""
+        self._context = 0
+        """Tokens that the decoding sequences have computed together."""
+        self._stuck: tuple[int, int] | None = None
+        """When the first that waits found no room: the pool's `freed`, and the hash of the first block that it missed."""
+        self._reset_wanted = False
+        self._step = Step()
+        self._prefilled: list[Job] = []
+        """Have their last chunk in the step under way."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would have nothing to compute."""
+        return not (self._waiting or self.running)
+
+    @property
+    def running(self) -> int:
+        """Admitted sequences."""
+        return len(self._prefilling) + len(self._prefilled) + len(self._decoding)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not admitted, or were preempted."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> Job:
+        """Take a request; it waits for a step."""
+        job = Job(request)
+        self._waiting.append(job)
+        return job
+
+    def jobs(self) -> list[Job]:
+        """Everything that no step has told the end of, in the middle of a step too."""
+        return [*self._decoding, *self._prefilled, *self._prefilling, *self._waiting, *self._step.refused]
+
+    def reset(self) -> None:
+        """Forget the prefix cache as soon as no sequence holds a block; announced with the next step that has work."""
+        self._reset_wanted = not self.cache.reset()
+
+    # --- steps
+
+    def begin(self) -> float:
+        """Schedule a step and return how many seconds it takes. Call `end` when they have passed."""
+        self._number += 1
+        self._step = Step()
+        work = _Work(self._batching.max_num_batched_tokens)
+        preempted = self._decode(work)
+        preempted = self._continue(work) or preempted
+        if not preempted:
+            self._admit(work)
+        self.computed += work.prefilled
+        seconds = self._costs.seconds(work.prefilled, work.pairs, work.decoding, self._context)
+        self._context += work.decoding
+        return seconds + self._costs.reload * self.size.block_size * work.loaded
+
+    def end(self) -> Step:
+        """Finish the step and return what it brought."""
+        step, self._step = self._step, Step()
+        for order, job in sorted(self._ending.pop(self._number, ()), key=_by_order):
+            if job.order == order:
+                self._stop_decoding(job, self._number + 1)
+                self._finish(job, step)
+        for job in self._prefilled:
+            self._answer(job, step)
+        self._prefilled = []
+        if self._reset_wanted:
+            self.reset()
+        step.events = self.cache.take_events()
+        return step
+
+    # --- decoding
+
+    def _decode(self, work: _Work) -> bool:
+        """A token for every decoding sequence; whether any was preempted for it."""
+        preempted = False
+        for order, job in sorted(self._due.pop(self._number, ()), key=_by_order):
+            if job.order != order:
+                continue  # preempted since
+            sequence = _of(job)
+            sequence.computed = self._number + job.ahead
+            sequence.known = sequence.computed + 1
+            if not self.cache.extend(sequence, 1):
+                preempted = True
+                if not self._make_room(job, 1):
+                    continue
+            self._when_next_due(job)
+        work.decoding = len(self._decoding)
+        work.left -= work.decoding
+        return preempted
+
+    def _make_room(self, job: Job, tokens: int) -> bool:
+        """Preempt those admitted last until `job` has room; False when it had to go itself."""
+        while True:
+            victim = max((*self._decoding, *self._prefilling), key=_order_of)
+            self._preempt(victim)
+            if victim is job:
+                return False
+            if self.cache.extend(_of(job), tokens):
+                return True
+
+    def _preempt(self, job: Job) -> None:
+        sequence = _of(job)
+        if job in self._decoding:
+            sequence.known = self._number + job.ahead + 1
+            self._stop_decoding(job, self._number)
+        else:
+            self._prefilling.remove(job)
+        self.cache.release(sequence)
+        job.order = 0
+        job.preemptions += 1
+        self.preemptions += 1
+        self._waiting.appendleft(job)
+
+    def _when_next_due(self, job: Job) -> None:
+        """Note the next step in which it begins or fills a block, or leaves one behind."""
+        size, number = self.size.block_size, self._number + 1
+        wait = min((place - number - job.ahead) % size for place in self._places)
+        self._due[number + wait].append((job.order, job))
+
+    def _start_decoding(self, job: Job) -> None:
+        sequence = _of(job)
+        job.ahead = sequence.computed - self._number - 1
+        self._decoding[job] = None
+        self._context += sequence.computed
+        self._ending[len(sequence.tokens) - 2 - job.ahead].append((job.order, job))
+        if self.size.window is None:
+            self._when_next_due(job)
+        else:
+            # The first token already leaves behind what the prompt's last chunk still reached.
+            self._due[self._number + 1].append((job.order, job))
+
+    def _stop_decoding(self, job: Job, number: int) -> None:
+        """It is not part of step `number`, nor of later ones."""
+        del self._decoding[job]
+        self._context -= number + job.ahead
+
+    # --- prefill
+
+    def _continue(self, work: _Work) -> bool:
+        """Further chunks of prompts begun in earlier steps; whether any was preempted for them."""
+        preempted = False
+        for job in list(self._prefilling):
+            sequence = _of(job)
+            chunk = min(sequence.remaining, work.left)
+            if not chunk or not job.order:
+                continue
+            if not self.cache.extend(sequence, chunk):
+                preempted = True
+                if not self._make_room(job, chunk):
+                    break
+            self._chunk(job, chunk, work)
+        return preempted
+
+    def _admit(self, work: _Work) -> None:
+        while self._waiting and work.left and self.running < self._batching.max_num_seqs:
+            if self._still_stuck():
+                return
+            job = self._waiting[0]
+            sequence = job.sequence = job.sequence or self._sequence(job.request)
+            if not self.cache.could_hold(len(sequence.tokens) - 1):  # the last token of an answer is never computed
+                self._step.refused.append(self._waiting.popleft())
+                continue
+            found = self.cache.find(sequence)
+            chunk = min(sequence.known - found.tokens, work.left)
+            position = len(self.cache.events)
+            if not self.cache.admit(sequence, found, chunk):
+                self._note_stuck(sequence, found)
+                return
+            self._waiting.popleft()
+            self._admissions += 1
+            job.order = self._admissions
+            self._prefilling.append(job)
+            self._step.lookups.append(Lookup(job, sequence.known, found.tokens, position, job.cached is None))
+            if job.cached is None:
+                job.cached = found.tokens
+            work.loaded += found.loaded
+            self._chunk(job, chunk, work)
+
+    def _note_stuck(self, sequence: Sequence, found: Found) -> None:
+        missed = sequence.hashes[len(found.tables[-1]) :][:1]
+        # What a window holds changes what is found in more ways than one hash could tell.
+        self._stuck = (self.cache.pool.freed, missed[0]) if missed and self.size.window is None else None
+
+    def _still_stuck(self) -> bool:
+        """Whether nothing has happened that could have made room: nothing was freed, and nobody computed what it missed."""
+        if self._stuck is None:
+            return False
+        freed, missed = self._stuck
+        return freed == self.cache.pool.freed and not self.cache.holds(missed)
+
+    def _chunk(self, job: Job, tokens: int, work: _Work) -> None:
+        sequence = _of(job)
+        work.left -= tokens
+        work.prefilled += tokens
+        work.pairs += tokens * (2 * sequence.computed - tokens) // 2
+        if not sequence.remaining:
+            self._prefilled.append(job)
+            self._prefilling.remove(job)
+
+    def _sequence(self, request: Request) -> Sequence:
+        tokens = (request.prompt + request.output).tokens()
+        return Sequence(tokens, len(request.prompt), self.size.block_size, self._seed, request.lora, request.salt)
+
+    # --- answers
+
+    def _answer(self, job: Job, step: Step) -> None:
+        """The first token after a prompt, or after what was known when it was preempted."""
+        sequence = _of(job)
+        if sequence.answered == 0:
+            step.first.append(job)
+        sequence.known += 1
+        if sequence.complete:
+            self._finish(job, step)
+        else:
+            self._start_decoding(job)
+
+    def _finish(self, job: Job, step: Step) -> None:
+        self.cache.release(_of(job))
+        job.order = 0
+        step.finished.append(job)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a step computes."""
+
+    left: int
+    """Tokens that may still be added."""
+    prefilled: int = 0
+    pairs: int = 0
+    """Of tokens prefilled and those that each attends to."""
+    decoding: int = 0
+    loaded: int = 0
+    """Blocks from host memory."""
+
+
+def _of(job: Job) -> Sequence:
+    assert job.sequence is not None  # noqa: S101 - made when the job was admitted
+    return job.sequence
+
+
+def _by_order(entry: tuple[int, Job]) -> int:
+    return entry[0]
+
+
+def _order_of(job: Job) -> int:
+    return job.order

@@ -1,0 +1,174 @@
+"""What goes wrong in a live fleet, by wish: `restart:60s,drop:1%`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvevents.errors import ConfigError
+from kvevents.testing import FaultProxy
+
+if TYPE_CHECKING:
+    from kvevents.routing import Worker
+    from kvevents.sim.live import LiveFleet
+
+DOWN_SECONDS: Final = 1.0
+"""That a restarted engine is away."""
+STALL_SECONDS: Final = 3.0
+"""That a stalled network swallows everything."""
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault."""
+
+    does: str
+    """For people."""
+    share: bool
+    """Whether its amount is a share (`1%`), else a duration (`60s`)."""
+    strike: Callable[[LiveFleet, Worker], bool] | None = None
+    """What happens to one engine, each time the duration has passed; False when there was nothing to strike."""
+    lasting: Callable[[FaultProxy, float, int], None] | None = None
+    """What holds for the live events of all engines from the beginning: amount and seed."""
+    network: bool = True
+    """Whether it takes proxies before the engines."""
+
+
+class Fault(NamedTuple):
+    """One fault that was wished for."""
+
+    kind: str
+    amount: float
+    """A share from 0 to 1, or seconds of the clock."""
+
+    @property
+    def network(self) -> bool:
+        """Whether it takes proxies before the engines."""
+        return KINDS[self.kind].network
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """Read `restart:60s,drop:1%`. Raises `ConfigError`, which says what there is."""
+    return [_fault(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _fault(text: str) -> Fault:
+    name, _, amount = text.partition(":")
+    kind = KINDS.get(name)
+    if kind is None:
+        known = "; ".join(f"{known}:{'1%' if kind.share else '60s'} {kind.does}" for known, kind in KINDS.items())
+        raise ConfigError(f"there is no fault {name!r}; there are {known}")
+    return Fault(name, _share(name, amount) if kind.share else _seconds(name, amount))
+
+
+def _share(name: str, text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if found is None or float(found[1]) > 100:
+        raise ConfigError(f"{name}:{text} is wrong; write a share from 0% to 100%, such as {name}:1%")
+    return float(found[1]) / 100
+
+
+def _seconds(name: str, text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(f"{name}:{text} is wrong; write a duration above 0, such as {name}:60s")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def begin(fleet: LiveFleet) -> None:
+    """Have the fleet's faults happen from now on, to engines that its seed draws."""
+    for number, fault in enumerate(fleet.wishes):
+        kind = KINDS[fault.kind]
+        if kind.lasting is not None:
+            for place, (live, _) in enumerate(fleet.sockets.proxies.values()):
+                kind.lasting(live, fault.amount, fleet.settings.seed + place)
+        else:
+            random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
+            _Recurring(fleet, fault, random).plan()
+
+
+class _Recurring:
+    """A fault that strikes one engine after the other."""
+
+    def __init__(self, fleet: LiveFleet, fault: Fault, random: Random) -> None:
+        self._fleet = fleet
+        self._fault = fault
+        self._workers = _forever_shuffled(list(fleet.fleet.stations), random)
+
+    def plan(self) -> None:
+        self._fleet.after(self._fault.amount, self._strike)
+
+    def _strike(self) -> None:
+        if self._fleet.fleet.done:
+            return
+        strike = KINDS[self._fault.kind].strike
+        assert strike is not None  # noqa: S101 - faults that recur have one
+        self._fleet.struck[self._fault.kind] += strike(self._fleet, next(self._workers))
+        self.plan()
+
+
+def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]:
+    while True:
+        random.shuffle(workers)
+        yield from workers
+
+
+# --- what they do
+
+
+def _restart(fleet: LiveFleet, worker: Worker) -> bool:
+    up = fleet.fleet.stations[worker].up
+    fleet.fleet.restart(worker, down=DOWN_SECONDS * fleet.pace)
+    return up
+
+
+def _reset(fleet: LiveFleet, worker: Worker) -> bool:
+    station = fleet.fleet.stations[worker]
+    if station.up:
+        station.engine.reset()
+    return station.up
+
+
+def _cut(fleet: LiveFleet, worker: Worker) -> bool:
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.cut()
+    return True
+
+
+def _stall(fleet: LiveFleet, worker: Worker) -> bool:
+    if worker in fleet.stalled:
+        return False
+    fleet.stalled.add(worker)
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.stall()
+    fleet.after(STALL_SECONDS, lambda: _resume(fleet, worker))
+    return True
+
+
+def _resume(fleet: LiveFleet, worker: Worker) -> None:
+    fleet.stalled.discard(worker)
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.resume()
+
+
+def _drop(live: FaultProxy, share: float, seed: int) -> None:
+    live.drop(share, seed=seed)
+
+
+def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
+    live.delay(seconds)
+
+
+KINDS: Final = {
+    "restart": Kind("an engine is killed and comes back empty, as often", False, strike=_restart, network=False),
+    "reset": Kind("an engine forgets its prefix cache, as often", False, strike=_reset, network=False),
+    "drop": Kind("so many live batches are lost on the way", True, lasting=_drop),
+    "delay": Kind("live batches arrive so much later", False, lasting=_delay),
+    "cut": Kind("the connections of an engine are cut, as often", False, strike=_cut),
+    "stall": Kind(f"the network to an engine swallows everything for {STALL_SECONDS:g} s, as often", False, strike=_stall),
+}
+"""By name."""

@@ -1,0 +1,153 @@
+"""A comparison as one HTML file that needs nothing else: no script, no font, no network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from kvevents.sim.report.figures import DRAWINGS, Drawing
+from kvevents.sim.report.settings import asked
+from kvevents.sim.report.table import COLUMNS, Cell, cells
+from kvevents.sim.report.words import seen, visible
+from kvevents.sim.results import Comparison, Difference, PolicyResult
+from kvevents.version import version
+
+_STYLE: Final = Path(__file__).with_name("style.css")
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+"""What the page may load, as a browser is told: nothing."""
+_LONG: Final = frozenset({"cost_source", "trace"})
+"""Settings that take a line of their own."""
+_ASSUMED: Final = (
+    "The fleet is simulated. Its engines cache, schedule and announce by the rules of vLLM, and their events go through the"
+    " wire format of the dialect below. How long a step takes comes from the cost model, not from a GPU."
+)
+
+
+def page(comparison: Comparison) -> str:
+    """The whole file; the same for the same comparison. Raises `MissingDependencyError` without matplotlib."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        "<title>Routing policies compared - kvevents</title>",
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>",
+        "</head>",
+        "<body>",
+        *_head(comparison),
+        "<main>",
+        *_table(comparison),
+        '<div class="figures">',
+        *(line for drawing in DRAWINGS for line in _figure(drawing, comparison)),
+        "</div>",
+        *_audit(comparison),
+        *_settings(comparison),
+        "</main>",
+        "</body>",
+        "</html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _text(value: object) -> str:
+    """Text that comes from outside, which is text in the page as well."""
+    return escape(visible(str(value)))
+
+
+def _head(comparison: Comparison) -> Iterator[str]:
+    yield "<header>"
+    yield "<h1>Routing policies compared</h1>"
+    yield f'<p class="seen">{_unbroken(_text(_sentence(seen(comparison))))}</p>'
+    yield f'<p class="soft">{_text(asked(comparison.settings))}</p>'
+    yield "</header>"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _unbroken(text: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(\d) (m?s)\b", r"\1&nbsp;\2", text)
+
+
+def _table(comparison: Comparison) -> Iterator[str]:
+    yield "<section>"
+    yield '<div class="wide" role="region" aria-label="Figures of each policy" tabindex="0">'
+    yield "<table>"
+    yield '<caption class="unseen">Figures of each policy; times to the first token (TTFT) in seconds</caption>'
+    titles = "".join(f'<th scope="col">{_text(title)}</th>' for title in ("policy", *(column.title for column in COLUMNS)))
+    yield f"<thead><tr>{titles}</tr></thead>"
+    yield "<tbody>"
+    for result, line in zip(comparison.policies, cells(comparison), strict=True):
+        yield f'<tr><th scope="row">{_text(result.policy)}</th>{"".join(map(_cell, line))}</tr>'
+    yield "</tbody>"
+    yield "</table>"
+    yield "</div>"
+    yield '<p class="soft">TTFT is the time to the first token, in seconds. The best of a column is marked with *.</p>'
+    yield "</section>"
+
+
+def _cell(cell: Cell) -> str:
+    if not cell.best:
+        return f"<td>{_text(cell.text)}</td>"
+    return f'<td class="best">{_text(cell.text)}<span aria-hidden="true">*</span><span class="unseen"> best</span></td>'
+
+
+def _figure(drawing: Drawing, comparison: Comparison) -> Iterator[str]:
+    yield f'<figure aria-labelledby="{drawing.name}-title">'
+    yield f'<figcaption><h2 id="{drawing.name}-title">{_text(drawing.title)}</h2><p>{_text(drawing.about)}</p></figcaption>'
+    yield drawing.svg(comparison)
+    yield "</figure>"
+
+
+def _audit(comparison: Comparison) -> Iterator[str]:
+    wrong = any(result.disagreements for result in comparison.policies)
+    yield f"<section{' class=bad' if wrong else ''}>"
+    yield "<h2>What the index knew</h2>"
+    yield "<p>Whenever an engine looked a prompt up in its cache, an index made of the events was asked about that moment.</p>"
+    for result in comparison.policies:
+        yield f"<p>{_text(_audited(result))}</p>"
+        for one in result.examples:
+            yield f"<p>{_text(_example(one))}</p>"
+    yield "</section>"
+
+
+def _audited(result: PolicyResult) -> str:
+    said = (
+        f"{result.policy}: {result.checked:,} compared, {result.disagreements:,} differed,"
+        f" {result.unproven:,} could not be compared"
+    )
+    if result.promised_tokens:
+        said += (
+            f"; {result.promised_tokens:,} cached tokens were promised when requests were routed,"
+            f" and {result.broken_promises:,} requests found fewer than promised"
+        )
+    return f"{said}; {result.batches:,} batches with {result.events:,} events."
+
+
+def _example(one: Difference) -> str:
+    return (
+        f"{one.source}/{one.rank}, life {one.life}, batch {one.seq}, event {one.position}: of {one.prompt:,} tokens the engine"
+        f" found {one.cached:,}, the index said {one.indexed:,}."
+    )
+
+
+def _settings(comparison: Comparison) -> Iterator[str]:
+    yield "<section>"
+    yield "<h2>How it was made</h2>"
+    yield f"<p>{_text(_ASSUMED)}</p>"
+    yield "<dl>"
+    given = {name: value for name, value in comparison.settings.items() if value is not None}
+    for name, value in sorted(given.items(), key=lambda item: item[0] in _LONG):
+        long = ' class="long"' if name in _LONG else ""
+        yield f"<div{long}><dt>{_text(name.replace('_', ' '))}</dt><dd>{_text(value)}</dd></div>"
+    yield "</dl>"
+    yield f'<p class="soft">kvevents {_text(version())}</p>'
+    yield "</section>"

@@ -1,0 +1,53 @@
+"""What a comparison was made with, as its settings tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from kvevents.sim.settings import FleetSettings
+
+Settings: TypeAlias = Mapping[str, str | int | float | bool | None]
+
+
+def described(fleet: FleetSettings, traffic: Settings) -> dict[str, str | int | float | bool | None]:
+    """The settings of a fleet and its requests, with the blocks that there really are and where the costs come from."""
+    found = msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source}
+    return found | dict(traffic)
+
+
+def asked(settings: Settings) -> str:
+    """A fleet and its requests in a line: `8 engines, llama-3.1-8b-h100, 200 requests of chat, seed 0`."""
+    engines, ranks = settings.get("engines"), settings.get("ranks")
+    parts = [
+        f"{engines} engine{'' if engines == 1 else 's'}" + ("" if ranks in {None, 1} else f" of {ranks} ranks"),
+        str(settings.get("preset")),
+        _source(settings),
+        _pace(settings),
+        f"seed {settings.get('seed')}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def room(settings: Settings) -> int | None:
+    """Blocks that all caches of the fleet have room for; None where the settings do not tell."""
+    known = [value for name in ("engines", "ranks", "blocks", "host_blocks") if isinstance(value := settings.get(name), int)]
+    if len(known) < 4:
+        return None
+    engines, ranks, blocks, host = known
+    return engines * ranks * (blocks + host)
+
+
+def _source(settings: Settings) -> str:
+    trace, workload, requests = (settings.get(name) for name in ("trace", "workload", "requests"))
+    count = f"{requests:,} request{'' if requests == 1 else 's'} of " if isinstance(requests, int) else ""
+    if trace is not None:
+        return f"{count}the trace {trace}"
+    return "" if workload is None else f"{count}the packaged sample" if workload == "trace" else f"{count}{workload}"
+
+
+def _pace(settings: Settings) -> str:
+    rate, speed = settings.get("rate"), settings.get("speed")
+    return f"{rate:g} requests a second" if rate is not None else f"{speed:g} times as fast" if speed is not None else ""

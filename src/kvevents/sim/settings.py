@@ -1,0 +1,107 @@
+"""What a fleet is made of: one definition for code and for the options of `kvevents sim`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from kvevents.config import resolve_dialect
+from kvevents.errors import ConfigError
+from kvevents.routing import Worker
+from kvevents.sim.cache import SPELLINGS, CacheSize, Spelling, check_size
+from kvevents.sim.costs import CostModel, cost_model
+from kvevents.sim.engine import Batching
+from kvevents.sim.requests import Request
+from kvevents.wire import Dialect
+
+DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
+MAX_WORKERS: Final = 4_096
+"""Engines times ranks; each worker with a socket of its own takes some file descriptors and a thread."""
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines that are all alike. Raises `ConfigError`, which names the field, for what cannot be."""
+
+    engines: int = 8
+    ranks: int = 1
+    """Data-parallel ranks of each engine: each has a cache, a scheduler and a stream of its own."""
+    preset: str = DEFAULT_PRESET
+    """Name of a cost model (`kvevents.sim.costs.PRESETS`), or a JSON file with one."""
+    block_size: int = 16
+    blocks: int | None = None
+    """GPU blocks of each rank; None for as many as the preset has memory for."""
+    host_blocks: int = 0
+    """Blocks of each rank in host memory."""
+    window: int | None = None
+    """Tokens of the sliding window of a second KV cache group; None for full attention alone."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    dialect: str = "vllm-latest"
+    """Whose bytes the engines send, such as `vllm-0.24` or `sglang-0.5.22`."""
+    event_delay: float = 0.001
+    """Seconds from the end of a step until its events are in the index, in virtual time."""
+    overlay: float = 0.0
+    """Seconds for which the router believes that a prompt is cached where it was just sent; 0 waits for the events."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("engines", 1), ("ranks", 1), ("block_size", 1), ("event_delay", 0), ("overlay", 0)):
+            if not least <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a number from {least} on")
+        if self.engines * self.ranks > MAX_WORKERS:
+            raise ConfigError(f"{self.engines} engines of {self.ranks} ranks are more than {MAX_WORKERS} workers")
+        room = self.costs.cache_tokens
+        if self.blocks is None and self.block_size > room:
+            raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
+        check_size(self.size)
+        self._check_words(self.wire)
+        Batching(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def _check_words(self, wire: Dialect) -> None:
+        """Whether the dialect has words for what the engines would announce."""
+        if self.window is not None and "kv_cache_spec_kind" not in wire.stored:
+            raise ConfigError(f"{wire} does not tell groups of a hybrid model; leave out the window, or use vllm-0.22 or later")
+        if self.host_blocks and "medium" not in wire.stored:
+            raise ConfigError(f"{wire} does not tell tiers; leave out host_blocks, or use vllm-0.10.2 or later")
+
+    @property
+    def wire(self) -> Dialect:
+        """The dialect. Raises `UnknownDialectError`."""
+        found = resolve_dialect(self.dialect)
+        assert found is not None  # noqa: S101 - None only for None
+        return found
+
+    @property
+    def costs(self) -> CostModel:
+        """The cost model. Raises `ConfigError`."""
+        return cost_model(self.preset)
+
+    @property
+    def batching(self) -> Batching:
+        """Limits of a step. Raises `ConfigError`."""
+        return Batching(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def size(self) -> CacheSize:
+        """Of each rank's cache."""
+        blocks = self.costs.cache_tokens // self.block_size if self.blocks is None else self.blocks
+        return CacheSize(blocks, self.block_size, self.host_blocks, self.window)
+
+    @property
+    def spelling(self) -> Spelling:
+        """How the engines word what they announce."""
+        return SPELLINGS[self.wire.engine]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Source and rank of each."""
+        return [(f"engine-{number}", rank) for number in range(self.engines) for rank in range(self.ranks)]
+
+    def check(self, request: Request) -> None:
+        """Raises `ConfigError` for a request whose blocks the dialect would announce as if they were anybody's."""
+        wire = self.wire
+        if request.salt is not None and not {"extra_keys", "cache_salt"} & set(wire.stored):
+            raise ConfigError(f"{wire} does not tell salts; leave them out, or use vllm-0.17 or sglang-0.5.20 or later")
+        if request.lora is not None and "lora_name" not in wire.stored:
+            raise ConfigError(f"{wire} does not tell LoRAs by name; leave them out, or use vllm-0.14 or sglang-0.5.22 or later")

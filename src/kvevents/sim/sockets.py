@@ -1,0 +1,150 @@
+"""A fleet's events over real sockets: a publisher for each worker, and proxies before it where the network has faults."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import zmq
+
+from kvevents.errors import ConfigError, EndpointError
+from kvevents.events import KVEventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.routing import Worker
+from kvevents.sim.settings import FleetSettings
+from kvevents.stream import Source
+from kvevents.testing import FaultProxy
+
+REBIND_SECONDS: Final = 5.0
+"""How long a restarted engine waits for its port to be free again; the socket of its last life closes within milliseconds."""
+REBIND_PAUSE: Final = 0.005
+BUFFER_STEPS: Final = 10_000
+"""Batches that each engine keeps for replay, as engines do by default."""
+KILL_SECONDS: Final = 0.05
+"""That a publisher has to hand what is queued to ZeroMQ when its engine is killed; ZeroMQ does not get to send it all."""
+SHUTDOWN_SECONDS: Final = 2.0
+"""That a publisher has for its last batches when a run ends."""
+HIGHEST_PORT: Final = 65_535
+
+
+class Address(NamedTuple):
+    """Where consumers find a worker."""
+
+    worker: Worker
+    endpoint: str
+    replay_endpoint: str
+
+    @property
+    def source(self) -> Source:
+        """What a subscriber is told."""
+        return Source(self.endpoint, self.replay_endpoint, name=self.worker[0], rank=self.worker[1])
+
+
+class Sockets:
+    """Publishers of all workers; a context manager.
+
+    With `base_port` worker number `n` publishes at `base_port + 2n` and answers replay requests at the port after that;
+    without, the operating system chooses. With `proxied` there are proxies at these places and the publishers elsewhere. Raises
+    `EndpointError` for a port in use, `ConfigError` for too many ports.
+    """
+
+    def __init__(
+        self, settings: FleetSettings, *, host: str = "127.0.0.1", base_port: int | None = None, proxied: bool = False
+    ) -> None:
+        last = (base_port or 0) + 2 * len(settings.workers) - 1
+        if base_port is not None and last > HIGHEST_PORT:
+            raise ConfigError(f"{len(settings.workers)} workers from port {base_port} on would need port {last}; begin lower")
+        self.proxies: Final[dict[Worker, tuple[FaultProxy, FaultProxy]]] = {}
+        """For live events and for replay."""
+        self.addresses: Final[dict[Worker, Address]] = {}
+        self._settings: Final = settings
+        self._host: Final = host
+        self._base_port: Final = base_port
+        self._proxied: Final = proxied
+        self._closing: Final = ExitStack()
+        self._context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context(io_threads=2)
+        self._closing.callback(self._context.destroy, linger=0)
+        self._context.max_sockets = 4 * len(settings.workers) + 64
+        self._publishers: Final[dict[Worker, ZmqEventPublisher]] = {}
+        self._bound: Final[dict[Worker, tuple[str, str]]] = {}
+        self._born: Final[dict[Worker, list[float]]] = {}
+
+    # --- the outlet
+
+    def open(self, worker: Worker) -> None:
+        """Bind a worker's sockets; from the second time on where they were before."""
+        first = worker not in self._bound
+        publisher = self._publishers[worker] = self._publisher(worker)
+        # The replay endpoint is there because one was asked for.
+        ends = self._bound[worker] = publisher.endpoint, publisher.replay_endpoint or ""
+        if first and self._proxied:
+            listen = self._wanted(worker)
+            live, replay = (self._closing.enter_context(FaultProxy(*pair)) for pair in zip(ends, listen, strict=True))
+            self.proxies[worker] = live, replay
+            ends = live.endpoint, replay.endpoint
+        if first:
+            self.addresses[worker] = Address(worker, *ends)
+        self._born.setdefault(worker, []).append(time.time())
+
+    def publish(self, worker: Worker, batch: KVEventBatch) -> None:
+        """Hand a batch to the worker's publisher."""
+        self._publishers[worker].publish(batch)
+
+    def close(self, worker: Worker) -> None:
+        """End a worker's life as a kill does: what is not on its way is lost."""
+        self._publishers.pop(worker).shutdown(KILL_SECONDS)
+
+    # --- what consumers of ours ask
+
+    def life(self, worker: Worker, ts: float) -> int:
+        """In which life of its engine a batch with this timestamp was made."""
+        return bisect_right(self._born[worker], ts) - 1
+
+    def subscribers(self) -> int:
+        """Of the worker that has the fewest."""
+        return min(publisher.stats().subscribers for publisher in self._publishers.values())
+
+    def dropped(self) -> int:
+        """Batches that publishers of the present lives could not send."""
+        return sum(sum(publisher.stats().dropped.values()) for publisher in self._publishers.values())
+
+    # --- the end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._closing:
+            for publisher in self._publishers.values():
+                self._closing.callback(publisher.shutdown, SHUTDOWN_SECONDS)
+
+    def _publisher(self, worker: Worker) -> ZmqEventPublisher:
+        until = time.monotonic() + REBIND_SECONDS
+        while True:
+            try:
+                return self._opened(worker)
+            except EndpointError:
+                if worker not in self._bound or time.monotonic() > until:
+                    raise
+                time.sleep(REBIND_PAUSE)
+
+    def _opened(self, worker: Worker) -> ZmqEventPublisher:
+        behind = ("tcp://127.0.0.1:*",) * 2
+        endpoint, replay_endpoint = self._bound.get(worker) or (behind if self._proxied else self._wanted(worker))
+        return ZmqEventPublisher(
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=BUFFER_STEPS,
+            bind=True,
+            dialect=self._settings.wire,
+            context=self._context,
+        )
+
+    def _wanted(self, worker: Worker) -> tuple[str, str]:
+        if self._base_port is None:
+            return f"tcp://{self._host}:*", f"tcp://{self._host}:*"
+        port = self._base_port + 2 * self._settings.workers.index(worker)
+        return f"tcp://{self._host}:{port}", f"tcp://{self._host}:{port + 1}"

@@ -1,0 +1,36 @@
+"""Virtual time: what happens when, one thing after the other."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Final
+
+
+class Timeline:
+    """Actions in the order of their times; those of one time in the order in which they were planned."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds from the beginning."""
+        self._planned: Final[list[tuple[float, int, Callable[[], object]]]] = []
+        self._count = 0
+
+    def at(self, time: float, action: Callable[[], object]) -> None:
+        """Plan an action; one whose time has passed comes next."""
+        self._count += 1
+        heapq.heappush(self._planned, (max(time, self.now), self._count, action))
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Plan an action for so many seconds from now."""
+        self.at(self.now + seconds, action)
+
+    @property
+    def next(self) -> float | None:
+        """When the next action is planned; None without any."""
+        return self._planned[0][0] if self._planned else None
+
+    def step(self) -> None:
+        """Do the next action, at its time. There must be one."""
+        self.now, _, action = heapq.heappop(self._planned)
+        action()

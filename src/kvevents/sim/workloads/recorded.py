@@ -1,0 +1,292 @@
+"""Requests out of recordings of KV events: what a fleet was asked, as far as its caches tell.
+
+Theory of operation. An engine announces the blocks that it had to compute. A chain of new blocks hangs below a known block, or
+begins at the root, so ancestors and chain together are the beginning of a prompt. Then the same sequence goes on:
+- one block below the end of a prompt, at most `ANSWER_GAP` seconds after the last one, is its answer;
+- several blocks below it, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
+  compute in chunks;
+- anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
+Everything is known by stream and life; a clear, and a number not above the last one, begin a life.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, NamedTuple, TypeAlias
+
+from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBatch
+from kvevents.recording import RecordedFrame, RecordingReader, StrPath, read_recording
+from kvevents.sim.requests import Drawn, Request, Text
+from kvevents.sim.workloads.mooncake import ANSWERS
+from kvevents.sim.workloads.sessions import Sessions
+from kvevents.wire import Live, decode_batch, parse_live
+
+ANSWER_GAP: Final = 30.0
+"""Seconds between two blocks of one answer, at most: 64 tokens at two a second."""
+CHUNK_GAP: Final = 2.0
+"""Seconds between two chunks of one prompt, at most: a step of 8,192 tokens takes less than a second."""
+MAX_BLOCKS: Final = 500_000
+"""Blocks whose tokens are remembered, about 500 bytes each; the ones not used for longest are forgotten first."""
+MAX_OPEN: Final = 10_000
+"""Requests whose answers may still go on; at more of them the oldest is taken as it is."""
+_WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""Kinds of cache groups that announce every block of a prompt."""
+
+_Key: TypeAlias = tuple[int, int]
+"""Life and hash of a block."""
+
+
+class _Block(NamedTuple):
+    parent: _Key | None
+    depth: int
+    """Blocks before it. A hash can come again elsewhere (SGLang before 0.5.7): a block less deep than it was is another one."""
+    tokens: array[int]
+    lora: str | None
+    salt: str | None
+
+
+@dataclass(slots=True)
+class _Stream:
+    life: int
+    seq: int = -1
+    group: int | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose answer may go on."""
+
+    at: float
+    prompt: list[array[int]]
+    session: str
+    scope: tuple[str | None, str | None]
+    last: float
+    end: _Key
+    answer: list[array[int]] = field(default_factory=list)
+
+
+class RecordedRequests(Iterator[Request]):
+    """Yields the requests of one recording, in the order in which they began."""
+
+    def __init__(
+        self, path: StrPath, run: str | None = None, endpoint: str | None = None, max_blocks: int = MAX_BLOCKS
+    ) -> None:
+        self._reader = read_recording(path)
+        self._rebuilding = _Rebuilding(max_blocks)
+        self._requests = _requests(self._reader, self._rebuilding, run, endpoint)
+
+    def __next__(self) -> Request:
+        return next(self._requests)
+
+    @property
+    def skipped(self) -> int:
+        """Events so far whose blocks have no place: a parent that is not known, or tokens that are no ids."""
+        return self._rebuilding.skipped
+
+    @property
+    def torn(self) -> str | None:
+        """As `RecordingReader.torn`."""
+        return self._reader.torn
+
+
+def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
+    """Rebuild the requests behind a recording, of one run and endpoint or of all.
+
+    Times are seconds from the first batch; where the clock goes back, as between runs, it goes on from there. Prompts and
+    answers are whole blocks: what cannot be seen is told in docs/workloads.md. Sessions are inferred as for traces. Iterating
+    raises `RecordingError` as `read_recording` does.
+    """
+    return RecordedRequests(path, run, endpoint)
+
+
+def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None, endpoint: str | None) -> Iterator[Request]:
+    for frame in reader:
+        if frame.socket == "pub" and run in (None, frame.run) and endpoint in (None, frame.endpoint):
+            rebuilding.feed(frame)
+            yield from rebuilding.finished()
+    yield from rebuilding.finished(at_end=True)
+
+
+class _Rebuilding:
+    """Feed it the frames of PUB sockets; after each, take what is finished."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.skipped = 0
+        self._max_blocks = max_blocks
+        self._blocks: dict[_Key, _Block] = {}
+        self._streams: dict[tuple[str, str | None, int | None], _Stream] = {}
+        self._lives = count()
+        self._open: deque[_Open] = deque()
+        self._ends: dict[_Key, list[_Open]] = {}
+        self._sessions = Sessions()
+        self._clock: float | None = None
+        self._now = 0.0
+        self._number = 0
+
+    def feed(self, frame: RecordedFrame) -> None:
+        """Take in one message; what is no batch is left out."""
+        live = parse_live(frame.frames)
+        if not isinstance(live, Live):
+            return
+        batch = decode_batch(live.payload).batch
+        self._tick(batch.ts if frame.t is None else frame.t)
+        stream = self._stream(frame, batch.data_parallel_rank, live.seq)
+        for chain in self._chains(stream, batch):
+            self._place(chain)
+
+    def finished(self, *, at_end: bool = False) -> Iterator[Request]:
+        """Requests that cannot go on, up to the first that can."""
+        while self._open:
+            first = self._open[0]
+            if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > MAX_OPEN):
+                return
+            self._open.popleft()
+            self._leave(first)
+            yield self._request(first)
+
+    def _request(self, done: _Open) -> Request:
+        self._number += 1
+        unseen = Drawn(ANSWERS + self._number, max(len(done.prompt[-1]) // 2, 1))
+        return Request(done.at, Text(done.prompt), Text(done.answer or (unseen,)), done.session, *done.scope)
+
+    def _tick(self, clock: float) -> None:
+        if self._clock is not None:
+            self._now += max(clock - self._clock, 0.0)
+        self._clock = clock
+
+    def _stream(self, frame: RecordedFrame, rank: int | None, seq: int) -> _Stream:
+        name = (frame.run, frame.endpoint, rank)
+        stream = self._streams.get(name)
+        if stream is None or seq <= stream.seq:
+            stream = self._streams[name] = _Stream(next(self._lives))
+        stream.seq = seq
+        return stream
+
+    # --- chains of new blocks
+
+    def _chains(self, stream: _Stream, batch: KVEventBatch) -> list[list[_Key]]:
+        """The new blocks of a batch, each chain from its first block to its last; events that go on from each other are one."""
+        chains: list[list[_Key]] = []
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                stream.life = next(self._lives)
+            elif isinstance(event, BlockStored) and self._is_told(stream, event):
+                self._remember(stream.life, event, chains)
+        return chains
+
+    def _is_told(self, stream: _Stream, event: BlockStored) -> bool:
+        """Whether an event tells the tokens of blocks that were computed, once for all cache groups."""
+        if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _WHOLE:
+            return False
+        if not event.token_ids or len(event.token_ids) != event.block_size * len(event.block_hashes):
+            return False
+        stream.group = event.group_idx if stream.group is None else stream.group
+        return event.group_idx == stream.group
+
+    def _remember(self, life: int, event: BlockStored, chains: list[list[_Key]]) -> None:
+        parent = None if event.parent_block_hash is None else (life, event.parent_block_hash)
+        above = None if parent is None else self._blocks.get(parent)
+        tokens = _tokens_of(event)
+        if tokens is None or (parent is not None and above is None):
+            self.skipped += 1
+            return
+        lora, salt = _lora_of(event), above.salt if above else _salt_of(event)
+        chain = chains[-1] if chains and chains[-1][-1] == parent else []
+        if not chain:
+            chains.append(chain)
+        depth = above.depth + 1 if above else 0
+        for place, block_hash in enumerate(event.block_hashes):
+            key = (life, block_hash)
+            part = tokens[place * event.block_size : (place + 1) * event.block_size]
+            self._keep(key, _Block(parent, depth + place, part, lora, salt))
+            chain.append(key)
+            parent = key
+
+    def _keep(self, key: _Key, block: _Block) -> None:
+        self._blocks.pop(key, None)
+        self._blocks[key] = block
+        if len(self._blocks) > self._max_blocks:
+            del self._blocks[next(iter(self._blocks))]
+
+    # --- whose they are
+
+    def _place(self, chain: list[_Key]) -> None:
+        path = self._path(chain)
+        if path is None:
+            self.skipped += 1
+            return
+        before = len(path) - len(chain)
+        above = self._ends.get(path[before - 1]) if before else None
+        request = above[0] if above else None
+        part = None if request is None else self._part(request, len(chain))
+        if request is None or part is None:
+            request = self._begin(path)
+        else:
+            part += (self._blocks[key].tokens for key in chain)
+            self._leave(request)
+        request.last, request.end = self._now, path[-1]
+        self._ends.setdefault(request.end, []).append(request)
+
+    def _leave(self, request: _Open) -> None:
+        """Its last block is not where it ends any more. Others may end there: engines compute equal prompts twice in a step."""
+        here = [other for other in self._ends.pop(request.end) if other is not request]
+        if here:
+            self._ends[request.end] = here
+
+    def _part(self, request: _Open, blocks: int) -> list[array[int]] | None:
+        """What a chain below a request's last block adds to; None where it begins a request."""
+        idle = self._now - request.last
+        if blocks == 1:
+            return request.answer if idle <= ANSWER_GAP else None
+        return request.prompt if idle <= CHUNK_GAP and not request.answer else None
+
+    def _begin(self, path: list[_Key]) -> _Open:
+        last = self._blocks[path[-1]]
+        prompt = [self._blocks[key].tokens for key in path]
+        request = _Open(self._now, prompt, self._sessions.of(path, len(path)), (last.lora, last.salt), self._now, path[-1])
+        self._open.append(request)
+        return request
+
+    def _path(self, chain: list[_Key]) -> list[_Key] | None:
+        """The blocks of a prompt from the root on; None where one is not known. Those used are forgotten last."""
+        path: list[_Key] = []
+        key: _Key | None = chain[-1]
+        while key is not None:
+            block = self._blocks.pop(key, None)
+            if block is None:
+                return None
+            self._blocks[key] = block
+            if path and block.depth != self._blocks[path[-1]].depth - 1:
+                return None
+            path.append(key)
+            key = block.parent
+        path.reverse()
+        return path if path[-len(chain) :] == chain else None
+
+
+def _tokens_of(event: BlockStored) -> array[int] | None:
+    """Token ids, of EAGLE's pairs the first; None where one is no unsigned number of 32 bits."""
+    try:
+        return array("I", (one if isinstance(one, int) else one[0] for one in event.token_ids))
+    except OverflowError:
+        return None
+
+
+def _lora_of(event: BlockStored) -> str | None:
+    if event.lora_name is not None:
+        return event.lora_name
+    return None if event.lora_id is None else str(event.lora_id)
+
+
+def _salt_of(event: BlockStored) -> str | None:
+    """The salt of a chain that begins at the root: SGLang names it, vLLM has it bare among the first block's extra keys."""
+    if event.cache_salt is not None or not event.extra_keys:
+        return event.cache_salt
+    bare = [extra for extra in event.extra_keys[0] or () if isinstance(extra, str)]
+    if bare and bare[0] == event.lora_name:
+        del bare[0]
+    return bare[0] if bare else None

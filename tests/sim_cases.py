@@ -1,0 +1,154 @@
+"""Requests, engines and fleets that the simulator's tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from random import Random
+
+from hypothesis import settings
+
+from kvevents.index import PrefixIndex
+from kvevents.routing import Policy, Router, policy
+from kvevents.sim.audit import Audit
+from kvevents.sim.cache import CacheSize
+from kvevents.sim.costs import CostModel
+from kvevents.sim.engine import Batching, Engine, Job, Step
+from kvevents.sim.fleet import Fleet
+from kvevents.sim.outlet import Postbox
+from kvevents.sim.requests import Request, Text
+from kvevents.sim.settings import FleetSettings
+from kvevents.sim.timeline import Timeline
+from sim_model import Mirror, contents
+
+
+def examples(count: int) -> settings:
+    """So many, or as many as a profile that looks for new ones asks for."""
+    asked = settings.default.max_examples if settings.default else 0
+    return settings(max_examples=asked if asked > 100 else count)
+
+
+SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=0.00002, reload=0.0001)
+
+
+def request(prompt: Iterable[int], answer: int = 1, at: float = 0.0, **within: str | None) -> Request:
+    """An answer is of token 9, so that prompts can go on from it."""
+    return Request(at, Text.of(prompt), Text.of([9] * answer), **within)
+
+
+def conversations(
+    number: int,
+    *,
+    seed: int = 0,
+    rate: float = 20.0,
+    loras: Sequence[str | None] = (None,),
+    salts: Sequence[str | None] = (None,),
+) -> Iterator[Request]:
+    """Turns of conversations behind a few system prompts: each repeats what was said before. Of `rate` a second."""
+    random = Random(seed)
+    systems = [Text([(number, 40)]) for number in range(3)]
+    fresh = count(100)
+    open_: dict[str, Text] = {}
+    times = accumulate(random.expovariate(rate) for _ in range(number))
+    for at in times:
+        session = f"user-{random.randrange(max(2, number // 4))}"
+        said = open_.pop(session, None) or systems[random.randrange(3)]
+        prompt = said + Text([(next(fresh), random.randint(1, 30))])
+        answer = Text([(next(fresh), random.randint(1, 20))])
+        if random.random() < 0.8:
+            open_[session] = prompt + answer
+        place = int(session[5:])
+        yield Request(at, prompt, answer, session, loras[place % len(loras)], salts[place % len(salts)])
+
+
+class Recorder:
+    """A cost model that notes what each step computed: prefilled tokens, pairs, decoding sequences, their context."""
+
+    def __init__(self, costs: CostModel = SECONDS) -> None:
+        self.costs = costs
+        self.reload = costs.reload
+        self.steps: list[tuple[int, int, int, int]] = []
+
+    def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
+        self.steps.append((prefilled, pairs, decoding, context))
+        return self.costs.seconds(prefilled, pairs, decoding, context)
+
+
+@dataclass
+class Run:
+    """An engine at work, checked in every step."""
+
+    size: CacheSize
+    batching: Batching
+    submitted: list[Job] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.costs = Recorder()
+        # Only `seconds` and `reload` are asked of a cost model here.
+        self.engine = Engine(self.size, self.costs, self.batching, seed="a")  # type: ignore[arg-type]
+        self.mirror = Mirror()
+        self.prefilled = 0
+
+    def submit(self, requests: Iterable[Request]) -> list[Job]:
+        jobs = [self.engine.submit(one) for one in requests]
+        self.submitted += jobs
+        return jobs
+
+    def step(self) -> Step:
+        """One step, after which events describe the cache and each lookup found what events before it said."""
+        engine, limits = self.engine, self.batching
+        self.seconds.append(engine.begin())
+        prefilled, _, decoding, _ = self.costs.steps[-1]
+        assert prefilled + decoding <= limits.max_num_batched_tokens
+        assert engine.running <= limits.max_num_seqs
+        self.prefilled += prefilled
+        assert engine.computed == self.prefilled
+        step = engine.end()
+        self.steps.append(step)
+        self.look_up(step)
+        assert +self.mirror.held == contents(engine.cache)
+        return step
+
+    def look_up(self, step: Step) -> None:
+        done = 0
+        for lookup in step.lookups:
+            for event in step.events[done : lookup.position]:
+                self.mirror.apply(event)
+            done = lookup.position
+            sequence = lookup.job.sequence
+            assert sequence is not None
+            assert lookup.cached == self.mirror.cached(self.size, sequence.hashes, lookup.tokens)
+        for event in step.events[done:]:
+            self.mirror.apply(event)
+
+    def finish(self) -> None:
+        """Run until nothing is left. In every step the oldest sequence gets on, so there is a limit to them."""
+        most = len(self.steps) + 2 + sum(1 + len(job.request.prompt) + len(job.request.output) for job in self.submitted)
+        while not self.engine.idle:
+            assert len(self.steps) < most, "the engine does not come to an end"
+            self.step()
+        assert self.engine.jobs() == []
+        assert self.engine.cache.pool.free == self.size.blocks
+
+
+def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy | None = None) -> Fleet:
+    """What `simulate` makes, to be stepped by hand."""
+    timeline = Timeline()
+    index = PrefixIndex(clock=lambda: timeline.now)
+    audit = Audit(index)
+    router = Router(chosen or policy(name, given.seed), index, overlay_seconds=given.overlay)
+    postbox = Postbox(timeline, given.event_delay, given.wire, audit.apply)
+    return Fleet(given, router, audit, postbox, timeline)
+
+
+def play(fleet: Fleet, most: int = 100_000) -> Iterator[int]:
+    """Do one planned action after the other, each told by its number, until none is left."""
+    for number in count():
+        if fleet.timeline.next is None:
+            return
+        assert number < most, "the fleet does not come to an end"
+        fleet.timeline.step()
+        yield number

@@ -1,0 +1,151 @@
+"""Recorded batches come in the order of their numbers, each once, life by life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from export_cases import column, note, payload, pub, removed, replay, stored, table, write
+from kvevents.export import ExportLimits, export
+from kvevents.export.ordering import Arrived, Ordering, Placed
+from kvevents.recording import RecordedFrame
+
+LIMITS = ExportLimits(held_batches=3)
+
+
+def batch(seq: int, body: bytes = b"", *, replayed: bool = False) -> Arrived:
+    return Arrived(b"kv", seq, body or b"%d" % seq, None, replayed)
+
+
+def placed(ordering: Ordering, *batches: Arrived) -> list[tuple[int, int, int]]:
+    """Life, number and gap before of what comes out."""
+    return told([each for one in batches for each in ordering.receive(one)])
+
+
+def told(found: list[Placed]) -> list[tuple[int, int, int]]:
+    return [(each.life, each.batch.seq, each.gap_before) for each in found]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_what_replay_brings_in_any_order_is_put_in_its_place(live: list[bool], random: object) -> None:
+    """Batches that did not come live come by replay, shuffled and repeated: the outcome is every number once, in order."""
+    ordering = Ordering(ExportLimits())
+    arrived = [batch(seq) for seq, here in enumerate(live) if here]
+    late = [batch(seq, replayed=True) for seq in range(len(live))] * 2
+    random.shuffle(late)  # type: ignore[attr-defined]
+    found = placed(ordering, *arrived, *late) + told(ordering.finish())
+    assert found == [(0, seq, 0) for seq in range(len(live))]
+    assert ordering.duplicates == len(live) + sum(live)
+
+
+def test_a_lower_number_begins_a_life_and_the_same_batch_does_not() -> None:
+    ordering = Ordering(LIMITS)
+    assert placed(ordering, batch(0), batch(1), batch(1), batch(0, b"other"), batch(1, b"more")) == [
+        (0, 0, 0),
+        (0, 1, 0),
+        (1, 0, 0),
+        (1, 1, 0),
+    ]
+    assert ordering.duplicates == 1
+
+
+def test_too_many_that_wait_are_a_gap() -> None:
+    ordering = Ordering(LIMITS)
+    assert placed(ordering, batch(5), batch(6), batch(7)) == []
+    assert placed(ordering, batch(9)) == [(0, 5, 5), (0, 6, 0), (0, 7, 0)]
+    assert told(ordering.finish()) == [(0, 9, 1)]
+
+
+def test_a_restart_gives_up_what_waits() -> None:
+    ordering = Ordering(LIMITS)
+    assert placed(ordering, batch(0), batch(2), batch(0, b"new")) == [(0, 0, 0), (0, 2, 1), (1, 0, 0)]
+
+
+def test_replays_too_late_and_of_another_life_are_counted() -> None:
+    ordering = Ordering(LIMITS)
+    ordering.receive(batch(0))
+    ordering.receive(batch(2))
+    assert told(ordering.give_up(1, 1)) == [(0, 2, 1)]
+    assert placed(ordering, batch(1, replayed=True), batch(0, b"other", replayed=True)) == []
+    assert (ordering.late, ordering.conflicting) == (1, 1)
+
+
+def test_a_live_batch_that_contradicts_a_replay_begins_a_life() -> None:
+    ordering = Ordering(LIMITS)
+    assert placed(ordering, batch(0, replayed=True), batch(1, replayed=True), batch(0, b"new")) == [
+        (0, 0, 0),
+        (0, 1, 0),
+        (1, 0, 0),
+    ]
+
+
+# --- whole recordings
+
+
+def test_lives_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path) -> None:
+    """Notes tell the worker, its restart and what was lost; a note of a loss ends the wait at once."""
+    one, two = payload([stored([1], [1])], 5.0), payload([stored([2], [2])], 6.0)
+    frames = [
+        note("pod/3/life0", "pod", 3, endpoint="tcp://a:5557"),
+        pub(0, one, "pod/3/life0"),
+        note("pod/3/life0", "pod", 3, endpoint="tcp://a:5557", gap=[1, 4]),
+        pub(5, two, "pod/3/life0"),
+        note("pod/3/life1", "pod", 3, endpoint="tcp://a:5557", reset="publisher restarted"),
+        pub(0, payload([stored([1], [1])], 7.0), "pod/3/life1"),
+    ]
+    done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")
+    (worker,) = table(done.folder, "workers")
+    assert {name: worker[name] for name in ("source", "rank", "lives", "batches", "lost", "endpoint")} == {
+        "source": "pod",
+        "rank": 3,
+        "lives": 2,
+        "batches": 3,
+        "lost": 4,
+        "endpoint": "tcp://a:5557",
+    }
+    assert column(done.folder, "batches", "life", "seq", "gap_before") == [(0, 0, 0), (0, 5, 4), (1, 0, 0)]
+    assert column(done.folder, "lifetimes", "life", "block_hash", "ended", "ended_at", "across_gap") == [
+        (0, 1, "restart", 6.0, True),
+        (0, 2, "restart", 6.0, False),
+        (1, 1, "end", 7.0, False),
+    ]
+
+
+def test_replayed_frames_of_a_run_are_of_its_only_stream(tmp_path: Path) -> None:
+    """They fill what live frames lack, before anything live as well, and count once."""
+    bodies = [payload([stored([seq + 1], [seq])], float(seq + 1)) for seq in range(4)]
+    frames = [replay(0, bodies[0]), pub(1, bodies[1]), pub(3, bodies[3]), *(replay(seq, bodies[seq]) for seq in range(4))]
+    done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")
+    assert column(done.folder, "batches", "seq", "replayed", "gap_before") == [
+        (0, True, 0),
+        (1, False, 0),
+        (2, True, 0),
+        (3, False, 0),
+    ]
+    assert done.counts["duplicates"] == 3
+    assert done.rows["workers"] == 1
+
+
+def test_replays_of_a_run_with_several_endpoints_are_counted(tmp_path: Path) -> None:
+    body = payload([stored([1], [1])], rank=None)
+    frames = [pub(0, body, endpoint="tcp://a:1"), pub(0, body, endpoint="tcp://a:2"), replay(1, body)]
+    done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")
+    assert done.counts["unplaced"] == 1
+    assert column(done.folder, "workers", "endpoint") == ["tcp://a:1", "tcp://a:2"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        RecordedFrame(socket="pub", run="a", endpoint="tcp://a:5557", t=1.0, frames=(b"kv",)),
+        RecordedFrame(socket="replay", run="a", endpoint="tcp://a:5558", t=1.0, frames=(b"what",)),
+    ],
+    ids=["pub", "replay"],
+)
+def test_messages_that_are_none_are_counted(tmp_path: Path, frame: RecordedFrame) -> None:
+    done = export([write(tmp_path / "run.jsonl", [pub(0, payload([removed(1)])), frame])], tmp_path / "out")
+    assert done.counts["malformed"] == 1
+    assert done.rows["batches"] == 1

@@ -1,0 +1,402 @@
+"""Policies: each chooses one of the candidates, by what it says it goes by."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import ConfigError
+from kvevents.routing import (
+    POLICIES,
+    Candidate,
+    Choice,
+    Load,
+    Policy,
+    PrefixAwareSettings,
+    Prompt,
+    SessionAffinity,
+    Worker,
+    policy,
+)
+from kvevents.routing.affinity import AffinitySettings
+from kvevents.routing.scoring import TIER_WEIGHTS, TRUST_WEIGHTS, TierWeights
+from kvevents.service.shapes import SelectRequest
+
+PROMPT = Prompt(1000)
+
+
+def candidate(place: int, load: Load | None = None, trust: str = "EXACT", **tiers: int) -> Candidate:
+    return Candidate((f"w{place}", 0), load or Load(), max(tiers.values(), default=0), tiers, trust)
+
+
+def waiting(tokens: int, requests: int = 1) -> Load:
+    return Load(requests, tokens)
+
+
+def decoding(requests: int) -> Load:
+    return Load(requests, 0, requests, 1000 * requests)
+
+
+def chosen(one: Policy, *candidates: Candidate, prompt: Prompt = PROMPT) -> str:
+    return one.choose(prompt, candidates).chosen.worker[0]
+
+
+def sessions_of(one: Policy, fleet: Sequence[Candidate], count: int = 1000) -> dict[str, Worker]:
+    names = [f"session-{number}" for number in range(count)]
+    return {name: one.choose(Prompt(100, name), fleet).chosen.worker for name in names}
+
+
+loads = st.builds(Load, st.integers(0, 50), st.integers(0, 100_000), st.integers(0, 50), st.integers(0, 100_000))
+lengths = st.integers(0, 1500)
+states = st.sampled_from([*TRUST_WEIGHTS, "UNHEARD-OF"])
+
+
+@st.composite
+def fleets(draw: st.DrawFn, min_size: int = 1) -> list[Candidate]:
+    rows = draw(st.lists(st.tuples(loads, states, lengths, lengths, lengths), min_size=min_size, max_size=8))
+    return [
+        candidate(place, load, trust, gpu=gpu, cpu=gpu + cpu, disk=gpu + cpu + disk)
+        for place, (load, trust, gpu, cpu, disk) in enumerate(rows)
+    ]
+
+
+# --- all policies -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(POLICIES)), fleets(), st.integers(0, 2000), st.none() | st.text(), st.integers(0, 9))
+def test_every_policy_chooses_a_candidate(
+    name: str, fleet: list[Candidate], length: int, session: str | None, seed: int
+) -> None:
+    """And does the same again for the same seed."""
+    choices = [policy(name, seed).choose(Prompt(length, session), fleet) for _ in range(2)]
+    assert choices[0].chosen in fleet
+    assert choices[0] == choices[1]
+
+
+@pytest.mark.parametrize("name", ["random", "round-robin", "least-loaded", "session-affinity", "prefix-aware"])
+def test_routers_do_not_herd(name: str) -> None:
+    """Of many routers that start at once with nothing known, each begins elsewhere, unless they share a seed."""
+    fleet = [candidate(place) for place in range(8)]
+    begun = Counter(chosen(policy(name, seed), *fleet) for seed in range(400))
+    assert len(begun) == 8
+    assert max(begun.values()) < 100
+    assert len({chosen(policy(name), *fleet) for _ in range(100)}) > 1
+
+
+def test_the_table_has_each_policy_under_its_name() -> None:
+    assert {name: (made.name, made.asks_index) for name, make in POLICIES.items() for made in [make(1)]} == {
+        name: (name, name == "prefix-aware")
+        for name in ("random", "round-robin", "least-loaded", "session-affinity", "prefix-aware")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        (
+            "fastest",
+            {},
+            "there is no policy 'fastest'; there are random, round-robin, least-loaded, session-affinity, prefix-aware",
+        ),
+        ("random", {"speed": 1}, "random has no setting 'speed'; it has none"),
+        ("least-loaded", {"speed": 1}, "least-loaded has no setting 'speed'; it has by, sample"),
+        ("least-loaded", {"by": "age"}, "by is 'age'; it is one of requests, tokens"),
+        ("least-loaded", {"sample": -1}, "sample is -1; it is a whole number from 0 on"),
+        ("session-affinity", {"factor": 0.9}, "factor is 0.9; it is a number from 1 on"),
+        ("session-affinity", {"spare": 1.5}, "spare is 1.5; it is a whole number from 0 on"),
+        ("prefix-aware", {"load": "heavy"}, "load is 'heavy'; it is one of work, relative"),
+        ("prefix-aware", {"load_weight": math.inf}, "load_weight is inf; it is a finite number from 0 on"),
+        ("prefix-aware", {"decoding_weight": -1}, "decoding_weight is -1; it is a finite number from 0 on"),
+        ("prefix-aware", {"context_weight": math.nan}, "context_weight is nan; it is a finite number from 0 on"),
+        ("prefix-aware", {"tiers": {"gpu": 2}}, "tiers['gpu'] is 2; it is a number from 0 to 1"),
+        ("prefix-aware", {"trust": {"EXACT": -1}}, "trust['EXACT'] is -1; it is a number from 0 to 1"),
+        (
+            "prefix-aware",
+            {"trust": {"exact": 1}},
+            "a key of trust is 'exact'; it is one of CONNECTING, REPLAYING, EXACT, DEGRADED",
+        ),
+        ("prefix-aware", {"guard": 0.5}, "guard is 0.5; it is a number from 1 on"),
+        ("prefix-aware", {"guard_requests": -1}, "guard_requests is -1; it is a whole number from 0 on"),
+        ("prefix-aware", {"tie": "last"}, "tie is 'last'; it is one of rotate, random, first"),
+        ("prefix-aware", {"sample": True}, "sample is True; it is a whole number from 0 on"),
+    ],
+)
+def test_a_wrong_setting_is_told_by_its_name(name: str, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        policy(name, **settings)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_settings_cannot_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        PrefixAwareSettings().guard = 3.0  # type: ignore[misc]
+
+
+def test_weights_are_those_of_the_service() -> None:
+    """One table for both."""
+    request = SelectRequest(model="m", tokens=[])
+    assert (request.tiers, request.trust) == (TIER_WEIGHTS, TRUST_WEIGHTS)
+
+
+# --- blind ones -------------------------------------------------------------------------------------------------------------
+
+
+def test_random_is_even() -> None:
+    one, fleet = policy("random", 1), [candidate(place) for place in range(4)]
+    counts = Counter(chosen(one, *fleet) for _ in range(4000))
+    assert all(900 < counts[f"w{place}"] < 1100 for place in range(4))
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 99))
+def test_round_robin_is_fair(workers: int, requests: int, seed: int) -> None:
+    """At any time nobody is more than one ahead, whatever loads are."""
+    one, counts = policy("round-robin", seed), Counter[str]()
+    for number in range(requests):
+        counts[chosen(one, *[candidate(place, waiting(number * place)) for place in range(workers)])] += 1
+        assert max(counts.values()) - min(counts[f"w{place}"] for place in range(workers)) <= 1
+
+
+def test_round_robin_goes_on_when_workers_come_and_go() -> None:
+    """Who is away misses its turns, and nobody else's turn comes twice."""
+    one, fleet = policy("round-robin", 2), [candidate(place) for place in range(4)]
+    taken = [chosen(one, *(fleet[1:] if step % 2 else fleet)) for step in range(40)]
+    assert all(first != second for first, second in pairwise(taken))
+    assert min(Counter(taken).values()) >= 8
+
+
+@given(fleets())
+def test_least_loaded_has_the_fewest_requests(fleet: list[Candidate]) -> None:
+    choice = policy("least-loaded", 1, by="requests").choose(PROMPT, fleet)
+    assert choice.chosen.load.requests == min(one.load.requests for one in fleet)
+
+
+def test_least_loaded_by_tokens() -> None:
+    """One long prompt is more work than two short ones; a request that is being answered counts 256."""
+    fleet = [candidate(0, waiting(5000)), candidate(1, waiting(600, 2)), candidate(2, decoding(3))]
+    assert chosen(policy("least-loaded", 1, by="requests"), *fleet) == "w0"
+    assert chosen(policy("least-loaded", 1), *fleet) == "w1"
+
+
+def test_two_choices_take_the_less_loaded_of_two() -> None:
+    """Never the most loaded one, and not always the least loaded one, to which all routers would send."""
+    one, fleet = policy("least-loaded", 1, sample=2), [candidate(place, waiting(place, place)) for place in range(5)]
+    counts = Counter(chosen(one, *fleet) for _ in range(1000))
+    assert counts["w4"] == 0
+    assert 300 < counts["w0"] < 500
+    assert chosen(one, fleet[0]) == "w0"
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_has_the_same_worker_everywhere() -> None:
+    """Whatever the order of the candidates and the seed: routers agree without talking."""
+    fleet = [candidate(place) for place in range(8)]
+    assert sessions_of(policy("session-affinity", 1), fleet) == sessions_of(policy("session-affinity", 2), fleet[::-1])
+
+
+@pytest.mark.parametrize("workers", [2, 8, 32])
+def test_sessions_are_spread_and_few_move(workers: int) -> None:
+    """A worker that joins takes about its share and only for itself; one that leaves gives up only its own."""
+    one, fleet = policy("session-affinity"), [candidate(place) for place in range(workers + 1)]
+    before, after = sessions_of(one, fleet[:-1]), sessions_of(one, fleet)
+    moved = {session for session in before if before[session] != after[session]}
+    assert {after[session] for session in moved} <= {fleet[-1].worker}
+    expected = 1000 / (workers + 1)
+    assert len(moved) == pytest.approx(expected, abs=4 * math.sqrt(expected))
+    for count in Counter(after.values()).values():
+        assert count == pytest.approx(expected, abs=5 * math.sqrt(expected))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(1, 8), st.floats(1, 3), st.integers(0, 4))
+def test_the_bound_holds(sessions: list[int], workers: int, factor: float, spare: int) -> None:
+    """However few sessions ask: no worker has more than `factor` times the mean, or `spare`."""
+    one = SessionAffinity(1, AffinitySettings(factor, spare))
+    requests = [0] * workers
+    for session in sessions:
+        fleet = [candidate(place, Load(requests=count)) for place, count in enumerate(requests)]
+        most = max(spare, math.ceil(factor * (sum(requests) + 1) / workers))
+        place = int(chosen(one, *fleet, prompt=Prompt(1, str(session)))[1:])
+        requests[place] += 1
+        assert requests[place] <= most
+
+
+def test_a_full_worker_passes_its_session_on_and_gets_it_back() -> None:
+    """To one and the same other worker, until it has room again. An unbounded one keeps it."""
+    one, fleet = policy("session-affinity"), [candidate(place) for place in range(4)]
+    own = one.choose(Prompt(1, "s"), fleet)
+    full = [candidate(place, Load(requests=50 * (each is own.chosen))) for place, each in enumerate(fleet)]
+    passed = one.choose(Prompt(1, "s"), full)
+    assert passed.chosen.worker != own.chosen.worker
+    assert "too many requests" in passed.reason
+    assert passed == one.choose(Prompt(1, "s"), full)
+    assert one.choose(Prompt(1, "s"), fleet) == own
+    assert policy("session-affinity", factor=math.inf).choose(Prompt(1, "s"), full).chosen.worker == own.chosen.worker
+
+
+def test_without_a_session_the_fewest_requests_count() -> None:
+    """And equal workers take turns."""
+    one, fleet = policy("session-affinity", 1), [candidate(0, waiting(1)), candidate(1), candidate(2)]
+    assert sorted(chosen(one, *fleet) for _ in range(4)) == ["w1", "w1", "w2", "w2"]
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), loads, st.sampled_from(["work", "relative"]))
+def test_at_equal_load_the_longest_holder_is_chosen(held: list[int], load: Load, form: str) -> None:
+    fleet = [candidate(place, load, gpu=tokens) for place, tokens in enumerate(held)]
+    assert policy("prefix-aware", 1, load=form).choose(PROMPT, fleet).chosen.tokens == max(held)
+
+
+def test_a_cache_is_worth_waiting_for_four_times_as_long_as_computing_takes() -> None:
+    """Of 1,000 tokens 600 are held by a worker where others wait; the alternative is idle."""
+    one = policy("prefix-aware", 1)
+    assert chosen(one, candidate(0, waiting(2399), gpu=600), candidate(1)) == "w0"
+    assert chosen(one, candidate(0, waiting(2401), gpu=600), candidate(1)) == "w1"
+
+
+def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_takes() -> None:
+    """The same, for this request alone; one that is being answered counts 256 tokens."""
+    one = policy("prefix-aware", 1, load_weight=1.0)
+    assert chosen(one, candidate(0, waiting(599), gpu=600), candidate(1)) == "w0"
+    assert chosen(one, candidate(0, waiting(601), gpu=600), candidate(1)) == "w1"
+    assert chosen(one, candidate(0, decoding(2), gpu=600), candidate(1)) == "w0"
+    assert chosen(one, candidate(0, decoding(3), gpu=600), candidate(1)) == "w1"
+
+
+def test_one_small_request_in_an_idle_fleet_does_not_cost_the_cache() -> None:
+    """It does with relative loads, since one request of one worker is many times the mean."""
+    fleet = [candidate(0, waiting(20), gpu=900), *[candidate(place) for place in range(1, 8)]]
+    assert chosen(policy("prefix-aware", 1), *fleet) == "w0"
+    assert chosen(policy("prefix-aware", 1, load="relative"), *fleet) != "w0"
+
+
+def test_a_score_by_hand() -> None:
+    """Work over the length: 100 waiting, 2 answered at 50, 2,000 of context at 0.1 are 400 of 1,000 tokens, weighed half."""
+    one = policy("prefix-aware", 1, load_weight=0.5, decoding_weight=50, context_weight=0.1, tiers={"cpu": 0.6})
+    fleet = [candidate(0, Load(3, 100, 2, 2000), "DEGRADED", gpu=400, cpu=600, disk=600), candidate(1)]
+    considered = one.choose(PROMPT, fleet).considered
+    assert considered[0].uncached == pytest.approx(1 - 0.5 * (400 + 0.6 * 200) / 1000)
+    assert considered[0].load == pytest.approx(0.5 * 400 / 1000)
+    assert [entry.score for entry in considered] == pytest.approx([0.74 + 0.2, 1.0])
+    assert considered[0].worker == ("w0", 0)
+
+
+def test_relative_loads_by_hand() -> None:
+    """Work over the mean, as `/v1/select` has it."""
+    one = policy("prefix-aware", 1, load="relative", load_weight=0.5)
+    considered = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).considered
+    assert [entry.load for entry in considered] == pytest.approx([0.25, 0.75])
+
+
+def test_tiers_have_their_weights() -> None:
+    """300 tokens on the GPU are worth more than 350 in host memory and less than 400; weights can turn that round."""
+    one = policy("prefix-aware", 1)
+    assert chosen(one, candidate(0, gpu=300), candidate(1, gpu=0, cpu=350)) == "w0"
+    assert chosen(one, candidate(0, gpu=300), candidate(1, gpu=0, cpu=400)) == "w1"
+    assert chosen(one, candidate(0, gpu=300), candidate(1, disk=550)) == "w0"
+    assert chosen(policy("prefix-aware", 1, tiers={"cpu": 0.7}), candidate(0, gpu=300), candidate(1, gpu=0, cpu=400)) == "w0"
+    assert chosen(policy("prefix-aware", 1, tiers={"disk": 0.9}), candidate(0, gpu=300), candidate(1, disk=550)) == "w1"
+
+
+@given(st.dictionaries(st.sampled_from(["gpu", "cpu", "disk", "other"]), st.integers(0, 30)), st.integers(0, 20), st.randoms())
+def test_each_token_counts_for_the_best_tier_that_reaches_it(tiers: dict[str, int], whole: int, random: Any) -> None:
+    """Against counting token by token, for any weights."""
+    weights = {tier: random.random() for tier in ("gpu", "cpu", "disk")}
+    tokens = max(tiers.values(), default=0) + random.randrange(5)
+    worth = 0.0
+    for place in range(min(tokens, whole)):
+        worth += max([weights.get(tier, 0) for tier, reached in tiers.items() if place < reached] + [min(weights.values())])
+    assert TierWeights(weights).saved(tokens, tiers, whole) == pytest.approx(worth / max(whole, 1))
+
+
+@pytest.mark.parametrize(
+    ("trust", "worker"), [("EXACT", "w0"), ("REPLAYING", "w0"), ("DEGRADED", "w1"), ("STALE", "w1"), ("?", "w1")]
+)
+def test_trust_scales_what_is_believed(trust: str, worker: str) -> None:
+    """800 tokens of a doubtful worker against 500 of an exact one; what is not known is not believed."""
+    assert chosen(policy("prefix-aware", 1), candidate(0, trust=trust, gpu=800), candidate(1, gpu=500)) == worker
+
+
+def test_trust_can_be_weighed() -> None:
+    fleet = [candidate(0, trust="STALE", gpu=800), candidate(1, gpu=500)]
+    assert chosen(policy("prefix-aware", 1, trust={"STALE": 0.9}), *fleet) == "w0"
+
+
+@given(fleets(min_size=2), st.floats(1, 5), st.integers(0, 20))
+def test_the_guard_takes_credit_from_hot_workers_only(fleet: list[Candidate], guard: float, guard_requests: int) -> None:
+    """Hot is who has more than `guard` times what the others have on average, and more than `guard_requests`."""
+    choice = policy("prefix-aware", 1, guard=guard, guard_requests=guard_requests).choose(PROMPT, fleet)
+    total = sum(one.load.requests for one in fleet)
+    for entry in choice.considered:
+        requests = entry.candidate.load.requests
+        others = (total - requests) / (len(fleet) - 1)
+        if requests != pytest.approx(guard * others):
+            assert entry.hot == (requests > guard * others and requests > guard_requests)
+        assert entry.uncached == 1.0 or not entry.hot
+
+
+@pytest.mark.parametrize(("guard", "workers", "most"), [(2.0, 3, 20), (1.0, 4, 12), (math.inf, 1, 40)])
+def test_a_popular_prefix_spreads(guard: float, workers: int, most: int) -> None:
+    """Of 40 requests for it that never end, many go to other workers once its holder has more than its share, if guarded."""
+    one = policy("prefix-aware", 1, decoding_weight=0, guard=guard, guard_requests=4)
+    holding, spread = {"w0"}, Counter[str]()
+    for _ in range(40):
+        fleet = [candidate(place, decoding(spread[f"w{place}"]), gpu=900 * (f"w{place}" in holding)) for place in range(4)]
+        worker = chosen(one, *fleet)
+        spread[worker] += 1
+        holding.add(worker)
+    assert len(holding) == workers
+    assert max(spread.values()) <= most
+
+
+def test_one_worker_alone_is_never_hot() -> None:
+    assert not policy("prefix-aware", 1, guard_requests=0).choose(PROMPT, [candidate(0, decoding(99), gpu=9)]).considered[0].hot
+
+
+def test_ties_rotate() -> None:
+    """Equal holders take turns, and so do those that hold nothing; other ways are settings."""
+    one, holders = policy("prefix-aware", 3), [candidate(place, gpu=500 * (place < 3)) for place in range(5)]
+    taken = [chosen(one, *holders) for _ in range(9)]
+    assert set(taken[:3]) == {"w0", "w1", "w2"}
+    assert taken == taken[:3] * 3
+    assert {chosen(policy("prefix-aware", seed, tie="first"), *holders) for seed in range(9)} == {"w0"}
+    assert len({chosen(policy("prefix-aware", seed, tie="random"), *holders) for seed in range(30)}) == 3
+
+
+def test_of_equal_scores_the_one_that_computes_less_is_chosen() -> None:
+    fleet = [candidate(0), candidate(1, waiting(500), gpu=500)]
+    assert {chosen(policy("prefix-aware", seed), *fleet) for seed in range(9)} == {"w1"}
+
+
+def test_a_sample_has_the_longest_holder_and_some_others() -> None:
+    """So that many routers do not send what nobody holds to the one least loaded worker."""
+    one = policy("prefix-aware", 1, sample=2)
+    fleet = [candidate(place, waiting(100 * place), gpu=900 * (place == 9)) for place in range(10)]
+    for _ in range(50):
+        drawn = one.choose(PROMPT, fleet).considered
+        assert len({entry.worker for entry in drawn}) == 3
+        assert ("w9", 0) in {entry.worker for entry in drawn}
+    unheld = [candidate(place, waiting(100 * place)) for place in range(10)]
+    assert len({chosen(one, *unheld) for _ in range(200)}) > 4
+    assert len(one.choose(PROMPT, fleet[:3]).considered) == 3
+
+
+def test_an_empty_prompt_goes_by_load() -> None:
+    assert (
+        chosen(policy("prefix-aware", 1), candidate(0, waiting(2), gpu=9), candidate(1, waiting(1)), prompt=Prompt(0)) == "w1"
+    )
+
+
+def test_a_choice_says_how_many_were_equal() -> None:
+    choice: Choice = policy("prefix-aware", 1).choose(PROMPT, [candidate(0), candidate(1), candidate(2, waiting(5))])
+    assert (choice.equal, choice.reason) == (2, "in turn from {equal} equally good ones of {candidates}")

@@ -1,0 +1,217 @@
+"""`kvevents.sim.faults`: how they are written, whom they strike and when."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import ConfigError
+from kvevents.routing import Worker
+from kvevents.sim.faults import DOWN_SECONDS, KINDS, STALL_SECONDS, Fault, begin, parse_faults
+from kvevents.sim.timeline import Timeline
+
+# --- as text
+
+
+def test_every_kind_is_read() -> None:
+    text = "restart:60s,reset:1.5m,drop:1%,delay:20ms,cut:2h,stall:7s"
+    assert parse_faults(text) == [
+        Fault("restart", 60),
+        Fault("reset", 90),
+        Fault("drop", 0.01),
+        Fault("delay", 0.02),
+        Fault("cut", 7200),
+        Fault("stall", 7),
+    ]
+    assert {fault.kind for fault in parse_faults(text)} == set(KINDS)
+    assert [fault.kind for fault in parse_faults(text) if not fault.network] == ["restart", "reset"]
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", " , "])
+def test_no_faults_can_be_wished_for(text: str) -> None:
+    assert parse_faults(text) == []
+
+
+def test_blanks_around_commas_are_read_over_and_order_is_kept() -> None:
+    assert parse_faults(" drop:0% , restart:1s,drop:100%,") == [Fault("drop", 0), Fault("restart", 1), Fault("drop", 1)]
+
+
+@pytest.mark.parametrize("name", ["restart", "reset", "delay", "cut", "stall"])
+@pytest.mark.parametrize(
+    "amount", ["", "60", "0s", "0.0ms", "-1s", "1 s", "s", "1d", "1%", "1e3s", ".5s", "nans", "\u0663s", "1s:2s"]
+)
+def test_a_wrong_duration_is_told_with_a_right_one(name: str, amount: str) -> None:
+    said = f"{name}:{amount} is wrong; write a duration above 0, such as {name}:60s"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        parse_faults(f"restart:1s,{name}:{amount}")
+
+
+@pytest.mark.parametrize("amount", ["", "1", "0.01", "101%", "100.1%", "-1%", "%", "1 %", "60s", "\u0663%"])
+def test_a_wrong_share_is_told_with_a_right_one(amount: str) -> None:
+    said = f"drop:{amount} is wrong; write a share from 0% to 100%, such as drop:1%"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        parse_faults(f"drop:{amount}")
+
+
+@pytest.mark.parametrize("text", ["crash:1s", "Restart:1s", ":1s", "restart 1s", "1%"])
+def test_what_there_is_not_is_told_with_all_that_there_is(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^there is no fault '") as told:
+        parse_faults(text)
+    for name, kind in KINDS.items():
+        assert f"{name}:{'1%' if name == 'drop' else '60s'} {kind.does}" in str(told.value)
+
+
+@given(st.sampled_from(sorted(KINDS)), st.floats(0.001, 1e6).map(lambda amount: round(amount, 3)))
+def test_any_amount_is_read_as_written(name: str, amount: float) -> None:
+    if KINDS[name].share:
+        read = {f"{min(amount, 100.0):.3f}%": min(amount, 100.0) / 100}
+    else:
+        read = {f"{amount:.3f}s": amount, f"{amount:.3f}ms": amount / 1_000, f"{amount:.3f}m": amount * 60}
+    for written, meant in read.items():
+        (fault,) = parse_faults(f"{name}:{written}")
+        assert fault.kind == name
+        assert fault.amount == pytest.approx(meant)
+
+
+# --- whom they strike
+
+
+class Struck:
+    """As much of a live fleet as faults touch: its engines and proxies note what is done to them, and when."""
+
+    def __init__(self, engines: int, pace: float = 1.0) -> None:
+        self.pace = pace
+        self.timeline = Timeline()
+        self.struck: Counter[str] = Counter()
+        self.stalled: set[Worker] = set()
+        self.log: list[tuple[float, str, Worker, Any]] = []
+        workers = [(f"engine-{number}", 0) for number in range(engines)]
+        self.fleet = SimpleNamespace(
+            done=False,
+            restart=lambda worker, down: self._note("restart", worker)(down),
+            stations={
+                worker: SimpleNamespace(up=True, life=0, engine=SimpleNamespace(reset=self._note("reset", worker)))
+                for worker in workers
+            },
+        )
+        self.sockets = SimpleNamespace(
+            proxies={worker: (self._proxy("live", worker), self._proxy("replay", worker)) for worker in workers}
+        )
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        self.timeline.after(seconds * self.pace, action)
+
+    def play(self, text: str, seconds: float, seed: int = 0) -> list[tuple[float, str, Worker, Any]]:
+        """Have these faults happen, for so many seconds of the clock."""
+        self.begin(text, seed)
+        while (due := self.timeline.next) is not None and due <= seconds * self.pace:
+            self.timeline.step()
+        return self.log
+
+    def begin(self, text: str, seed: int = 0) -> None:
+        self.wishes, self.settings = parse_faults(text), SimpleNamespace(seed=seed)
+        begin(self)  # type: ignore[arg-type]
+
+    def did(self, what: str) -> list[tuple[float, Worker]]:
+        return [(at, worker) for at, done, worker, _ in self.log if done == what]
+
+    def _proxy(self, name: str, worker: Worker) -> SimpleNamespace:
+        does = ("cut", "stall", "heal", "drop", "delay", "resume", "flow")
+        return SimpleNamespace(**{each: self._note(f"{name} {each}", worker) for each in does})
+
+    def _note(self, what: str, worker: Worker) -> Callable[..., None]:
+        def noted(*given: Any, **named: Any) -> None:
+            self.log.append((round(self.timeline.now / self.pace, 6), what, worker, (*given, *named.values())))
+
+        return noted
+
+
+@given(st.sampled_from(["restart", "reset", "cut"]), st.integers(1, 6), st.integers(1, 20), st.integers(0, 3))
+def test_every_engine_is_struck_equally_often(kind: str, engines: int, times: int, seed: int) -> None:
+    """Each once before any of them a second time; and at equal intervals."""
+    fleet = Struck(engines)
+    fleet.play(f"{kind}:2s", 2.0 * times + 1.0, seed)
+    strikes = fleet.did({"cut": "live cut"}.get(kind, kind))
+    assert [at for at, _ in strikes] == [2.0 * number for number in range(1, times + 1)]
+    struck = [worker for _, worker in strikes]
+    for start in range(0, times, engines):
+        round_ = struck[start : start + engines]
+        assert len(set(round_)) == len(round_)
+    assert fleet.struck == {kind: times}
+
+
+def test_a_seed_draws_who_is_struck() -> None:
+    """The same seed the same ones; another seed, and another fault of the same kind, others."""
+    first, again, other = (Struck(5).play("reset:1s", 20, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    both = Struck(5)
+    both.play("reset:1s,reset:1s", 20)
+    strikes = [worker for _, worker in both.did("reset")]
+    assert strikes[::2] != strikes[1::2]
+
+
+def test_seconds_are_the_clocks_whatever_the_pace() -> None:
+    """A fleet that runs ten times as fast sees a fault every tenth of its own seconds, and its engines come back as late."""
+    slow, fast = Struck(2), Struck(2, pace=10.0)
+    assert [entry[:3] for entry in slow.play("restart:2s", 9)] == [entry[:3] for entry in fast.play("restart:2s", 9)]
+    assert {entry[3] for entry in slow.log} == {(DOWN_SECONDS,)}
+    assert {entry[3] for entry in fast.log} == {(DOWN_SECONDS * 10,)}
+
+
+def test_nothing_is_struck_when_all_is_answered() -> None:
+    fleet = Struck(2)
+    fleet.begin("restart:1s,cut:1s")
+    fleet.fleet.done = True
+    while fleet.timeline.next is not None:
+        fleet.timeline.step()
+    assert (fleet.log, fleet.struck) == ([], {})
+
+
+def test_an_engine_that_is_down_is_not_counted_as_struck() -> None:
+    fleet = Struck(1)
+    fleet.fleet.stations["engine-0", 0].up = False
+    fleet.play("restart:1s,reset:1s", 5)
+    assert sum(fleet.struck.values()) == 0
+
+
+# --- what they do
+
+
+def test_what_lasts_holds_for_all_engines_from_the_beginning() -> None:
+    """For live events alone; each engine loses others."""
+    fleet = Struck(3)
+    fleet.play("drop:5%,delay:20ms", 100, seed=7)
+    assert {(at, what) for at, what, _, _ in fleet.log} == {(0.0, "live drop"), (0.0, "live delay")}
+    drops = [given for _, what, _, given in fleet.log if what == "live drop"]
+    assert [share for share, _ in drops] == [0.05] * 3
+    assert len({seed for _, seed in drops}) == 3
+    assert [given for _, what, _, given in fleet.log if what == "live delay"] == [(0.02,)] * 3
+    assert fleet.struck == {}
+
+
+def test_a_cut_goes_through_both_connections() -> None:
+    fleet = Struck(1)
+    fleet.play("cut:1s", 1)
+    assert [what for _, what, _, _ in fleet.log] == ["live cut", "replay cut"]
+
+
+def test_a_stall_ends() -> None:
+    """For both connections, and nothing else ends with it; who is stalled is not stalled again meanwhile."""
+    fleet = Struck(1)
+    fleet.play("stall:2s", 6)
+    told = [(at, what) for at, what, _, _ in fleet.log]
+    both = [
+        ("live stall", 2.0),
+        ("replay stall", 2.0),
+        ("live resume", 2 + STALL_SECONDS),
+        ("replay resume", 2 + STALL_SECONDS),
+    ]
+    assert told == [(at, what) for what, at in [*both, ("live stall", 6.0), ("replay stall", 6.0)]]
+    assert fleet.struck["stall"] == 2

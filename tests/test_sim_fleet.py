@@ -1,0 +1,337 @@
+"""`kvevents.sim.fleet`: whole runs, under every policy, in every dialect, through restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import ConfigError
+from kvevents.routing import POLICIES, Load, policy
+from kvevents.sim.fleet import PROGRESS_EVERY, Fleet, Progress, simulate
+from kvevents.sim.requests import Request
+from kvevents.sim.results import PolicyResult
+from kvevents.sim.sampling import MAX_SAMPLES
+from kvevents.sim.settings import FleetSettings
+from sim_cases import conversations, examples, fleet_of, play, request
+
+SMALL = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+"""So little memory that blocks are evicted and sequences preempted all the time."""
+TENANTS = {"salts": (None, "one", "two")}
+ADAPTERS = {"loras": (None, "adapter-1", "adapter-2")}
+
+
+def fleet_settings(**given: object) -> FleetSettings:
+    return FleetSettings(**(SMALL | given))  # type: ignore[arg-type]
+
+
+def adds_up(result: PolicyResult, requests: list[Request]) -> None:
+    """What must be so of any run that came to its end without a restart."""
+    assert result.requests == len(requests) == result.finished + result.refused
+    assert (result.disagreements, result.unproven, result.retried, result.examples) == (0, 0, 0, [])
+    assert result.checked == result.finished + result.preemptions
+    assert sum(worker.requests for worker in result.workers) == result.finished
+    assert sum(worker.prompt_tokens for worker in result.workers) == result.prompt_tokens
+    assert sum(worker.cached_tokens for worker in result.workers) == result.cached_tokens
+    assert sum(worker.preemptions for worker in result.workers) == result.preemptions
+    assert sum(sample.prompt_tokens for sample in result.series) == result.prompt_tokens
+    assert sum(sample.cached_tokens for sample in result.series) == result.cached_tokens
+    if not result.refused:
+        assert result.prompt_tokens == sum(len(one.prompt) for one in requests)
+        answered = sum(len(one.output) for one in requests)
+        assert result.output_tokens_per_second * result.seconds == pytest.approx(answered)
+    assert result.hit_rate == result.cached_tokens / result.prompt_tokens
+    assert 1 <= result.imbalance <= len(result.workers)
+    assert all(0 < worker.busy <= 1 for worker in result.workers if worker.requests)
+    assert result.ttft is not None
+    assert result.latency is not None
+    assert 0 < result.ttft.p50 <= result.ttft.p90 <= result.ttft.p99 <= result.ttft.max <= result.latency.max
+    last = result.series[-1]
+    assert (last.running, last.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_index_and_engines_agree_under_every_policy(name: str) -> None:
+    requests = list(conversations(120, rate=60))
+    result = simulate(fleet_settings(), name, requests)
+    adds_up(result, requests)
+    assert result.policy == name
+    assert result.cached_tokens > 0
+    assert result.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "within"),
+    [
+        ({"dialect": "vllm-0.9.1"}, {}),
+        ({"dialect": "vllm-0.10.2", "host_blocks": 60}, {}),
+        ({"dialect": "vllm-0.14"}, ADAPTERS),
+        ({"dialect": "vllm-0.17"}, ADAPTERS | TENANTS),
+        ({"dialect": "vllm-0.24", "window": 24, "blocks": 140}, ADAPTERS | TENANTS),
+        ({"window": 10, "blocks": 140, "block_size": 3}, {}),
+        ({"dialect": "sglang-0.5.9", "host_blocks": 60}, {}),
+        ({"dialect": "sglang-0.5.22"}, ADAPTERS | TENANTS),
+        ({"host_blocks": 200}, TENANTS),
+        ({"engines": 2, "ranks": 2}, {}),
+        ({"block_size": 1, "blocks": 300}, {}),
+        ({"event_delay": 0.0}, {}),
+        ({"event_delay": 5.0}, {}),
+        ({"overlay": 1.0}, TENANTS),
+        ({"overlay": 1.0, "event_delay": 2.0}, {}),
+        ({"preset": "llama-3.1-8b-a100", "max_num_seqs": 1, "max_num_batched_tokens": 16}, {}),
+    ],
+    ids=str,
+)
+def test_index_and_engines_agree_whatever_they_are(given: dict[str, object], within: dict[str, tuple[str | None, ...]]) -> None:
+    """Dialects, adapters and tenants, ranks, host memory, windows, late events."""
+    requests = list(conversations(80, seed=1, rate=60, loras=within.get("loras", (None,)), salts=within.get("salts", (None,))))
+    adds_up(simulate(fleet_settings(**given), "prefix-aware", requests), requests)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_arguments_give_the_same_result(name: str) -> None:
+    runs = [simulate(fleet_settings(seed=3), name, conversations(60, seed=2)) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_another_seed_gives_another_run() -> None:
+    """Of a policy that goes by chance."""
+    first, second = (simulate(fleet_settings(seed=seed), "random", conversations(60)) for seed in (1, 2))
+    assert first.workers != second.workers
+
+
+def test_a_policy_of_ones_own_is_taken() -> None:
+    given = simulate(fleet_settings(), "mine", conversations(40), chosen=policy("round-robin", 0))
+    named = simulate(fleet_settings(), "round-robin", conversations(40))
+    assert given.policy == "mine"
+    assert given.workers == named.workers
+
+
+@pytest.mark.parametrize("name", ["prefix-aware", "least-loaded"])
+def test_a_router_knows_no_more_than_what_it_sent_and_what_was_answered(name: str) -> None:
+    """After every action of a run: requests in flight, tokens not yet computed as far as was promised, answers begun."""
+    fleet = fleet_of(fleet_settings(), name)
+    fleet.feed(conversations(40, rate=60))
+    most = 0
+    for _ in play(fleet):
+        expected = {worker: Load() for worker in fleet.stations}
+        for ticket in fleet._tickets.values():
+            assert ticket.decision is not None
+            worker, length = ticket.decision.worker, len(ticket.request.prompt)
+            load, begun = expected[worker], ticket.first_at is not None
+            expected[worker] = Load(
+                load.requests + 1,
+                load.waiting_tokens + (0 if begun else length - ticket.decision.tokens),
+                load.decoding + begun,
+                load.decoding_tokens + length * begun,
+            )
+        assert {worker: fleet.router.load(worker) for worker in fleet.stations} == expected
+        assert {w: len(station.engine.jobs()) for w, station in fleet.stations.items()} == {
+            w: load.requests for w, load in expected.items()
+        }
+        most = max(most, *(load.requests for load in expected.values()))
+    assert most > 1
+    assert fleet.done
+
+
+def test_what_is_longer_than_a_cache_is_refused_and_told_to_the_router() -> None:
+    fleet = fleet_of(fleet_settings(engines=1), "least-loaded")
+    fleet.feed([request(range(8)), request(range(300)), request(range(8), at=0.5)])
+    for _ in play(fleet):
+        pass
+    result = fleet.result("least-loaded")
+    assert (result.requests, result.finished, result.refused) == (3, 2, 1)
+    assert fleet.router.in_flight == 0
+
+
+def test_a_request_that_the_dialect_has_no_words_for_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match="salts"):
+        simulate(fleet_settings(dialect="vllm-0.9.1"), "random", [request([1], salt="tenant")])
+
+
+def test_of_no_requests_there_is_a_result() -> None:
+    result = simulate(fleet_settings(), "prefix-aware", [])
+    assert (result.requests, result.seconds, result.hit_rate, result.ttft, result.imbalance) == (0, 0.0, 0.0, None, 1.0)
+    assert result.output_tokens_per_second == 0.0
+
+
+def test_progress_is_told_now_and_then() -> None:
+    told: list[Progress] = []
+    requests = list(conversations(3 * PROGRESS_EVERY))
+    simulate(fleet_settings(), "random", requests, progress=told.append)
+    assert [one.arrived for one in told] == [PROGRESS_EVERY, 2 * PROGRESS_EVERY, 3 * PROGRESS_EVERY]
+    assert all(before.now <= after.now and before.finished <= after.finished for before, after in pairwise(told))
+
+
+def test_requests_are_made_when_they_come() -> None:
+    """A trace may be endless as far as memory goes: no more than one is taken ahead of its time."""
+    taken: list[float] = []
+
+    def stream() -> Iterator[Request]:
+        for number in range(20):
+            taken.append(number)
+            yield request([number] * 5, at=float(number))
+
+    fleet = fleet_of(fleet_settings())
+    fleet.feed(stream())
+    for _ in play(fleet):
+        assert not taken or taken[-1] <= fleet.timeline.now + 1
+
+
+def test_samples_of_a_long_run_are_bounded() -> None:
+    result = simulate(fleet_settings(engines=1), "random", [request(range(9), at=at) for at in (0.0, 700.0)])
+    assert len(result.series) < MAX_SAMPLES
+    assert all(before.at < after.at for before, after in pairwise(result.series))
+    assert result.series[-1].at >= 700
+    assert [sample.prompt_tokens for sample in result.series if sample.prompt_tokens] == [9, 9]
+    assert max(sample.blocks for sample in result.series) == 2
+
+
+# --- the promise
+
+
+def test_a_promise_that_events_were_too_late_for_is_counted() -> None:
+    """Within the delay the index does not know that the first prompt was pushed out; without any delay it does."""
+    requests = [request([1] * 41), request([2] * 41, at=1.0), request([1] * 41, at=2.0)]
+    for delay, promised, broken in ((1.5, 40, 1), (0.0, 0, 0)):
+        result = simulate(fleet_settings(engines=1, blocks=11, event_delay=delay), "prefix-aware", requests)
+        assert (result.promised_tokens, result.broken_promises, result.cached_tokens) == (promised, broken, 0)
+
+
+def test_the_overlay_promises_before_any_event() -> None:
+    """The second of two equal prompts comes while the first is computed: all but its last token is believed to be there."""
+    first = request([3] * 20)  # the index learns the size of a block from it
+    requests = [first, request([1] * 200, at=1.0), request([1] * 200, at=1.001)]
+    results = [simulate(fleet_settings(engines=1, overlay=overlay), "prefix-aware", requests) for overlay in (0.0, 2.0)]
+    assert [result.promised_tokens for result in results] == [0, 199]
+    assert [result.broken_promises for result in results] == [0, 0]
+
+
+# --- restarts
+
+
+def ended(fleet: Fleet, requests: int) -> PolicyResult:
+    """The result of a run with restarts, in which nothing may be lost and no comparison may go wrong."""
+    assert fleet.done
+    result = fleet.result("any")
+    assert (result.requests, result.finished + result.refused) == (requests, requests)
+    assert (result.disagreements, result.examples) == (0, [])
+    assert sum(worker.prompt_tokens for worker in result.workers) == result.prompt_tokens
+    assert fleet.router.in_flight == 0
+    return result
+
+
+@pytest.mark.parametrize("down", [0.0, 0.3])
+def test_an_engine_may_be_restarted_at_any_moment(down: float) -> None:
+    """Between any two actions of a run: what it had to do is done by others, or by itself later."""
+    retried = 0
+    for moment in range(150):
+        fleet = fleet_of(fleet_settings(engines=2, seed=moment), "round-robin")
+        fleet.feed(conversations(12, rate=60))
+        actions = 0
+        for actions in play(fleet):
+            if actions == moment:
+                fleet.restart(("engine-0", 0), down=down)
+        result = ended(fleet, 12)
+        assert [worker.restarts for worker in result.workers] == [1 if moment <= actions else 0, 0]
+        retried += result.retried
+    assert retried > 100
+
+
+@examples(100)
+@given(
+    st.lists(st.tuples(st.integers(0, 250), st.integers(0, 2), st.floats(0, 1)), min_size=1, max_size=6),
+    st.sampled_from(["prefix-aware", "session-affinity"]),
+    st.sampled_from([{}, {"window": 12, "blocks": 140}, {"host_blocks": 50}, {"event_delay": 0.5}, {"overlay": 0.5}]),
+)
+def test_any_engines_may_be_restarted_at_any_moments(
+    restarts: list[tuple[int, int, float]], name: str, given: dict[str, object]
+) -> None:
+    """All of them at once too: requests wait then for the first that comes back."""
+    fleet = fleet_of(fleet_settings(**given), name)
+    fleet.feed(conversations(20, rate=60))
+    for number in play(fleet):
+        for moment, engine, down in restarts:
+            if moment == number:
+                fleet.restart((f"engine-{engine}", 0), down=down)
+    ended(fleet, 20)
+
+
+def test_the_next_life_announces_other_hashes_and_the_index_keeps_none_of_the_last() -> None:
+    fleet = fleet_of(fleet_settings(engines=1), "random")
+    worker = ("engine-0", 0)
+    fleet.feed([request(range(20)), request(range(21), at=2.0)])
+    hashes: list[set[int]] = []
+    for _ in play(fleet):
+        if fleet.timeline.now >= 1.0 and not hashes:
+            hashes.append({block.hash for block in fleet.audit.index.blocks(worker)})
+            fleet.restart(worker)
+    hashes.append({block.hash for block in fleet.audit.index.blocks(worker)})
+    assert [len(life) for life in hashes] == [5, 5]
+    assert not hashes[0] & hashes[1]
+    result = ended(fleet, 2)
+    assert (result.cached_tokens, result.checked, result.unproven) == (0, 2, 0)
+
+
+def test_who_comes_while_nobody_is_up_waits_for_the_first_that_comes_back() -> None:
+    fleet = fleet_of(fleet_settings(engines=2), "round-robin")
+    fleet.feed([request([number] * 8, at=at) for number, at in enumerate((1.5, 1.6))])
+    fleet.timeline.at(1.0, lambda: fleet.restart(("engine-0", 0), down=1.0))
+    fleet.timeline.at(1.4, lambda: fleet.restart(("engine-1", 0), down=9.0))
+    for _ in play(fleet):
+        pass
+    result = ended(fleet, 2)
+    assert [worker.requests for worker in result.workers] == [2, 0]
+    assert 2.0 < result.seconds < 3.0
+    assert result.ttft is not None
+    assert result.ttft.max == pytest.approx(0.5, abs=0.1)
+
+
+def test_an_answer_that_is_given_again_had_its_first_token_once() -> None:
+    """Time to the first token is what the user saw first; latency is to the end of the second try."""
+    fleet = fleet_of(fleet_settings(engines=1), "random")
+    fleet.feed([request(range(8), 30)])
+    fleet.timeline.at(0.2, lambda: fleet.restart(("engine-0", 0), down=1.0))
+    for _ in play(fleet):
+        pass
+    result = ended(fleet, 1)
+    assert result.retried == 1
+    assert result.ttft is not None
+    assert result.latency is not None
+    assert result.ttft.max < 0.2
+    assert result.latency.max > 1.2
+
+
+def test_a_step_that_a_restart_cut_off_ends_no_step_of_the_next_life() -> None:
+    """A request of one step, restarted when most of it was done, takes a whole step from there."""
+    whole = simulate(fleet_settings(engines=1), "random", [request(range(8))]).seconds
+    fleet = fleet_of(fleet_settings(engines=1), "random")
+    fleet.feed([request(range(8))])
+    fleet.timeline.at(0.9 * whole, lambda: fleet.restart(("engine-0", 0)))
+    for _ in play(fleet):
+        pass
+    assert ended(fleet, 1).seconds == pytest.approx(1.9 * whole)
+
+
+def test_samples_do_not_count_what_a_dead_engine_had_to_do() -> None:
+    """Its requests are with another engine by then."""
+    fleet = fleet_of(fleet_settings(engines=2), "round-robin")
+    fleet.feed([request([number] * 8, 200) for number in range(4)])
+    fleet.timeline.at(0.5, lambda: fleet.restart(("engine-0", 0), down=5.0))
+    for _ in play(fleet):
+        pass
+    result = ended(fleet, 4)
+    assert [sample.running + sample.waiting for sample in result.series if sample.at == 1.0] == [4]
+
+
+def test_an_engine_that_is_down_cannot_be_restarted_again() -> None:
+    fleet = fleet_of(fleet_settings(engines=2), "random")
+    fleet.feed(conversations(5))
+    for _ in range(2):
+        fleet.restart(("engine-0", 0), down=0.5)
+    for _ in play(fleet):
+        pass
+    assert [worker.restarts for worker in ended(fleet, 5).workers] == [1, 0]

@@ -1,0 +1,146 @@
+"""`kvevents.sim.pool`, held against a list and a dict (`sim_model.PlainPool`)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvevents.sim.pool import NULL, Pool, Shelf
+from sim_cases import examples
+from sim_model import PlainPool
+
+NAMES = range(1, 6)
+"""So few that twins are common."""
+
+
+class Histories(RuleBasedStateMachine):
+    """After any history the queue, the contents and what was said to be gone are the model's."""
+
+    @initialize(size=st.integers(1, 8))
+    def start(self, size: int) -> None:
+        self.real, self.plain = Pool(size), PlainPool(size)
+        self.shelves = Shelf(0), Shelf(1)
+
+    def used(self) -> list[int]:
+        return [block for block, uses in sorted(self.plain.uses.items()) if uses]
+
+    @precondition(lambda self: self.plain.queue)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, len(self.plain.queue)))
+        assert self.real.take(count) == self.plain.take(count)
+
+    @precondition(lambda self: bool(set(self.used()) - set(self.plain.contents)))
+    @rule(data=st.data(), group=st.sampled_from([0, 1]))
+    def name(self, data: st.DataObject, group: int) -> None:
+        empty = [block for block in self.used() if block not in self.plain.contents]
+        blocks = data.draw(st.permutations(empty))[: data.draw(st.integers(1, len(empty)))]
+        names = data.draw(st.lists(st.sampled_from(NAMES), min_size=len(blocks), max_size=len(blocks)))
+        self.real.name(self.shelves[group], [NULL, *blocks], [99, *names])
+        self.plain.contents.update({block: (group, name) for block, name in zip(blocks, names, strict=True)})
+
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.integers(1, self.plain.size), unique=True))
+        assert self.real.unused([NULL, *blocks]) == sum(block in self.plain.queue for block in blocks)
+        self.real.touch([NULL, *blocks])
+        self.plain.touch(blocks)
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(self.used()), unique=True, min_size=1))
+        self.real.give_back([NULL, *blocks])
+        self.plain.give_back(blocks)
+
+    @rule()
+    def give_all_back_and_forget(self) -> None:
+        """A reset is refused while a block is in use, and leaves the order of the queue as it was."""
+        while self.used():
+            assert not self.real.forget()
+            blocks = self.used()
+            self.real.give_back(blocks)
+            self.plain.give_back(blocks)
+        assert self.real.forget()
+        self.plain.contents.clear()
+
+    @invariant()
+    def both_are_the_same(self) -> None:
+        real, plain = self.real, self.plain
+        assert list(real._free) == plain.queue
+        assert real.free == len(plain.queue)
+        assert real.holding == len(plain.contents)
+        assert real.uses == [0, *(plain.uses[block] for block in range(1, plain.size + 1))]
+        for group, shelf in enumerate(self.shelves):
+            found = {name: plain.find((group, name)) for name in NAMES}
+            assert shelf.whole == {name: block for name, block in found.items() if block is not None}
+            copies = {name: [b for b, held in plain.contents.items() if held == (group, name)] for name in NAMES}
+            assert shelf.twins == {name: blocks[1:] for name, blocks in copies.items() if blocks[1:]}
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(examples(60), stateful_step_count=25)
+
+
+def used(pool: Pool, shelf: Shelf, names: list[int]) -> list[int]:
+    """As many new blocks of a sequence, which hold these."""
+    blocks, _ = pool.take(len(names))
+    pool.name(shelf, blocks, names)
+    return blocks
+
+
+def test_the_least_recently_used_goes_first_and_of_a_sequence_its_tail() -> None:
+    pool, shelf = Pool(4), Shelf(0)
+    first, second = used(pool, shelf, [11, 12]), used(pool, shelf, [21, 22])
+    pool.give_back(reversed(first))
+    pool.give_back(reversed(second))
+    assert pool.take(4)[1] == [(0, 12), (0, 11), (0, 22), (0, 21)]
+
+
+def test_what_is_used_again_goes_last() -> None:
+    pool, shelf = Pool(3), Shelf(0)
+    blocks = used(pool, shelf, [1, 2, 3])
+    pool.give_back(blocks)
+    pool.touch(blocks[:1])
+    pool.give_back(blocks[:1])
+    assert pool.take(3)[1] == [(0, 2), (0, 3), (0, 1)]
+
+
+def test_blocks_without_contents_go_before_all_others() -> None:
+    pool, shelf = Pool(4), Shelf(0)
+    whole = used(pool, shelf, [1, 2])
+    pool.give_back(whole)
+    pool.touch(whole)
+    halves, _ = pool.take(2)
+    pool.give_back(whole)
+    pool.give_back(halves)
+    assert pool.take(4) == ([*halves, *whole], [(0, 1), (0, 2)])
+
+
+def test_of_two_blocks_with_one_hash_the_older_is_found_and_each_goes_by_itself() -> None:
+    """Whichever goes first, the other one is found; a copy that comes back is the younger one."""
+    pool, shelf = Pool(2), Shelf(0)
+    older, younger = used(pool, shelf, [7]), used(pool, shelf, [7])
+    assert [shelf.whole[7]] == older
+    pool.give_back(older)
+    assert pool.take(1) == (older, [(0, 7)])
+    assert [shelf.whole[7]] == younger
+    pool.name(shelf, older, [7])
+    assert [shelf.whole[7]] == younger
+    pool.give_back(younger)
+    assert pool.take(1) == (younger, [(0, 7)])
+    assert [shelf.whole[7]] == older
+    assert not shelf.twins
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_block_is_free_when_its_last_user_gives_it_back(uses: int) -> None:
+    pool = Pool(1)
+    blocks, _ = pool.take(1)
+    for _ in range(uses - 1):
+        pool.touch(blocks)
+    for left in range(uses - 1, -1, -1):
+        pool.give_back(blocks)
+        assert pool.free == (left == 0)

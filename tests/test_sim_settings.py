@@ -1,0 +1,102 @@
+"""`kvevents.sim.settings`: what cannot be is refused by name, before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.sim.cache import CacheSize
+from kvevents.sim.costs import PRESETS
+from kvevents.sim.engine import Batching
+from kvevents.sim.settings import DEFAULT_PRESET, MAX_WORKERS, FleetSettings
+from sim_cases import request
+
+
+def test_what_nobody_sets_is_an_engine_that_could_be() -> None:
+    settings = FleetSettings()
+    assert settings.costs is PRESETS[DEFAULT_PRESET]
+    assert settings.size == CacheSize(settings.costs.cache_tokens // 16, 16)
+    assert settings.batching == Batching()
+    assert settings.wire.engine == "vllm"
+    assert len(settings.workers) == 8
+
+
+def test_each_rank_is_a_worker() -> None:
+    assert FleetSettings(engines=2, ranks=2).workers == [("engine-0", 0), ("engine-0", 1), ("engine-1", 0), ("engine-1", 1)]
+
+
+def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
+    assert FleetSettings(blocks=7, block_size=4, host_blocks=3).size == CacheSize(7, 4, 3)
+    assert FleetSettings(blocks=7, block_size=4, window=8).size == CacheSize(7, 4, 0, 8)
+    assert FleetSettings(block_size=64).size.blocks == PRESETS[DEFAULT_PRESET].cache_tokens // 64
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"engines": 0}, "engines is 0"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"engines": MAX_WORKERS, "ranks": 2}, f"{MAX_WORKERS} engines of 2 ranks"),
+        ({"event_delay": -0.1}, "event_delay is -0.1"),
+        ({"event_delay": float("nan")}, "event_delay is nan"),
+        ({"event_delay": float("inf")}, "event_delay is inf"),
+        ({"overlay": -1.0}, "overlay is -1"),
+        ({"overlay": float("nan")}, "overlay is nan"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": 0, "blocks": 4}, "block_size is 0"),
+        ({"block_size": 1 << 30}, f"block_size is {1 << 30}"),
+        ({"blocks": 0}, "^blocks .* 0"),
+        ({"blocks": -1}, "^blocks .* -1"),
+        ({"host_blocks": -1}, "^host_blocks .* -1"),
+        ({"window": 1}, "window is 1"),
+        ({"window": 64, "host_blocks": 1}, "window and host memory"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_num_batched_tokens": 255}, "max_num_batched_tokens is 255, less than max_num_seqs, 256"),
+        ({"preset": "gpt"}, "no preset 'gpt'"),
+        ({"preset": "gpt", "blocks": 5}, "no preset 'gpt'"),
+        ({"preset": "/none.json"}, "cannot read the cost model /none.json"),
+        ({"dialect": "vllm-0.20", "window": 64}, "vllm-0.20.0 does not tell groups"),
+        ({"dialect": "sglang-0.5.22", "window": 64}, "sglang-0.5.22 does not tell groups"),
+        ({"dialect": "vllm-0.9.1", "host_blocks": 1}, "vllm-0.9.1 does not tell tiers"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FleetSettings(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "gpt", "vllm-latest-and-greatest"])
+def test_an_unknown_dialect_is_refused(name: str) -> None:
+    with pytest.raises((UnknownDialectError, ConfigError)):
+        FleetSettings(dialect=name)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "salts", "loras"),
+    [
+        ("vllm-0.9.1", False, False),
+        ("vllm-0.10.2", False, False),
+        ("vllm-0.14", False, True),
+        ("vllm-0.17", True, True),
+        ("vllm-latest", True, True),
+        ("sglang-0.5.9", False, False),
+        ("sglang-0.5.20", True, False),
+        ("sglang-0.5.22", True, True),
+    ],
+)
+def test_a_request_whose_blocks_would_look_like_anybodys_is_refused(dialect: str, salts: bool, loras: bool) -> None:
+    """Which dialects have a word for a salt and for a LoRA."""
+    settings = FleetSettings(dialect=dialect)
+    settings.check(request([1]))
+    for allowed, within, says in ((salts, {"salt": "tenant"}, "salts"), (loras, {"lora": "adapter"}, "LoRAs")):
+        if allowed:
+            settings.check(request([1], 1, 0.0, **within))
+        else:
+            with pytest.raises(ConfigError, match=f"{settings.wire} does not tell {says}"):
+                settings.check(request([1], 1, 0.0, **within))
+
+
+@pytest.mark.parametrize(("dialect", "apart"), [("vllm-0.9.1", False), ("vllm-latest", False), ("sglang-0.5.22", True)])
+def test_engines_word_salts_as_their_dialect_does(dialect: str, apart: bool) -> None:
+    assert FleetSettings(dialect=dialect).spelling.salt_apart == apart

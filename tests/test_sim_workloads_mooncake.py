@@ -1,0 +1,87 @@
+"""`kvevents.sim.workloads.mooncake`."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.sim.requests import Drawn, Request, Text
+from kvevents.sim.workloads import MooncakeRow, mooncake_rows, workload
+from kvevents.sim.workloads.mooncake import ANSWERS, PIECE_TOKENS, MooncakeReader
+
+
+def row(**fields: object) -> bytes:
+    return msgspec.json.encode({"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 4, 5]} | fields)
+
+
+def test_a_line_is_a_request() -> None:
+    """Ids stand for 512 tokens each, the last for the rest; the answer is text of its own; time is in milliseconds."""
+    request = MooncakeReader().request(row(unknown="left alone"), 3)
+    assert request.at == 1.5
+    assert request.prompt.pieces == (Drawn(0, 512), Drawn(4, 512), Drawn(5, 76))
+    assert request.output.pieces == (Drawn(ANSWERS + 3, 7),)
+    assert request.session == "session-1"
+
+
+@pytest.mark.parametrize(("length", "ids"), [(1, 1), (511, 1), (512, 1), (513, 2), (1024, 2), (1025, 3)])
+def test_lengths_and_ids_must_agree(length: int, ids: int) -> None:
+    assert len(MooncakeReader().request(row(input_length=length, hash_ids=list(range(ids))), 1).prompt) == length
+    for wrong in (ids - 1, ids + 1):
+        with pytest.raises(ValueError, match=f"input_length {length} needs {ids} hash_ids, .* there are {wrong}"):
+            MooncakeReader().request(row(input_length=length, hash_ids=list(range(wrong))), 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"timestamp": -1},
+        {"timestamp": None},
+        {"input_length": 0},
+        {"output_length": 0},
+        {"hash_ids": [0, 1, -1]},
+        {"hash_ids": [0, 1, 1 << 63]},
+        {"hash_ids": "x"},
+    ],
+)
+def test_odd_values_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(fields)))):
+        MooncakeReader().request(row(**fields), 1)
+
+
+TEXTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2 * PIECE_TOKENS)), min_size=1, max_size=4).map(Text)
+
+
+@given(st.lists(st.tuples(TEXTS, st.sampled_from([None, "a"])), max_size=8))
+def test_rows_share_ids_exactly_where_prompts_share_their_beginning(given_: list[tuple[Text, str | None]]) -> None:
+    """An id stands for a piece and all before it, in one namespace."""
+    requests = [Request(0.0, text, Text([(9, 1)]), lora=lora) for text, lora in given_]
+    rows = list(mooncake_rows(requests))
+    names: dict[object, int] = {}
+    for request, found in zip(requests, rows, strict=True):
+        tokens = request.prompt.tokens().tolist()
+        ends = [*range(PIECE_TOKENS, len(tokens), PIECE_TOKENS), len(tokens)]
+        expected = [names.setdefault((request.lora, tuple(tokens[:end])), len(names)) for end in ends]
+        assert found == MooncakeRow(0, len(tokens), 1, expected)
+
+
+def test_inferred_sessions_are_the_true_ones() -> None:
+    """Rows do not tell conversations: nearly all turns are found again whose last prompt had a whole piece of its own."""
+    requests = list(workload("chat", requests=2_000, preamble=600))
+    reader = MooncakeReader()
+    found = [reader.request(msgspec.json.encode(one), number) for number, one in enumerate(mooncake_rows(requests))]
+    last: dict[str | None, tuple[Request, Request]] = {}
+    same = turns = strangers = others = 0
+    for true, inferred in zip(requests, found, strict=True):
+        before = last.get(true.session)
+        last[true.session] = true, inferred
+        if before is None:
+            others += 1
+            strangers += inferred.session in {old.session for _, old in last.values() if old is not inferred}
+        elif len(before[0].prompt) // PIECE_TOKENS * PIECE_TOKENS > sum(piece[1] for piece in true.prompt.pieces[:2]):
+            turns += 1
+            same += inferred.session == before[1].session
+    assert turns > 300
+    assert same / turns > 0.9
+    assert strangers / others < 0.1

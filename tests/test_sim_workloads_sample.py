@@ -1,0 +1,57 @@
+"""`kvevents.sim.workloads.sample`."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+import pytest
+
+from kvevents.errors import ConfigError, WorkloadError
+from kvevents.sim.requests import shared_prefix
+from kvevents.sim.workloads import SAMPLE, MooncakeRow, Trace, make_sample, read_trace, write_rows
+
+
+def test_the_file_is_what_the_package_makes() -> None:
+    """`write_rows(SAMPLE, make_sample())` made it, and makes it again."""
+    made = b"".join(msgspec.json.encode(row) + b"\n" for row in make_sample())
+    assert gzip.decompress(SAMPLE.read_bytes()) == made
+
+
+def test_it_is_small_and_like_the_real_trace() -> None:
+    """The figures of docs/workloads.md."""
+    requests = list(read_trace(SAMPLE))
+    inputs, outputs = ([len(text) for text in texts] for texts in zip(*((r.prompt, r.output) for r in requests), strict=True))
+    assert SAMPLE.stat().st_size < 100_000
+    assert len(requests) == 1_000
+    assert requests[-1].at == pytest.approx(600, rel=0.05)
+    assert len({request.prompt.pieces[0].number for request in requests if len(request.prompt) >= 512}) == 1  # type: ignore[union-attr]
+    assert fmean(inputs) == pytest.approx(5_589, abs=1)
+    assert median(inputs) == pytest.approx(3_382, abs=10)
+    assert fmean(outputs) == pytest.approx(342, abs=1)
+    assert shared_prefix(requests) == pytest.approx(0.393, abs=0.001)
+    assert len({request.session for request in requests}) == 648
+
+
+def test_a_trace_keeps_its_times_or_gets_a_rate(tmp_path: Path) -> None:
+    """One factor for all times, so that its bursts stay."""
+    path = tmp_path / "trace.jsonl"
+    write_rows(path, [MooncakeRow(at, 10, 1, [0]) for at in (1_000, 1_000, 5_000)])
+    assert [request.at for request in Trace(path=path).requests()] == [1.0, 1.0, 5.0]
+    assert [request.at for request in Trace(path=path, rate=1.0).requests()] == [0.5, 0.5, 2.5]
+
+
+@pytest.mark.parametrize("times", [(), (3_000,), (3_000, 3_000)])
+def test_a_trace_without_a_rate_of_its_own_is_left_as_it_is(tmp_path: Path, times: tuple[int, ...]) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_rows(path, [MooncakeRow(at, 10, 1, [0]) for at in times])
+    assert [request.at for request in Trace(path=path, rate=7.0).requests()] == [at / 1000 for at in times]
+
+
+def test_wrong_settings_are_told() -> None:
+    with pytest.raises(ConfigError, match="rate is -1"):
+        Trace(rate=-1)
+    with pytest.raises(WorkloadError, match="cannot read"):
+        list(Trace(path="/none").requests())

@@ -1,0 +1,52 @@
+"""`kvevents.sim.workloads.schema`."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvevents.sim.requests import Drawn, Request, Text
+from kvevents.sim.workloads.mooncake import ANSWERS
+from kvevents.sim.workloads.schema import PlainReader, plain_row
+
+
+def read(line: str, number: int = 1) -> Request:
+    return PlainReader().request(line.encode(), number)
+
+
+def test_the_shortest_line() -> None:
+    """Token ids and the length of an answer, which is text of its own."""
+    request = read('{"at": 1.5, "tokens": [5, 4294967295], "output_tokens": 120}', 7)
+    assert request == Request(1.5, Text.of([5, 2**32 - 1]), Text([Drawn(ANSWERS + 7, 120)]))
+
+
+def test_the_longest_line() -> None:
+    request = read(
+        '{"at": 0, "prompt": [[18446744073709551615, 600], {"tokens": [1, 2]}], "output": [[9, 30]],'
+        ' "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}'
+    )
+    assert request == Request(0.0, Text([(2**64 - 1, 600)]) + Text.of([1, 2]), Text([(9, 30)]), "u7", "adapter-a", "tenant-1")
+    assert PlainReader().request(msgspec.json.encode(plain_row(request)), 1) == request
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"at": 1, "output_tokens": 1}', "either `prompt` or `tokens`"),
+        ('{"at": 1, "tokens": [1], "prompt": [[1, 1]], "output_tokens": 1}', "either `prompt` or `tokens`"),
+        ('{"at": 1, "tokens": [1]}', "either `output` or `output_tokens`"),
+        ('{"at": -1, "tokens": [1], "output_tokens": 1}', "at"),
+        ('{"at": 1, "tokens": [], "output_tokens": 1}', "tokens"),
+        ('{"at": 1, "tokens": [4294967296], "output_tokens": 1}', r"tokens\[0\]"),
+        ('{"at": 1, "tokens": [1], "output_tokens": 0}', "output_tokens"),
+        ('{"at": 1, "prompt": [[1, 0]], "output_tokens": 1}', "prompt"),
+        ('{"at": 1, "prompt": [[18446744073709551616, 1]], "output_tokens": 1}', "."),
+        ('{"at": 1, "prompt": [], "output_tokens": 1}', "prompt"),
+        ('{"at": 1, "tokens": [1], "output_tokens": 1, "sesion": "x"}', "sesion"),
+        ('{"at": 1, "tokens": [1], "output_tokens": 1, "salt": ""}', "salt"),
+    ],
+)
+def test_what_is_wrong_is_told(line: str, told: str) -> None:
+    """A misspelt key is an error too: it would be lost in silence."""
+    with pytest.raises(ValueError, match=told):
+        read(line)
