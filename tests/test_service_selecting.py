@@ -100,7 +100,7 @@ def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
 
 def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
     """Even against an idle one without anything, whose score is the same: what is not computed helps everybody."""
-    found = choose(candidates_of(0, 1, 2), {1: held_of(gpu=100)})
+    found = choose(candidates_of(0, 1, 2), {1: held_of(gpu=100)}, load_weight=1.0)
     assert found.instance == "w1"
     assert found.score == pytest.approx(1.0) == score(found, 0).score
 
@@ -134,7 +134,7 @@ def test_a_worker_that_nobody_follows_is_believed_nothing() -> None:
 def test_load_counts_in_proportion() -> None:
     """The unit does not matter, a fleet without load is even, and nothing overflows."""
     for unit in (1.0, 1e-300, 1e300, 5e307):
-        found = choose(candidates_of(1 * unit, 2 * unit, 3 * unit), {})
+        found = choose(candidates_of(1 * unit, 2 * unit, 3 * unit), {}, load_weight=1.0)
         assert [score(found, place).load for place in range(3)] == pytest.approx([0.5, 1.0, 1.5])
     assert all(one.load == 0 for one in scores(choose(candidates_of(0, 0, 0), {})).values())
 
@@ -328,7 +328,7 @@ def test_why_is_a_sentence() -> None:
     found = choose(candidates_of(1, 1), held, {0: "DEGRADED"})
     assert found.why == (
         "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 down to gpu, 50 down to cpu), must compute 78%, and its load counts "
-        "1.00: score 1.780, the best of 2."
+        "0.25: score 1.030, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     trust = {("w0", 0): Trusted("STALE", "connection lost"), ("w1", 0): Trusted("STALE", "connection lost")}

@@ -217,7 +217,8 @@ def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple
         assert told["why"].startswith("other rank 0 is EXACT, holds 64 of 64 tokens")
         assert [(each["instance"], each["tokens"]) for each in told["considered"]] == [("other", 64), (name, 16)]
         busy = [{"instance": "other", "load": 90.0}, {"instance": name, "load": 10.0}]
-        assert service.post("/v1/select", model=model, tokens=tokens, candidates=busy).json["instance"] == name
+        weighed = service.post("/v1/select", model=model, tokens=tokens, candidates=busy, load_weight=1.0).json
+        assert weighed["instance"] == name
         alone = service.post("/v1/select", model=model, tokens=tokens, candidates=[{"instance": name}]).json
         assert (alone["instance"], alone["considered"]) == (name, None)
         assert service.post("/v1/select", model=model, tokens=tokens, candidates=[]).reason == "no-candidates"

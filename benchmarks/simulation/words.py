@@ -17,6 +17,8 @@ trace](https://github.com/kvcache-ai/Mooncake): 12,031 requests, 145 million pro
   0.
 - TTFT: seconds from a request's arrival to its first token, of all requests. Hit rate: prompt tokens that engines found in
   their caches, of all. Imbalance: the most prompt tokens that an engine had to compute, over the mean of all.
+- The defaults of `prefix-aware` were chosen on this traffic ([ADR 0008](adr/0008-prefix-aware-score.md)), the beginning of
+  this trace and llm-d's shape among it, and not on traffic kept apart. One seed each.
 - Requests come when the trace says, however slow the fleet is. One that is too slow gets slower to the end: beyond saturation
   TTFT tells who is worse, and for the rest how long the run was.
 """

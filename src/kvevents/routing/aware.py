@@ -56,7 +56,7 @@ class PrefixAwareSettings:
     """What load is: `work`, tokens that wait over the length of the prompt, or `relative`, the same tokens over the mean of all
     candidates."""
     load_weight: float = 0.25
-    """What load counts against the uncached share, from 0 on. With 0 only caches decide; 0.1 to 0.35 are about as good."""
+    """What load counts against the uncached share, from 0 on. With 0 only caches decide."""
     decoding_weight: float = DECODING_WEIGHT
     """Tokens of work that each request being answered counts as, from 0 on."""
     context_weight: float = 0.0
