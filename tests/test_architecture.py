@@ -15,10 +15,10 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "version"),
+    ("events", "endpoints", "version", "certificates"),
     ("wire",),
     ("config",),
-    ("stream",),
+    ("stream", "admission"),
     ("_native",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("routing",),

@@ -35,6 +35,7 @@ def test_defaults_are_the_engines() -> None:
         "bind": None,
         "dialect": None,
         "replay_topic": None,
+        "compact": None,
         "curve": None,
     }
 
@@ -150,7 +151,7 @@ def test_dialects_by_name() -> None:
 
 def test_a_secret_key_is_never_shown() -> None:
     """Neither by repr, also inside a config, nor by rich."""
-    secret = KEY[::-1]
+    secret = KEY[5:] + KEY[:5]
     for curve in (Curve(public_key=KEY, secret_key=secret), Curve(public_key=KEY, secret_key=secret, server_key=KEY)):
         for shown in (repr(curve), str(curve), repr(KVEventsConfig(curve=curve)), repr(dict(curve.__rich_repr__()))):
             assert secret not in shown
@@ -211,7 +212,7 @@ def test_a_zmq_publisher_from_json() -> None:
     assert publisher._dp_rank == 2
     assert publisher._topic_bytes == b"t"
     assert publisher._dialect is dialect_for("sglang", "0.5.17")
-    assert publisher._buffer._kept.maxlen == 3
+    assert publisher._buffer._steps == 3
     publisher.shutdown()
 
 

@@ -32,8 +32,8 @@ from index_cases import (
 from index_keys import Scope, prompt_keys
 from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
-from kvevents.index.prefix import _layouts
 from kvevents.stream import Gap, Reset
+from kvevents.wire.layouts import native_layouts
 from wire_cases import batch_of, pack, stored
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
@@ -1125,7 +1125,7 @@ def test_the_layouts_of_native_tests_are_those_that_are_handed_over() -> None:
         name: re.findall(r'"(\w+)"', body) for name, body in re.findall(r"const (\w+): .*? = &\[(.*?)\];", source, re.DOTALL)
     }
     rows = re.findall(r'\("(\w+)", (\w+), (\w+)\)', source)
-    assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == _layouts()
+    assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == native_layouts()
 
 
 def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixIndex) -> None:

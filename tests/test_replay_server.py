@@ -49,8 +49,9 @@ def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 
     [(0, range(10, 30)), (9, range(10, 30)), (10, range(10, 30)), (25, range(25, 30)), (29, [29]), (30, []), (2**63, [])],
 )
 def test_a_reply_holds_what_is_kept_from_the_start_on(context: Context, start: int, expected: range | list[int]) -> None:
-    """From the oldest kept when the start is older (exactly `buffer_steps` are kept); the end alone when it is newer."""
-    with publishing(replay_endpoint=ANY, buffer_steps=20) as publisher:
+    """Without compaction: from the oldest kept when the start is older (exactly `buffer_steps` are kept); the end alone when it
+    is newer."""
+    with publishing(replay_endpoint=ANY, buffer_steps=20, compact=False) as publisher:
         fill(publisher, 30)
         replay = dealer(context, publisher)
         ask(replay, start)
@@ -88,7 +89,7 @@ def test_either_shape_of_reply(context: Context, settings: dict[str, object], wi
 
 def test_a_slow_reader_gets_everything_while_live_batches_go_on(context: Context) -> None:
     """Its reply stands still, 10,000 batches of 32 blocks are more than all buffers hold; others are served meanwhile."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with publishing(replay_endpoint=ANY, compact=False) as publisher:
         fill(publisher, 10_000, blocks=32)
         slow = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.active, "the reply to begin")

@@ -38,7 +38,7 @@ impl Read<'_> {
         span.map(|span| std::str::from_utf8(span.bytes(self.payload)).unwrap_or(""))
     }
 
-    fn bytes(&self, span: Option<Span>) -> Option<&[u8]> {
+    pub(crate) fn bytes(&self, span: Option<Span>) -> Option<&[u8]> {
         span.map(|span| span.bytes(self.payload))
     }
 }
@@ -154,7 +154,12 @@ impl Stream {
             (None, Some(id)) => keys::lora_id(id),
             (None, None) => 0,
         };
-        let bare = extras_of(read, event, &mut work.extras);
+        let bare = extras_of(
+            read.bytes(event.extra_keys),
+            read.bytes(event.lora_name),
+            event.parent.is_none(),
+            &mut work.extras,
+        );
         let own = read.bytes(event.cache_salt).map(keys::salt);
         let salt = if event.parent.is_none() {
             Some(own.or(bare).unwrap_or(0))
@@ -437,7 +442,7 @@ fn hash_all(store: &Dense<'_>, first: usize, parent: Option<u64>, seed: u64, wor
 }
 
 /// Extra keys of one block; `extras` are in the order of their blocks.
-fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64> + '_ {
+pub(crate) fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64> + '_ {
     let start = extras.partition_point(|(block, _)| *block < at);
     extras[start..]
         .iter()
@@ -446,17 +451,16 @@ fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64> + 
 }
 
 /// Reads extra keys into `(block, hash)`, and returns the salt that stands bare at a root.
-fn extras_of(read: &Read<'_>, event: &Event, found: &mut Vec<(usize, u64)>) -> Option<u64> {
+pub(crate) fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mut Vec<(usize, u64)>) -> Option<u64> {
     found.clear();
-    let raw = read.bytes(event.extra_keys)?;
-    let lora = read.text(event.lora_name);
+    let raw = raw?;
     let (mut salt, mut last) = (None, usize::MAX);
     extra_keys(raw, |block, extra| {
         let first = block != last;
         last = block;
         let hash = match extra {
-            Extra::Text(text) if first && lora == Some(text) => return,
-            Extra::Text(text) if block == 0 && event.parent.is_none() && salt.is_none() => {
+            Extra::Text(text) if first && lora == Some(text.as_bytes()) => return,
+            Extra::Text(text) if block == 0 && root && salt.is_none() => {
                 salt = Some(keys::salt(text.as_bytes()));
                 return;
             }

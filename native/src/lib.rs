@@ -4,6 +4,7 @@
 mod python;
 
 pub mod applying;
+pub mod compacting;
 pub mod contexts;
 pub mod core;
 pub mod gate;

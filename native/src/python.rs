@@ -3,6 +3,7 @@
 
 mod answers;
 mod arguments;
+mod compactor;
 mod index;
 
 use pyo3::prelude::*;
@@ -14,6 +15,7 @@ use crate::scan;
 
 use answers::{Match, WorkerMatch};
 use arguments::{scheme_of, scope_of, tokens_of};
+use compactor::Compactor;
 use index::NativeIndex;
 
 /// Local hashes or, chained, keys of the whole blocks of a prompt.
@@ -67,6 +69,7 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
+    module.add_class::<Compactor>()?;
     module.add_class::<Match>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;

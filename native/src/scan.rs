@@ -9,7 +9,7 @@ mod extra;
 mod reader;
 mod schema;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::num::NonZeroU32;
 
@@ -181,6 +181,8 @@ pub struct Scratch {
     pub ts: f64,
     /// Data-parallel rank.
     pub rank: Option<i64>,
+    /// Whether any hash was a digest, of which `hashes` has the end.
+    pub digests: bool,
     lengths: Lengths,
 }
 
@@ -190,7 +192,7 @@ impl Scratch {
         self.hashes.clear();
         self.tokens.clear();
         self.events.clear();
-        (self.ts, self.rank) = (0.0, None);
+        (self.ts, self.rank, self.digests) = (0.0, None, false);
     }
 
     /// Bytes held.
@@ -394,6 +396,7 @@ impl<'a> Scanner<'a> {
             return Some(u64::from_be_bytes(*bytes));
         }
         if matches!(self.reader.peek()?, 0xC4..=0xC6) {
+            self.scratch.digests = true;
             return Some(u64::from_be_bytes(*self.reader.bin()?.last_chunk()?));
         }
         Some(self.reader.int()?.bits)

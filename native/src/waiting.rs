@@ -19,9 +19,21 @@ pub struct Content {
     pub salt: Option<u64>,
 }
 
+/// What an entry of a queue holds besides its hashes.
+pub trait Weight {
+    /// Its heap bytes.
+    fn bytes(&self) -> usize;
+}
+
+impl Weight for Content {
+    fn bytes(&self) -> usize {
+        self.tokens.len() * 4 + self.extras.len() * 8
+    }
+}
+
 /// One copy of a block that waits.
 #[derive(Clone, Debug)]
-pub struct Waiting {
+pub struct Waiting<C = Content> {
     /// Its hash.
     pub hash: u64,
     /// Where it is.
@@ -29,16 +41,12 @@ pub struct Waiting {
     /// The hash that it waits for.
     pub awaited: u64,
     /// None for a hash without tokens.
-    pub content: Option<Content>,
+    pub content: Option<C>,
 }
 
-impl Waiting {
+impl<C: Weight> Waiting<C> {
     fn bytes(&self) -> usize {
-        let content = self
-            .content
-            .as_ref()
-            .map_or(0, |content| content.tokens.len() * 4 + content.extras.len() * 8);
-        ENTRY_BYTES + content
+        ENTRY_BYTES + self.content.as_ref().map_or(0, Weight::bytes)
     }
 }
 
@@ -46,9 +54,9 @@ impl Waiting {
 const ENTRY_BYTES: usize = size_of::<(u64, Waiting)>() * 3 / 2 + 2 * 64;
 
 /// A bounded queue.
-#[derive(Debug, Default)]
-pub struct Queue {
-    items: BTreeMap<u64, Waiting>,
+#[derive(Debug)]
+pub struct Queue<C = Content> {
+    items: BTreeMap<u64, Waiting<C>>,
     by_awaited: HashMap<u64, VecDeque<u64>>,
     by_hash: HashMap<u64, VecDeque<u64>>,
     next: u64,
@@ -68,7 +76,19 @@ fn drop_from(lists: &mut HashMap<u64, VecDeque<u64>>, of: u64, number: u64) {
     }
 }
 
-impl Queue {
+impl<C> Default for Queue<C> {
+    fn default() -> Self {
+        Self {
+            items: BTreeMap::new(),
+            by_awaited: HashMap::new(),
+            by_hash: HashMap::new(),
+            next: 0,
+            bytes: 0,
+        }
+    }
+}
+
+impl<C: Weight> Queue<C> {
     /// How many wait.
     pub fn len(&self) -> usize {
         self.items.len()
@@ -86,12 +106,17 @@ impl Queue {
     }
 
     /// In the order in which they came.
-    pub fn iter(&self) -> impl Iterator<Item = &Waiting> {
+    pub fn iter(&self) -> impl Iterator<Item = &Waiting<C>> {
         self.items.values()
     }
 
+    /// Whether something waits that has this hash, or for it.
+    pub fn names(&self, hash: u64) -> bool {
+        self.by_hash.contains_key(&hash) || self.by_awaited.contains_key(&hash)
+    }
+
     /// Lets one more wait; the oldest ones fall out above `limit`, and are counted.
-    pub fn push(&mut self, waiting: Waiting, limit: usize) -> u64 {
+    pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.bytes += waiting.bytes();
         self.by_awaited.entry(waiting.awaited).or_default().push_back(self.next);
         self.by_hash.entry(waiting.hash).or_default().push_back(self.next);
@@ -112,7 +137,7 @@ impl Queue {
         }
     }
 
-    fn take(&mut self, number: u64) -> Option<Waiting> {
+    fn take(&mut self, number: u64) -> Option<Waiting<C>> {
         let waiting = self.items.remove(&number)?;
         self.bytes -= waiting.bytes();
         drop_from(&mut self.by_awaited, waiting.awaited, number);
@@ -125,7 +150,7 @@ impl Queue {
     }
 
     /// Takes everything that waits for `hash`.
-    pub fn take_awaiting(&mut self, hash: u64) -> Vec<Waiting> {
+    pub fn take_awaiting(&mut self, hash: u64) -> Vec<Waiting<C>> {
         let Some(numbers) = self.by_awaited.remove(&hash) else {
             return Vec::new();
         };
@@ -134,10 +159,15 @@ impl Queue {
 
     /// Takes one copy of `hash` on `plane`: of an orphan, else of an untied hash. Says whether there was one.
     pub fn remove(&mut self, hash: u64, plane: u16) -> bool {
+        self.remove_where(hash, |other| other == plane)
+    }
+
+    /// The same of any plane that `meant` says.
+    pub fn remove_where(&mut self, hash: u64, meant: impl Fn(u16) -> bool) -> bool {
         let Some(numbers) = self.by_hash.get(&hash) else {
             return false;
         };
-        let here = |number: &&u64| self.items[number].plane == plane;
+        let here = |number: &&u64| meant(self.items[number].plane);
         let orphan = numbers
             .iter()
             .filter(here)

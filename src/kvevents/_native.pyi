@@ -76,6 +76,46 @@ class NativeIndex:
     def _restore(self, read: Callable[[int], bytes]) -> None: ...
     def _scan(self, payload: bytes) -> list[dict[str, Any]] | None: ...
 
+class Compactor:
+    """Folds the payloads of one stream into what is still live. Calls of several threads wait for each other."""
+
+    def __new__(
+        cls, layouts: list[tuple[str, list[str], list[str]]], wire_limits: tuple[int, int, int, int, int, int]
+    ) -> Self: ...
+    def fold(self, payload: bytes, respelled: bool = False) -> bool:
+        """Take in the next payload. False where the scanner is not certain of it, and nothing has changed.
+
+        `respelled` is for `kvevents.wire.respelling.respelled` of its events, which may be larger than what peers may send.
+        """
+    def fold_many(self, payloads: list[bytes]) -> int:
+        """Fold up to the first payload that the scanner is not certain of, and return how many. Other threads run meanwhile."""
+    def events(self) -> list[tuple[Any, ...]] | None:
+        """What rebuilds the state after a clear; None when `lost`, or when no order of events can say it.
+
+        `("stored", hashes, parent, tokens, pairs, block_size, lora_id, medium, lora_name, extra_keys, group_idx, kind, window,
+        locality, ownership, cache_salt)`: blocks, each the parent of the next. `tokens` are 32-bit numbers, little-endian; when
+        `pairs`, two for each token id, which is EAGLE's `[t, next]`. `extra_keys` is msgpack, an entry per block as it came.
+        Without tokens, copies of known blocks.
+
+        `("removed", hashes, medium, group_idx, locality, ownership)`: blocks that only held a place in a chain.
+        """
+    def lose(self, reason: str) -> None:
+        """Give up until the stream clears everything. `reason` is `batches`, `payloads` or `digests`."""
+    def clear(self) -> None:
+        """Forget everything."""
+    @property
+    def live(self) -> int:
+        """Blocks with at least one copy."""
+    @property
+    def nodes(self) -> int:
+        """Blocks kept: live ones, dead ancestors, and orphans."""
+    @property
+    def bytes(self) -> int:
+        """Heap memory, about."""
+    @property
+    def lost(self) -> str | None:
+        """What there was too much of, or what `lose` was told; nothing is kept until the stream clears everything."""
+
 def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...
 def chained(hashes: list[int]) -> list[int]: ...
 def lifted(text: bytes, name: str) -> tuple[bytes, bytes] | None: ...

@@ -6,15 +6,17 @@ Fields, names and defaults are those of vLLM 0.33 (`vllm/config/kv_events.py`) a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
 
+from kvevents.certificates import KEY_CHARACTERS, key_bytes, read_pair
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.wire.dialects import Dialect, dialect_for
 
-_CURVE_KEY_CHARACTERS: Final = 40
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")
 
@@ -36,29 +38,60 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     Without `server_key` this end is the CURVE server: peers must know its public key. With it, this end is a client of the
     server that owns that key. Which end binds does not matter.
 
-    Raises `ConfigError` for a key of another length.
+    Raises `ConfigError` for what is no key, and for a `key_file` that cannot be read or that others can read.
     """
 
-    public_key: str
-    secret_key: str
+    public_key: str = ""
+    secret_key: str = ""
     server_key: str | None = None
+    key_file: str | None = None
+    """File of both own keys, as `kvevents keys` makes it, instead of `public_key` and `secret_key`."""
+    allowed: tuple[str, ...] | str | None = None
+    """For a CURVE server: public keys of the clients that may connect, or the path of a file or folder (`*.key`) of them, which
+    is looked at again for every connection. None lets in every client that knows this end's public key."""
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            key: str | None = getattr(self, name)
-            if key is not None and (len(key) != _CURVE_KEY_CHARACTERS or not key.isascii()):
+        if self.key_file is not None:
+            self._read(Path(self.key_file))
+        for name, key in self._keys():
+            if key_bytes(key) is None:
                 raise ConfigError(
-                    f"curve.{name} must be {_CURVE_KEY_CHARACTERS} characters of Z85, as zmq.curve_keypair() makes"
+                    f"curve.{name} must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
                 )
+        if self.allowed is not None and self.server_key is not None:
+            raise ConfigError(
+                "curve.allowed is for a CURVE server; with server_key this end is a client, and that key its check"
+            )
+
+    def _read(self, path: Path) -> None:
+        pair = read_pair(path)
+        for name, found in (("public_key", pair.public), ("secret_key", pair.secret)):
+            if getattr(self, name) not in {"", found}:
+                raise ConfigError(f"curve.{name} is not that of curve.key_file ({path}); leave it out")
+            msgspec.structs.force_setattr(self, name, found)
+
+    def _keys(self) -> Iterator[tuple[str, str]]:
+        yield "public_key", self.public_key
+        yield "secret_key", self.secret_key
+        if self.server_key is not None:
+            yield "server_key", self.server_key
+        if isinstance(self.allowed, tuple):
+            yield from (("allowed", key) for key in self.allowed)
 
     def apply(self, socket: Any) -> None:
-        """Set the keys on a ZeroMQ socket; to be called before it binds or connects."""
+        """Set the keys on a ZeroMQ socket; to be called before it binds or connects.
+
+        With `allowed` nobody can connect then, until `kvevents.admission` says who.
+        """
         if self.server_key is None:
             socket.curve_server = True
         else:
             socket.curve_serverkey = self.server_key.encode()
         socket.curve_publickey = self.public_key.encode()
         socket.curve_secretkey = self.secret_key.encode()
+        if self.allowed is not None:
+            socket.zap_domain = b"kvevents"
+            socket.zap_enforce_domain = True
 
     def __repr__(self) -> str:
         role = "server" if self.server_key is None else f"client of {self.server_key!r}"
@@ -68,6 +101,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         """Never the secret key, however this is printed."""
         yield "public_key", self.public_key
         yield "server_key", self.server_key
+        yield "allowed", self.allowed
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -96,6 +130,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Engine and release to be understood by, such as `sglang-0.5.17` or `vllm-latest`; None sends events as declared."""
     replay_topic: bool | None = None
     """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None goes by the dialect."""
+    compact: bool | None = None
+    """Whether history older than the replay buffer is collapsed into a snapshot instead of forgotten; None goes by whether the
+    native module is installed."""
     curve: Curve | None = None
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 
 use crate::index::Scope;
 use crate::keys::{self, Item, Scheme};
+use crate::scan;
 
 /// Token ids of a caller: its own memory where that holds 32-bit numbers.
 pub(super) enum Tokens {
@@ -250,4 +251,33 @@ impl Read for Pieces {
         self.at += count;
         Ok(count)
     }
+}
+
+/// Limits as Python names them: for what peers send, and for what Python has read within those and spelled anew.
+pub(super) fn wire_limits_of(limits: [usize; 6]) -> (scan::Limits, scan::Limits) {
+    let [
+        max_payload_bytes,
+        max_events,
+        max_hashes,
+        max_fields,
+        max_free_bytes,
+        max_nesting,
+    ] = limits;
+    let peers = scan::Limits {
+        max_payload_bytes,
+        max_events,
+        max_hashes,
+        max_fields,
+        max_free_bytes,
+        max_nesting,
+    };
+    let none = usize::MAX;
+    let ours = scan::Limits {
+        max_payload_bytes: none,
+        max_events: none,
+        max_hashes: none,
+        max_free_bytes: none,
+        ..peers
+    };
+    (peers, ours)
 }

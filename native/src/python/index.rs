@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
 use super::answers::{Match, counters, described};
-use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of};
+use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use crate::core::Worker;
 use crate::index::{Held, Index, Info, Limits, Outcome};
 use crate::scan::{self, Schema};
@@ -77,30 +77,7 @@ impl NativeIndex {
         max_speculated: usize,
         outcomes: [Py<PyAny>; 4],
     ) -> PyResult<Self> {
-        let [
-            max_payload_bytes,
-            max_events,
-            max_hashes,
-            max_fields,
-            max_free_bytes,
-            max_nesting,
-        ] = wire_limits;
-        let peers = scan::Limits {
-            max_payload_bytes,
-            max_events,
-            max_hashes,
-            max_fields,
-            max_free_bytes,
-            max_nesting,
-        };
-        let none = usize::MAX;
-        let ours = scan::Limits {
-            max_payload_bytes: none,
-            max_events: none,
-            max_hashes: none,
-            max_free_bytes: none,
-            ..peers
-        };
+        let (peers, ours) = wire_limits_of(wire_limits);
         let schema = |limits| Schema::new(&layouts, limits).map_err(PyValueError::new_err);
         let limits = Limits {
             memory: memory_limit,

@@ -1,5 +1,5 @@
 #[path = "layouts.rs"]
-mod layouts;
+pub(crate) mod layouts;
 
 use proptest::prelude::*;
 

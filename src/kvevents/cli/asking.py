@@ -11,6 +11,7 @@ from typing import Final
 
 import zmq
 
+from kvevents.config import Curve
 from kvevents.errors import EndpointError
 from kvevents.wire import MAX_SEQ, ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
 
@@ -51,20 +52,22 @@ class Reply:
 
 
 @contextmanager
-def dealers(endpoints: Sequence[str]) -> Iterator[list[Dealer]]:
+def dealers(endpoints: Sequence[str], curve: Curve | None = None) -> Iterator[list[Dealer]]:
     """A DEALER for each endpoint, closed afterwards. Raises `EndpointError` for one that cannot be connected to."""
     context: zmq.Context[Dealer] = zmq.Context()
     try:
-        yield [_dealer(context, endpoint) for endpoint in endpoints]
+        yield [_dealer(context, endpoint, curve) for endpoint in endpoints]
     finally:
         context.destroy(linger=0)
 
 
-def _dealer(context: zmq.Context[Dealer], endpoint: str) -> Dealer:
+def _dealer(context: zmq.Context[Dealer], endpoint: str, curve: Curve | None) -> Dealer:
     socket: Dealer = context.socket(zmq.DEALER)
     socket.set(zmq.RCVHWM, 0)
     if "[" in endpoint:
         socket.set(zmq.IPV6, 1)
+    if curve is not None:
+        curve.apply(socket)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -72,12 +75,12 @@ def _dealer(context: zmq.Context[Dealer], endpoint: str) -> Dealer:
     return socket
 
 
-def first_to_answer(endpoints: Sequence[str], timeout: float = LOOKUP_SECONDS) -> str | None:
+def first_to_answer(endpoints: Sequence[str], timeout: float = LOOKUP_SECONDS, curve: Curve | None = None) -> str | None:
     """The first of `endpoints`, in their order, that answers a replay request; None when none does in time."""
     if not endpoints:
         return None
     answered: set[str] = set()
-    with dealers(endpoints) as sockets:
+    with dealers(endpoints, curve) as sockets:
         names = dict(zip(sockets, endpoints, strict=True))
         poller = zmq.Poller()
         for socket in sockets:
@@ -94,10 +97,10 @@ def _is_answer(frames: list[bytes]) -> bool:
     return isinstance(parse_replay_reply(frames), ReplayBatch | ReplayEnd)
 
 
-def ask(endpoint: str, start: int, *, silence: float, seconds: float) -> Reply:
+def ask(endpoint: str, start: int, *, silence: float, seconds: float, curve: Curve | None = None) -> Reply:
     """What `endpoint` answers to one request, up to the end marker, `silence` seconds without a message, or `seconds`."""
     reply = Reply(start)
-    with dealers([endpoint]) as (socket,):
+    with dealers([endpoint], curve) as (socket,):
         socket.send_multipart(replay_request_frames(start))
         until = time.monotonic() + seconds
         for _ in range(MAX_REPLY_MESSAGES):

@@ -57,19 +57,20 @@ class Examination:
 
     def __init__(self, args: Namespace) -> None:
         self.replay: str | None = args.replay
+        self._curve = options.curve_of(args)
         self._args = args
         self._tried: list[str] = []
 
     def findings(self) -> Iterator[Finding]:
         """Every check whose preconditions hold, from the address up to trust."""
         if not self._args.bind:
-            found, publishes = check_address(self._args.endpoint)
+            found, publishes = check_address(self._args.endpoint, self._curve)
             yield from found
             if not publishes:
                 return
         self._look_for_replay()
-        replay, reply = check_replay(self.replay, self._tried)
-        with Stop() as stop, Sample(self._args.endpoint, bind=self._args.bind) as sample:
+        replay, reply = check_replay(self.replay, self._tried, self._curve)
+        with Stop() as stop, Sample(self._args.endpoint, bind=self._args.bind, curve=self._curve) as sample:
             status = self._watch(sample, stop)
         yield from self._traffic(sample, reply, status.trust != Trust.CONNECTING)
         yield from replay
@@ -78,7 +79,7 @@ class Examination:
     def _look_for_replay(self) -> None:
         if self.replay is None and not self._args.no_replay and not self._args.bind:
             self._tried = replay_candidates(self._args.endpoint)
-            self.replay = first_to_answer(self._tried)
+            self.replay = first_to_answer(self._tried, curve=self._curve)
 
     def _watch(self, sample: Sample, stop: Stop) -> StreamStatus:
         """Take the sample and follow the stream, at the same time where both can connect."""
@@ -106,7 +107,7 @@ class Examination:
                 return
 
     def _source(self) -> Source:
-        return Source(self._args.endpoint, self.replay, topic=self._args.topic, bind=self._args.bind)
+        return Source(self._args.endpoint, self.replay, topic=self._args.topic, bind=self._args.bind, curve=self._curve)
 
     def _traffic(self, sample: Sample, reply: Reply | None, connected: bool) -> Iterator[Finding]:
         """What flows; where nothing does, what replay holds says as much about topic and dialect."""

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
+from kvevents.certificates import key_bytes, read_public_keys
+from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.errors import ConfigError
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """How long `--wait-for-subscriber` waits unless told otherwise."""
@@ -107,6 +110,43 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
     parser.add_argument(
         "--bind", action="store_true", help="listen at ENDPOINT, for an engine whose own endpoint makes it connect"
     )
+    add_keys(parser)
+
+
+def add_keys(parser: ArgumentParser | Group) -> None:
+    """CURVE keys, which `curve_of` reads. Secrets are in files: everybody on this machine sees arguments."""
+    parser.add_argument("--key", metavar="FILE", type=Path, help="own CURVE keys: a NAME.key_secret of `kvevents keys`")
+    parser.add_argument(
+        "--server-key", metavar="FILE|KEY", help="public key of the other end, if that is the CURVE server, as engines are"
+    )
+    parser.add_argument(
+        "--allow", metavar="DIR|FILE", type=Path, help="public keys that may connect, if this end is the CURVE server"
+    )
+
+
+def curve_of(args: argparse.Namespace) -> Curve | None:
+    """The keys that `add_keys` has asked for; None without. Raises `ConfigError` for files that cannot be used."""
+    key: Path | None = args.key
+    if key is None:
+        if args.server_key is not None or args.allow is not None:
+            raise ConfigError("--server-key and --allow need --key: the file of your own keys, made by `kvevents keys NAME`")
+        return None
+    if args.server_key is None and getattr(args, "bind", True) is False:
+        raise ConfigError("--key needs --server-key as well: the engine's public key, or a file of it (NAME.key)")
+    return Curve(
+        key_file=str(key),
+        server_key=None if args.server_key is None else _server_key(args.server_key),
+        allowed=None if args.allow is None else str(args.allow),
+    )
+
+
+def _server_key(text: str) -> str:
+    if key_bytes(text) is not None:
+        return text
+    found = read_public_keys(Path(text))
+    if len(found) > 1:
+        raise ConfigError(f"--server-key: {text} holds {len(found)} keys; the other end has one")
+    return found[0]
 
 
 def add_stream(parser: ArgumentParser) -> None:

@@ -112,8 +112,9 @@ def run(args: Namespace) -> int:
     """Publish all lines, stay as long as wanted, and report."""
     console = Console()
     ends = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
+    curve = options.curve_of(args)
     with _opened(args.file) as file, Stop() as stop:
-        publisher = ZmqEventPublisher(**ends, topic=args.topic, dialect=args.dialect)
+        publisher = ZmqEventPublisher(**ends, topic=args.topic, dialect=args.dialect, curve=curve)
         feed = Feed(publisher, args.dialect, args.rate, console)
         try:
             console.note(f"publishing at {publisher.endpoint}, replay {publisher.replay_endpoint}")
@@ -182,6 +183,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dialect", type=_dialect, metavar="ENGINE-RELEASE", help="be understood as this release, such as sglang-0.5.17"
     )
+    options.add_keys(parser)
     parser.add_argument("--rate", type=options.rate, metavar="N", help="batches per second; as fast as they come otherwise")
 
 
@@ -196,6 +198,7 @@ COMMAND: Final = Command(
     """\
   echo '{"type": "AllBlocksCleared"}' | kvevents publish --wait-for-subscriber
   kvevents publish events.jsonl --dialect sglang-0.5.17 --rate 100 --stay 60
+  kvevents publish events.jsonl --key engine-0.key_secret --allow clients --stay
   kvevents tail 10.0.0.7:5557 --json | kvevents publish --endpoint tcp://127.0.0.1:6557 --topic kv@pod-7@model
 """,
     add_arguments,

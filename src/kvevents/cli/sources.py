@@ -10,6 +10,7 @@ from typing import Final
 
 from kvevents.cli.asking import first_to_answer
 from kvevents.cli.console import Console, Span
+from kvevents.cli.options import curve_of
 from kvevents.cli.stopping import Stop
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.stream import Source
@@ -29,7 +30,8 @@ def name_of(args: Namespace) -> str:
 
 def sources_of(args: Namespace, replay: str | None) -> list[Source]:
     """One source per rank; ports of both endpoints count up from rank 0. Raises `ConfigError` when they run out."""
-    return Source(args.endpoint, replay, topic=args.topic, name=name_of(args), bind=args.bind).ranks(args.ranks)
+    source = Source(args.endpoint, replay, topic=args.topic, name=name_of(args), bind=args.bind, curve=curve_of(args))
+    return source.ranks(args.ranks)
 
 
 def replay_candidates(endpoint: str, ranks: int = 1) -> list[str]:
@@ -48,12 +50,13 @@ def find_replay(args: Namespace, console: Console, stop: Stop, idle: float | Non
 
     An engine that is not there yet cannot be asked, so this waits for it: replay brings all that it says meanwhile.
     """
+    curve = curve_of(args)  # read here too, since the wait for an engine may be long
     if args.replay or args.no_replay:
         return args.replay, True
     candidates = [] if args.bind else replay_candidates(args.endpoint, args.ranks)
     if candidates and not _wait_until_listening(args.endpoint, console, stop, idle):
         return None, False
-    found = first_to_answer(candidates)
+    found = first_to_answer(candidates, curve=curve)
     if found is None:
         _say_none(console, candidates)
     else:

@@ -186,6 +186,7 @@ COMMAND: Final = Command(
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --name pod-7
   kvevents tail 10.0.0.7:5557 --ranks 4 --only removed,cleared
   kvevents tail 10.0.0.7:5557 --json --count 100 | jq .events
+  kvevents tail 10.0.0.7:5557 --key router.key_secret --server-key engine-0.key
   kvevents tail 10.0.0.7:5557 --quiet --idle 60      is it alive, and does it lose anything?
 """,
     add_arguments,

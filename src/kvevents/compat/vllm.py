@@ -193,7 +193,8 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
     ) -> None:
-        super().__init__(data_parallel_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic)
+        # As in vLLM, what has left the buffer is gone.
+        super().__init__(data_parallel_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, compact=False)
         self._publisher_config = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",

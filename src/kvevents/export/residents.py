@@ -12,7 +12,7 @@ from kvevents.export.keys import ROOT, UNKNOWN, Before, Keyed, keys_of
 from kvevents.export.limits import ExportLimits
 from kvevents.export.reuse import ReuseDistances
 from kvevents.export.tables import Row
-from kvevents.index.spelling import scope_of
+from kvevents.wire.respelling import scope_of
 
 _MEDIA: Final[dict[str, tuple[str, ...]]] = {
     "gpu": ("", "GPU", "HBM", "DEVICE"),

@@ -11,14 +11,13 @@ from typing import Any, BinaryIO, Final, Self, TypeAlias
 
 from kvevents import _native
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
-from kvevents.events import BlockRemoved, BlockStored
 from kvevents.index.namespace import Namespace
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.saving import restore, snapshot
-from kvevents.index.spelling import respelled
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents.wire.layouts import native_layouts
+from kvevents.wire.respelling import respelled
 
 Worker: TypeAlias = tuple[str, int] | str
 """A stream: source and rank, or the source alone for rank 0."""
@@ -31,20 +30,8 @@ _APPLIED: Final = Applied("applied")
 _CLEARED: Final = Applied("applied", cleared=True)
 _DUPLICATE: Final = Applied("duplicate")
 _VOID: Final = Applied("void")
-_SCOPED: Final = ("medium", "group_idx")
-"""Fields by which a clear may be meant for a tier or a group only."""
 _AT_ONCE: Final = 256
 """Batches that are applied in one native call; one that only Python reads leaves those behind it to the next call."""
-
-
-def _layouts() -> list[tuple[str, list[str], list[str]]]:
-    """What the native decoder must know of the dialects: by tag, the fields of array events and the names of map events."""
-    names = {kind: [name for name in kind.__struct_fields__ if name != "unrecognised"] for kind in (BlockStored, BlockRemoved)}
-    return [
-        ("BlockStored", list(ARRAY_STORED), names[BlockStored]),
-        ("BlockRemoved", list(ARRAY_REMOVED), names[BlockRemoved]),
-        ("AllBlocksCleared", [], list(_SCOPED)),
-    ]
 
 
 class PrefixIndex(_native.NativeIndex):
@@ -76,7 +63,7 @@ class PrefixIndex(_native.NativeIndex):
         )
         self = super().__new__(
             cls,
-            _layouts(),
+            native_layouts(),
             bounds,
             memory_limit,
             limits.max_orphans,

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import zmq
 
-from kvevents.config import Curve
+from kvevents.admission import Admission
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 
@@ -42,7 +42,7 @@ class SocketError(EndpointError, zmq.ZMQError):  # type: ignore[misc]  # pyright
 
 
 @contextmanager
-def opened(context: zmq.Context[Any], kind: int, curve: Curve | None, endpoint: str) -> Iterator[Socket]:
+def opened(context: zmq.Context[Any], kind: int, admission: Admission | None, endpoint: str) -> Iterator[Socket]:
     """A socket of `kind`, ready to bind or connect to `endpoint`; closed again when that fails."""
     socket: Socket = context.socket(kind)
     try:
@@ -51,8 +51,8 @@ def opened(context: zmq.Context[Any], kind: int, curve: Curve | None, endpoint: 
         socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = KEEPALIVE
         if needs_ipv6(endpoint):
             socket.ipv6 = True
-        if curve is not None:
-            curve.apply(socket)
+        if admission is not None:
+            admission.apply(socket)
         yield socket
     except BaseException:
         socket.close(linger=0)

@@ -24,6 +24,19 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests beyond `MAX_WAITING_REQUESTS` of one consumer."""
 
 
+class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What older batches than those buffered are collapsed into."""
+
+    batches: int = 0
+    """Numbers that it stands for: those from 0 to this, without it."""
+    blocks: int = 0
+    """Live in it."""
+    bytes: int = 0
+    """Memory, about."""
+    lost: str | None = None
+    """Why there is no snapshot until the stream is cleared; None when there is one."""
+
+
 class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start; `accepted` is the sum of `published`, `queued` and `dropped["encode_failed"]`."""
 
@@ -38,6 +51,8 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     buffered_batches: int = 0
     buffered_bytes: int = 0
     """What a replay from 0 would send."""
+    history: HistoryStats | None = None
+    """None where history is not compacted."""
     subscribers: int = 0
     """Subscriptions on the event socket; a consumer with two topics counts twice."""
     replay: ReplayStats = ReplayStats()

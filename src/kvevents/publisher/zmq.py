@@ -21,12 +21,14 @@ from typing import Any, Final, cast
 import zmq
 import zmq.backend
 
+from kvevents.admission import admit
 from kvevents.config import Curve, resolve_dialect
 from kvevents.endpoints import connectable, offset_endpoint_port, port_collision, should_bind
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.publisher import lifetime, sockets
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.episode import Episode
+from kvevents.publisher.history import History
 from kvevents.publisher.intake import Encode, QueuedPublisher
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
 from kvevents.publisher.stats import PublisherStats, ReplayStats, ShutdownReport
@@ -64,6 +66,8 @@ class ZmqEventPublisher(QueuedPublisher):
     bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0.
     dialect: a `Dialect` or a name such as `sglang-0.5.17`; None sends events as declared.
     replay_topic: whether replies repeat the topic; None goes by the dialect, and without one, yes.
+    compact: collapse what leaves the replay buffer into one snapshot batch, sent first to whoever asks from before the buffer;
+    None does so where the native module is installed.
     curve: keys for both sockets. context: a ZeroMQ context to use, which the caller ends.
 
     Raises `ConfigError` for settings that cannot work, ports that ranks would fight over included, `UnknownDialectError`,
@@ -90,6 +94,7 @@ class ZmqEventPublisher(QueuedPublisher):
         bind: bool | None = None,
         dialect: Dialect | str | None = None,
         replay_topic: bool | None = None,
+        compact: bool | None = None,
         curve: Curve | None = None,
         context: zmq.Context[Any] | None = None,
     ) -> None:
@@ -105,7 +110,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._refuse_collision(endpoint, replay_endpoint)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
-        self._buffer = ReplayBuffer(0 if replay_endpoint is None else buffer_steps)
+        self._buffer = self._replay_buffer(buffer_steps, compact)
         self._ctx, self._owns_context = _choose_context(context, self._endpoint, self._replay_endpoint)
         self._socket_setup()
         self._published = self._subscriptions = 0
@@ -119,6 +124,16 @@ class ZmqEventPublisher(QueuedPublisher):
         self._report: ShutdownReport | None = None
         self._start()
 
+    def _replay_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
+        if self._replay_endpoint is None or compact is False:
+            return ReplayBuffer(0 if self._replay_endpoint is None else steps)
+        history = History.create()
+        if history is None and compact:
+            raise MissingDependencyError(
+                "compact=True needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
+            )
+        return ReplayBuffer(steps, history, batch_encoder(self._dialect))
+
     def _refuse_collision(self, endpoint: str, replay_endpoint: str | None) -> None:
         sentence = port_collision(endpoint, replay_endpoint, self._dp_rank) if self._binds else None
         if sentence is not None:
@@ -129,6 +144,9 @@ class ZmqEventPublisher(QueuedPublisher):
         with ExitStack() as undo:
             if self._owns_context:
                 undo.callback(self._ctx.term)
+            self._admission = admit(self._ctx, self._curve, self._endpoint)
+            if self._admission is not None:
+                undo.callback(self._admission.close)
             self._pub: sockets.Socket = self._open_events()
             undo.callback(self._pub.close, linger=0)
             self._replay: sockets.Socket | None = self._open_replay()
@@ -138,7 +156,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     def _open_events(self) -> sockets.Socket:
         # XPUB is PUB that also tells who subscribed; to subscribers the two are the same.
-        with sockets.opened(self._ctx, zmq.XPUB, self._curve, self._endpoint) as socket:
+        with sockets.opened(self._ctx, zmq.XPUB, self._admission, self._endpoint) as socket:
             socket.set_hwm(self._hwm)
             socket.affinity = _EVENT_IO if self._owns_context else 0
             socket.xpub_verboser = True
@@ -150,7 +168,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._replay_bound: str | None = None
         if self._replay_endpoint is None:
             return None
-        with sockets.opened(self._ctx, zmq.ROUTER, self._curve, self._replay_endpoint) as socket:
+        with sockets.opened(self._ctx, zmq.ROUTER, self._admission, self._replay_endpoint) as socket:
             socket.sndhwm = REPLAY_SEND_LIMIT
             socket.affinity = _REPLAY_IO if self._owns_context else 0
             self._replay_bound = sockets.bind(socket, self._replay_endpoint, "replay")
@@ -178,6 +196,11 @@ class ZmqEventPublisher(QueuedPublisher):
         """Where a consumer on this host asks for replay; None without replay."""
         return None if self._replay_bound is None else connectable(self._replay_bound)
 
+    @property
+    def connections_refused(self) -> int:
+        """Connections of clients that know this end's key and are not in `curve.allowed`; those to both sockets count."""
+        return 0 if self._admission is None else self._admission.refused
+
     def stats(self) -> PublisherStats:
         """Counters since the start. Safe from any thread, also after `shutdown()`."""
         next_seq, accepted = self._numbers()
@@ -190,6 +213,7 @@ class ZmqEventPublisher(QueuedPublisher):
             next_seq=next_seq,
             buffered_batches=batches,
             buffered_bytes=size,
+            history=self._buffer.history_stats(),
             subscribers=self._subscriptions,
             replay=ReplayStats() if self._server is None else self._server.stats(),
         )
@@ -293,6 +317,8 @@ class ZmqEventPublisher(QueuedPublisher):
         threads = [thread for thread in (self._thread, self._replay_thread) if thread is not None]
         for thread in threads:
             thread.join(max(0.0, self._deadline - monotonic()) + sockets.FLUSH_GRACE)
+        if self._admission is not None:
+            self._admission.close()
         ended = not any(thread.is_alive() for thread in threads)
         if ended and self._server is not None:
             self._server.close()

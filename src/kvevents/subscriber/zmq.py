@@ -17,7 +17,7 @@ import zmq
 import zmq.backend
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.config import Curve
+from kvevents.admission import admit
 from kvevents.errors import EndpointError
 from kvevents.stream import Ask, Source, Stream
 from kvevents.wire import Live, parse_live, replay_request_frames
@@ -203,7 +203,12 @@ class ZmqLink:
         self._replay: zmq.Socket[bytes] | None = None
         self._ever_up = False
         self._announce = 0
-        self._sub = self._open_socket(zmq.SUB, source.endpoint)
+        self._admission = admit(context, source.curve, source.endpoint)
+        try:
+            self._sub = self._open_socket(zmq.SUB, source.endpoint)
+        except BaseException:
+            self._close_admission()
+            raise
         try:
             self._monitor = self._sub.get_monitor_socket(_UP | _DOWN)
             self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
@@ -291,7 +296,12 @@ class ZmqLink:
                 self._sub.disable_monitor()
                 self._transport.drop(monitor)
             self._transport.drop(self._sub)
+        self._close_admission()
         self._transport.forget(self)
+
+    def _close_admission(self) -> None:
+        if self._admission is not None:
+            self._admission.close()
 
     def _open_socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         try:
@@ -309,9 +319,8 @@ class ZmqLink:
         socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
         if "[" in endpoint:
             socket.set(zmq.IPV6, 1)
-        curve: Curve | None = self._source.curve
-        if curve is not None:
-            curve.apply(socket)
+        if self._admission is not None:
+            self._admission.apply(socket)
         return socket
 
 

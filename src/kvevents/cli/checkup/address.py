@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import zmq
+
 from kvevents.cli.checkup.findings import Finding, fail, ok
 from kvevents.cli.handshake import Handshake, Outcome, shake_hands
+from kvevents.cli.unlocking import Unlocking, unlock
+from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
 
 MAX_RANKS_LOOKED_FOR: Final = 64
@@ -42,12 +46,26 @@ _WRONG: Final[dict[Outcome, tuple[str, str]]] = {
     ),
     "curve": (
         "it demands CURVE keys",
-        "subscribe from Python with Source(curve=Curve(...)); the command line has no keys",
+        "name your own with --key and its public key with --server-key; `kvevents keys NAME` makes a pair",
+    ),
+}
+_LOCKED_OUT: Final[dict[Unlocking, tuple[str, str]]] = {
+    "dropped": (
+        "it hangs up on these keys",
+        "is --server-key its public key (`kvevents keys --show FILE`), and the one of --key among those that it allows?",
+    ),
+    "refused": (
+        "it knows the public key of --key and does not let it in",
+        "have that public key added to the keys that it allows (curve.allowed, --allow), and try again",
+    ),
+    "silent": (
+        "it does not let this key in, or not soon",
+        "is the public key of --key among those that it allows (curve.allowed, --allow)? Its log names keys that it refuses",
     ),
 }
 
 
-def check_address(endpoint: str) -> tuple[list[Finding], bool]:
+def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Finding], bool]:
     """What stands at `endpoint`, and whether subscribing to it makes sense."""
     if endpoint.startswith("inproc://"):
         return [fail("address", f"{endpoint} exists inside the engine's process only", BINDS)], False
@@ -57,6 +75,9 @@ def check_address(endpoint: str) -> tuple[list[Finding], bool]:
             fail("address", f"{endpoint} is an address to listen at", "name the engine's host and port, or listen with --bind")
         ], False
     hands = shake_hands(endpoint)
+    if curve is not None and hands.outcome in {"curve", "socket"}:
+        wrong = _locked("address", endpoint, hands, curve, zmq.SUB)
+        return ([ok("address", f"{endpoint} lets this key in")], True) if wrong is None else ([wrong], False)
     if hands.outcome != "socket":
         return [_wrong("address", endpoint, hands)], False
     if not hands.publishes:
@@ -67,6 +88,20 @@ def check_address(endpoint: str) -> tuple[list[Finding], bool]:
 def _wrong(check: str, endpoint: str, hands: Handshake) -> Finding:
     text, advice = _WRONG[hands.outcome]
     return fail(check, f"{endpoint}: {text.format(detail=hands.detail).strip()}", advice)
+
+
+def _locked(check: str, endpoint: str, hands: Handshake, curve: Curve, kind: int) -> Finding | None:
+    """Why these keys do not open `endpoint`; None when they do."""
+    if hands.outcome == "socket":
+        text = f"{endpoint}: it speaks in clear, and keys are given for it"
+        return fail(
+            check, text, "give the engine keys (curve in its KV events configuration), or leave out --key and --server-key"
+        )
+    outcome = unlock(endpoint, curve, kind)
+    if outcome == "open":
+        return None
+    text, advice = _LOCKED_OUT[outcome]
+    return fail(check, f"{endpoint}: {text}", advice)
 
 
 def _other_socket(endpoint: str, kind: str) -> Finding:
@@ -83,12 +118,14 @@ def _other_socket(endpoint: str, kind: str) -> Finding:
     )
 
 
-def check_replay_address(endpoint: str) -> Finding | None:
+def check_replay_address(endpoint: str, curve: Curve | None = None) -> Finding | None:
     """Why nothing at `endpoint` can answer replay requests; None when a ROUTER is there."""
     hands = shake_hands(endpoint)
     if hands.outcome == "refused":
         advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
         return fail("replay", f"{endpoint}: nothing listens there", advice)
+    if curve is not None and hands.outcome in {"curve", "socket"}:
+        return _locked("replay", endpoint, hands, curve, zmq.DEALER)
     if hands.outcome != "socket":
         return _wrong("replay", endpoint, hands)
     if hands.detail != "ROUTER":

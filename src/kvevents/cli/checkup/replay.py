@@ -11,6 +11,7 @@ from kvevents.cli.checkup.address import check_replay_address
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.checkup.sample import Contents
 from kvevents.cli.lines import plural
+from kvevents.config import Curve
 
 SILENCE: Final = 2.0
 """Seconds without a message after which an answer has ended. Engines pause 0.2 s at most."""
@@ -23,14 +24,14 @@ _ENABLE: Final = (
 )
 
 
-def check_replay(endpoint: str | None, tried: Sequence[str]) -> tuple[list[Finding], Reply | None]:
+def check_replay(endpoint: str | None, tried: Sequence[str], curve: Curve | None = None) -> tuple[list[Finding], Reply | None]:
     """Ask for everything once, and again for the first hole; findings and the answer."""
     if endpoint is None:
         where = f" ({' and '.join(tried)} do not answer)" if tried else ""
         return [warn("replay", f"no replay endpoint{where}: what is missed cannot be had again", _ENABLE)], None
-    if not endpoint.startswith("inproc://") and (wrong := check_replay_address(endpoint)) is not None:
+    if not endpoint.startswith("inproc://") and (wrong := check_replay_address(endpoint, curve)) is not None:
         return [wrong], None
-    reply = ask(endpoint, 0, silence=SILENCE, seconds=PATIENCE)
+    reply = ask(endpoint, 0, silence=SILENCE, seconds=PATIENCE, curve=curve)
     if not reply.answered:
         text = f"{endpoint} does not answer within {SILENCE:g} s"
         return [
@@ -40,7 +41,7 @@ def check_replay(endpoint: str | None, tried: Sequence[str]) -> tuple[list[Findi
                 "the engine may hang or be under load, or this is another service's port; try again, then restart it",
             )
         ], reply
-    return [_reach(endpoint, reply), *_losses(endpoint, reply)], reply
+    return [_reach(endpoint, reply), *_losses(endpoint, reply, curve)], reply
 
 
 def contents_of(reply: Reply) -> Contents:
@@ -73,7 +74,7 @@ def _reach(endpoint: str, reply: Reply) -> Finding:
     )
 
 
-def _losses(endpoint: str, reply: Reply) -> list[Finding]:
+def _losses(endpoint: str, reply: Reply, curve: Curve | None) -> list[Finding]:
     found: list[Finding] = []
     if reply.cut:
         text = f"the answer was cut off after {PATIENCE:g} s or {plural(len(reply.batches), 'batch')}: it does not end"
@@ -82,16 +83,16 @@ def _losses(endpoint: str, reply: Reply) -> list[Finding]:
         text = "the end marker is missing: engines lose it when their send queue is full"
         found.append(warn("replay", text, "kvevents notices by the silence; a client that waits for the marker would hang"))
     if reply.holes:
-        found.append(_holes(endpoint, reply))
+        found.append(_holes(endpoint, reply, curve))
     return found
 
 
-def _holes(endpoint: str, reply: Reply) -> Finding:
+def _holes(endpoint: str, reply: Reply, curve: Curve | None) -> Finding:
     holes = reply.holes
     missing = sum(last - first + 1 for first, last in holes)
     shown = ", ".join(f"#{first}" if first == last else f"#{first}-#{last}" for first, last in holes[:_HOLES_SHOWN])
     text = f"{plural(missing, 'batch')} missing inside the answer ({shown}{', ...' if len(holes) > _HOLES_SHOWN else ''})"
-    again = ask(endpoint, holes[0][0], silence=SILENCE, seconds=PATIENCE)
+    again = ask(endpoint, holes[0][0], silence=SILENCE, seconds=PATIENCE, curve=curve)
     if any(batch.seq == holes[0][0] for batch in again.batches):
         advice = "kvevents asks again until it has them; other clients lose them. vLLM 0.33 has a larger send queue"
         return warn("replay", f"{text}; asked again, the engine has them: its send queue overflows", advice)

@@ -10,6 +10,8 @@ from typing import Final, Self
 import msgspec
 import zmq
 
+from kvevents.admission import admit
+from kvevents.config import Curve
 from kvevents.errors import EndpointError
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
 
@@ -88,18 +90,21 @@ def _merged(payloads: list[bytes]) -> bytes | None:
 class Sample:
     """A SUB socket of its own, beside the subscriber's, since that one hides what it cannot use."""
 
-    def __init__(self, endpoint: str, *, bind: bool) -> None:
+    def __init__(self, endpoint: str, *, bind: bool, curve: Curve | None = None) -> None:
         self.messages = 0
         self.bytes = 0
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
         self.contents = Contents()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._admission = admit(self._context, curve, endpoint)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
         if "[" in endpoint:
             self._socket.set(zmq.IPV6, 1)
         self._socket.subscribe(b"")
+        if self._admission is not None:
+            self._admission.apply(self._socket)
         try:
             (self._socket.bind if bind else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -116,6 +121,8 @@ class Sample:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close(linger=0)
+        if self._admission is not None:
+            self._admission.close()
         self._context.term()
 
     def take(self, timeout: float) -> None:

@@ -1,0 +1,85 @@
+//! The history of one stream, collapsed: payloads go in, and what is still live comes out as events.
+
+mod blocks;
+mod manners;
+mod naming;
+mod rules;
+mod shelf;
+mod state;
+mod store;
+mod telling;
+#[cfg(test)]
+mod tests;
+
+use crate::applying::Read;
+use crate::scan::{Schema, Scratch, scan};
+
+use state::State;
+
+pub use manners::MAX_MANNERS;
+pub use rules::MAX_GROUPS;
+pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_NAMED_BYTES, MAX_WAITING, MAX_WINDOWS};
+pub use store::{Place, Store, Told};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Compactor {
+    state: State,
+    scratch: Scratch,
+}
+
+impl Compactor {
+    /// Takes one payload in. False, and nothing has changed, where the scanner does not read it.
+    pub fn fold(&mut self, payload: &[u8], schema: &Schema) -> bool {
+        let read = scan(payload, schema, &mut self.scratch).is_some();
+        if read && self.scratch.digests {
+            // Told as numbers, they would be other hashes to whoever keeps digests.
+            self.state.lose("digests");
+        } else if read {
+            let read = Read {
+                payload,
+                scratch: &self.scratch,
+            };
+            for event in &self.scratch.events {
+                self.state.event(&read, event);
+            }
+        }
+        self.scratch.shrink();
+        read
+    }
+
+    /// What rebuilds the state after a clear of everything. None where that is not known, or cannot be said in events.
+    pub fn events(&self) -> Option<Vec<Told>> {
+        telling::tell(&self.state)
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self) {
+        self.state = State::default();
+    }
+
+    /// Gives up until the stream is cleared: what was sent is not all there was.
+    pub fn lose(&mut self, reason: &'static str) {
+        self.state.lose(reason);
+    }
+
+    /// What there was too much of, or what else `lose` was told; nothing is kept until the stream is cleared.
+    pub fn lost(&self) -> Option<&'static str> {
+        self.state.lost
+    }
+
+    /// Blocks with at least one copy.
+    pub fn live(&self) -> usize {
+        self.state.blocks.live()
+    }
+
+    /// Blocks kept, dead ancestors and orphans too.
+    pub fn nodes(&self) -> usize {
+        self.state.blocks.live() + self.state.blocks.dead() + self.state.waiting.len()
+    }
+
+    /// Heap bytes, about; those of the last payload apart.
+    pub fn bytes(&self) -> usize {
+        self.state.bytes()
+    }
+}

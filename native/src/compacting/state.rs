@@ -1,0 +1,408 @@
+//! What events mean for what is kept: as `applying` has it, with everything that a snapshot has to say again.
+
+use std::collections::VecDeque;
+
+use crate::applying::{Read, extras_at, extras_of};
+use crate::keys::{self, Scheme};
+use crate::planes::Rule;
+use crate::scan::{Event, Kind};
+use crate::waiting::{Queue, Waiting, Weight};
+
+use super::blocks::{Block, Blocks, NONE, Placed};
+use super::manners::{Manners, is_dense, window_of};
+use super::naming::{Identity, Naming, Spelled};
+use super::rules::{Lessons, rule_of};
+use super::store::{PlaceView, StoreView, entries, place_of, store_of};
+
+/// Blocks with copies: at 16 tokens a block about 2 GB.
+pub const MAX_LIVE: usize = 1 << 24;
+/// Blocks and hashes that wait for a parent that was never seen, or for tokens.
+pub const MAX_WAITING: usize = 1 << 16;
+/// Dead ancestors beyond as many as there are blocks with copies.
+pub const MAX_DEAD: usize = 1 << 16;
+/// Copies beyond the first, beyond as many as there are blocks with copies.
+pub const MAX_EXTRA: usize = 1 << 20;
+/// Bytes of LoRA names, salts and extra keys, each counted once.
+pub const MAX_NAMED_BYTES: usize = 64 << 20;
+/// Block sizes, each of which has memory of its own.
+pub const MAX_WINDOWS: usize = 64;
+
+/// Blocks of an event that are looked for before they are hashed.
+const FIRST: usize = 64;
+
+/// What an orphan is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Orphan {
+    /// As many as its scheme's window.
+    pub tokens: Box<[u32]>,
+    /// Hashes of its extra keys.
+    pub extras: Box<[u64]>,
+    /// How its tokens were cut.
+    pub scheme: Scheme,
+    /// What its LoRA adds to the seed.
+    pub lora: u64,
+    /// What its own salt adds to the seed; None where it is its parent's.
+    pub salt: Option<u64>,
+    /// What is said of its namespace.
+    pub naming: Naming,
+}
+
+impl Weight for Orphan {
+    fn bytes(&self) -> usize {
+        self.tokens.len() * 4 + self.extras.len() * 8 + self.naming.bytes()
+    }
+}
+
+/// Kept from one event to the next to spare allocations.
+#[derive(Debug, Default)]
+struct Work {
+    extras: Vec<(usize, u64)>,
+    sorted: Vec<u64>,
+    window: Vec<u32>,
+}
+
+/// What one stream has that is still of use.
+#[derive(Debug, Default)]
+pub struct State {
+    /// Its blocks.
+    pub blocks: Blocks,
+    /// How they were announced.
+    pub manners: Manners,
+    /// How groups count.
+    pub lessons: Lessons,
+    /// Whose parents, or tokens, are unknown; planes are manners.
+    pub waiting: Queue<Orphan>,
+    /// Why it is not known any more what is live.
+    pub lost: Option<&'static str>,
+    work: Work,
+}
+
+/// A store with tokens that fit.
+struct Dense<'a> {
+    hashes: &'a [u64],
+    tokens: &'a [u32],
+    pairs: bool,
+    identity: Identity,
+    /// The event's own salt.
+    salt: Option<u64>,
+    spelled: Spelled<'a>,
+    entries: Vec<Option<&'a [u8]>>,
+    manner: u8,
+}
+
+impl<'a> Dense<'a> {
+    /// Tokens that the hash of block `at` covers.
+    fn window<'b>(&'b self, at: usize, buffer: &'b mut Vec<u32>) -> &'b [u32] {
+        let size = self.identity.scheme.size as usize;
+        if !self.pairs {
+            return &self.tokens[at * size..][..size];
+        }
+        let pairs = &self.tokens[at * size * 2..][..size * 2];
+        buffer.clear();
+        buffer.extend(pairs.iter().step_by(2));
+        buffer.push(pairs[pairs.len() - 1]);
+        buffer
+    }
+
+    fn spelled(&self, at: usize) -> Spelled<'a> {
+        self.spelled.with(self.entries.get(at).copied().flatten())
+    }
+}
+
+impl State {
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        self.blocks.bytes() + self.manners.bytes() + self.lessons.bytes() + self.waiting.bytes()
+    }
+
+    /// Applies one event of a payload.
+    pub fn event(&mut self, read: &Read<'_>, event: &Event) {
+        let outcome = match event.kind {
+            Kind::Stored => self.stored(&store_of(read, event)),
+            Kind::Removed => self.removed(event.hashes.slice(&read.scratch.hashes), &place_of(read, event)),
+            Kind::Cleared => {
+                self.cleared(read.bytes(event.medium), event.group);
+                Ok(())
+            }
+        };
+        if let Err(reason) = outcome {
+            self.lose(reason);
+        }
+    }
+
+    /// Gives up until everything is cleared; what groups count for is known all the same.
+    pub fn lose(&mut self, reason: &'static str) {
+        let lessons = std::mem::take(&mut self.lessons);
+        *self = Self {
+            lessons,
+            lost: Some(reason),
+            ..Self::default()
+        };
+    }
+
+    /// Whether nothing has become too much.
+    fn check(&self) -> Result<(), &'static str> {
+        let live = self.blocks.live();
+        let limits = [
+            (live, MAX_LIVE, "blocks"),
+            (self.waiting.len(), MAX_WAITING, "orphans"),
+            (self.blocks.dead(), live + MAX_DEAD, "dead ancestors"),
+            (self.blocks.extra(), live + MAX_EXTRA, "copies"),
+            (self.blocks.named(), MAX_NAMED_BYTES, "bytes of names and extra keys"),
+            (self.blocks.windows(), MAX_WINDOWS, "block sizes"),
+        ];
+        let above = limits.iter().find(|(found, limit, _)| found > limit);
+        above.map_or(Ok(()), |(_, _, what)| Err(*what))
+    }
+
+    // --- stores
+
+    /// Applies a store.
+    pub fn stored(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {
+        let window = window_of(store.kind, store.window);
+        let rule = rule_of(store);
+        if window.is_none() && !is_dense(store.kind) {
+            return self.learn(store, Rule::Unknown);
+        }
+        if window.is_some() || store.tokens.is_empty() {
+            if let Some(rule) = rule {
+                self.learn(store, rule)?;
+            }
+            return self.bare(store);
+        }
+        let size = store.block_size;
+        let count = (store.tokens.len() >> u32::from(store.pairs)) as u64;
+        let fits = size > 0 && size <= u64::from(u32::MAX) && Some(count) == size.checked_mul(store.hashes.len() as u64);
+        if !fits || store.unkeyable {
+            return Ok(());
+        }
+        self.learn(store, Rule::Dense)?;
+        if self.lost.is_some() {
+            return Ok(());
+        }
+        self.with_tokens(store)?;
+        self.check()
+    }
+
+    fn learn(&mut self, store: &StoreView<'_>, rule: Rule) -> Result<(), &'static str> {
+        self.lessons.learn(store, rule).ok_or("groups")
+    }
+
+    fn bare(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {
+        if self.lost.is_some() || store.hashes.is_empty() {
+            return Ok(());
+        }
+        let manner = self.manners.of(store, Some(store.block_size)).ok_or("manners")?;
+        for &hash in store.hashes {
+            match self.blocks.newest(hash) {
+                Some(number) => self.blocks.copy(number, manner),
+                None => self.wait(hash, manner, hash, None),
+            }
+        }
+        self.check()
+    }
+
+    fn wait(&mut self, hash: u64, manner: u8, awaited: u64, content: Option<Orphan>) {
+        let waiting = Waiting {
+            hash,
+            plane: u16::from(manner),
+            awaited,
+            content,
+        };
+        self.waiting.push(waiting, usize::MAX);
+    }
+
+    fn with_tokens(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {
+        // Where their hashes belong is known before anything else is.
+        for &hash in store.parent.iter().chain(store.hashes.iter().take(FIRST)) {
+            self.blocks.prefetch(hash);
+        }
+        let manner = self.manners.of(store, None).ok_or("manners")?;
+        let lora = match (store.lora_name, store.lora_id) {
+            (Some(name), _) => keys::lora_name(name),
+            (None, Some(id)) => keys::lora_id(id),
+            (None, None) => 0,
+        };
+        let root = store.parent.is_none();
+        let bare = extras_of(store.extra_keys, store.lora_name, root, &mut self.work.extras);
+        let own = store.cache_salt.map(keys::salt);
+        let mut found = Vec::new();
+        entries(store.extra_keys, &mut found).ok_or("nested extra keys")?;
+        let dense = Dense {
+            hashes: store.hashes,
+            tokens: store.tokens,
+            pairs: store.pairs,
+            identity: Identity {
+                scheme: Scheme {
+                    size: store.block_size as u32,
+                    eagle: store.pairs,
+                },
+                lora,
+                salt: 0,
+            },
+            salt: if root { Some(own.or(bare).unwrap_or(0)) } else { own },
+            spelled: Spelled::of(store),
+            entries: found,
+            manner,
+        };
+        self.dense(&dense, store.parent)
+    }
+
+    fn dense(&mut self, store: &Dense<'_>, parent: Option<u64>) -> Result<(), &'static str> {
+        for at in 0..store.hashes.len() {
+            let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
+            let Some(awaited) = awaited else {
+                return self.run(store, at, NONE);
+            };
+            if let Some(found) = self.blocks.newest(awaited) {
+                return self.run(store, at, found);
+            }
+            let orphan = Orphan {
+                tokens: store.window(at, &mut self.work.window).into(),
+                extras: extras_at(&self.work.extras, at).collect(),
+                scheme: store.identity.scheme,
+                lora: store.identity.lora,
+                salt: store.salt,
+                naming: Naming::of(&store.spelled(at)),
+            };
+            self.wait(store.hashes[at], store.manner, awaited, Some(orphan));
+        }
+        Ok(())
+    }
+
+    /// Places the blocks of an event from `first` on behind `parent`, each the parent of the next.
+    fn run(&mut self, store: &Dense<'_>, first: usize, mut parent: u32) -> Result<(), &'static str> {
+        let before = (parent != NONE).then(|| (self.blocks.get(parent).key, self.blocks.identity(parent).salt));
+        let salt = store.salt.unwrap_or_else(|| before.map_or(0, |(_, salt)| salt));
+        let identity = Identity { salt, ..store.identity };
+        let seed = keys::seed(identity.lora, salt);
+        let mut last = before.map(|(key, _)| key);
+        let Work {
+            mut window,
+            extras,
+            mut sorted,
+        } = std::mem::take(&mut self.work);
+        let mut outcome = Ok(());
+        let mut naming = self.blocks.name(identity, &store.spelled(first));
+        for at in first..store.hashes.len() {
+            let tokens = store.window(at, &mut window);
+            let local = if extras.is_empty() {
+                keys::local(tokens, seed)
+            } else {
+                sorted.clear();
+                sorted.extend(extras_at(&extras, at));
+                keys::local_with(tokens, &mut sorted, seed)
+            };
+            let key = last.map_or(local, |last| keys::chained(last, local));
+            if at > first && !store.entries.is_empty() {
+                let next = self.blocks.name(identity, &store.spelled(at));
+                self.blocks.unname(std::mem::replace(&mut naming, next));
+            }
+            let block = Block {
+                hash: store.hashes[at],
+                key,
+                parent,
+                identity,
+                naming,
+                tokens,
+                manner: store.manner,
+            };
+            parent = match self.blocks.place(&block) {
+                Placed::Known(number) => number,
+                Placed::Fresh(number) => {
+                    if !self.waiting.is_empty() {
+                        outcome = outcome.and(self.link(block.hash, number));
+                    }
+                    number
+                }
+                Placed::Refused => break,
+                Placed::Full => {
+                    outcome = Err("blocks");
+                    break;
+                }
+            };
+            last = Some(key);
+        }
+        self.blocks.unname(naming);
+        self.work = Work { extras, sorted, window };
+        outcome
+    }
+
+    /// Places what waited for a block, and what waited for that, the nearest first.
+    fn link(&mut self, hash: u64, number: u32) -> Result<(), &'static str> {
+        let behind = |above| move |item| (item, above);
+        let mut queue: VecDeque<(Waiting<Orphan>, u32)> =
+            self.waiting.take_awaiting(hash).into_iter().map(behind(number)).collect();
+        while let Some((item, above)) = queue.pop_front() {
+            let manner = item.plane as u8;
+            let Some(mut orphan) = item.content else {
+                self.blocks.copy(above, manner);
+                continue;
+            };
+            let identity = Identity {
+                scheme: orphan.scheme,
+                lora: orphan.lora,
+                salt: orphan.salt.unwrap_or_else(|| self.blocks.identity(above).salt),
+            };
+            let local = keys::local_with(&orphan.tokens, &mut orphan.extras, keys::seed(identity.lora, identity.salt));
+            let naming = self.blocks.name(identity, &orphan.naming.view());
+            let block = Block {
+                hash: item.hash,
+                key: keys::chained(self.blocks.get(above).key, local),
+                parent: above,
+                identity,
+                naming,
+                tokens: &orphan.tokens,
+                manner,
+            };
+            let placed = self.blocks.place(&block);
+            self.blocks.unname(naming);
+            match placed {
+                Placed::Fresh(placed) => {
+                    let next = self.waiting.take_awaiting(item.hash);
+                    queue.extend(next.into_iter().map(behind(placed)));
+                }
+                Placed::Known(_) | Placed::Refused => {}
+                Placed::Full => return Err("blocks"),
+            }
+        }
+        Ok(())
+    }
+
+    // --- removals
+
+    /// Applies a removal.
+    pub fn removed(&mut self, hashes: &[u64], place: &PlaceView<'_>) -> Result<(), &'static str> {
+        if self.lost.is_some() || self.lessons.get(place.group.unwrap_or(0)) == Some(Rule::Unknown) {
+            return Ok(());
+        }
+        let (exact, plane) = self.manners.meant(place).ok_or("manners")?;
+        for &hash in hashes.iter().take(FIRST) {
+            self.blocks.prefetch(hash);
+        }
+        for &hash in hashes {
+            if !self.blocks.remove(hash, exact, plane) && !self.waiting.is_empty() {
+                self.waiting.remove_where(hash, |manner| plane >> manner & 1 != 0);
+            }
+        }
+        self.check()
+    }
+
+    /// Applies a clear of everything, or of a tier or a group.
+    pub fn cleared(&mut self, medium: Option<&[u8]>, group: Option<i64>) {
+        if medium.is_none() && group.is_none() {
+            let lessons = std::mem::take(&mut self.lessons);
+            // Too many groups are not forgotten with their blocks.
+            let lost = self.lost.filter(|&reason| reason == "groups");
+            *self = Self {
+                lessons,
+                lost,
+                ..Self::default()
+            };
+            return;
+        }
+        let manners = self.manners.cleared(medium, group);
+        self.waiting.clear(|manner| manners >> manner & 1 != 0);
+        self.blocks.clear(manners);
+    }
+}

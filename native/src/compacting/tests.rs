@@ -1,0 +1,219 @@
+//! The compactor against a model that a reader can check by eye: one block per hash, and its whole history.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::scan::Limits;
+use crate::scan::tests::layouts;
+use state::State;
+use store::{PlaceView, StoreView};
+
+const GPU: PlaceView<'static> = PlaceView {
+    medium: Some(b"GPU"),
+    locality: None,
+    ownership: None,
+    group: None,
+};
+const CPU: PlaceView<'static> = PlaceView {
+    medium: Some(b"CPU"),
+    ..GPU
+};
+
+fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], place: PlaceView<'a>) -> StoreView<'a> {
+    StoreView {
+        hashes,
+        parent,
+        tokens,
+        pairs: false,
+        unkeyable: false,
+        block_size: if tokens.is_empty() { 0 } else { 2 },
+        place,
+        kind: None,
+        window: None,
+        lora_id: None,
+        lora_name: None,
+        cache_salt: None,
+        extra_keys: None,
+    }
+}
+
+/// A block tree in which hash 1 + n has the parent n / 2, and its own tokens.
+fn put(state: &mut State, hash: u64, place: PlaceView<'_>) {
+    let parent = (hash > 1).then_some(hash / 2);
+    let tokens = [hash as u32, 7];
+    state.stored(&store(&[hash], parent, &tokens, place)).expect("within limits");
+}
+
+fn take(state: &mut State, hash: u64, place: PlaceView<'_>) {
+    state.removed(&[hash], &place).expect("within limits");
+}
+
+/// Copies by hash and medium, and what waits in the order in which it came.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Model {
+    live: BTreeMap<(u64, bool), u32>,
+    waiting: Vec<(u64, bool)>,
+}
+
+impl Model {
+    fn knows(&self, hash: u64) -> bool {
+        self.live.contains_key(&(hash, true)) || self.live.contains_key(&(hash, false))
+    }
+
+    fn put(&mut self, hash: u64, gpu: bool) {
+        if hash > 1 && !self.knows(hash / 2) {
+            return self.waiting.push((hash, gpu));
+        }
+        let fresh = !self.knows(hash);
+        *self.live.entry((hash, gpu)).or_default() += 1;
+        if fresh {
+            let (now, later) = self.waiting.iter().partition(|(other, _)| other / 2 == hash);
+            self.waiting = later;
+            let now: Vec<(u64, bool)> = now;
+            now.into_iter().for_each(|(other, gpu)| self.put(other, gpu));
+        }
+    }
+
+    fn take(&mut self, hash: u64, gpu: bool) {
+        if let Some(count) = self.live.get_mut(&(hash, gpu)) {
+            *count -= 1;
+            if *count == 0 {
+                self.live.remove(&(hash, gpu));
+            }
+        } else if let Some(at) = self.waiting.iter().position(|item| *item == (hash, gpu)) {
+            self.waiting.remove(at);
+        }
+    }
+}
+
+/// What a consumer without any past knows after these events.
+fn applied(told: &[Told]) -> Model {
+    let mut model = Model::default();
+    for event in told {
+        match event {
+            Told::Stored(store) => {
+                let gpu = store.place.view() == GPU;
+                for (at, &hash) in store.hashes.iter().enumerate() {
+                    assert_eq!(store.tokens[2 * at..2 * at + 2], [hash as u32, 7]);
+                    let parent = if at == 0 { store.parent } else { Some(store.hashes[at - 1]) };
+                    assert_eq!(parent, (hash > 1).then_some(hash / 2));
+                    model.put(hash, gpu);
+                }
+            }
+            Told::Removed(hashes, place) => hashes.iter().for_each(|&hash| model.take(hash, place.view() == GPU)),
+        }
+    }
+    model
+}
+
+proptest! {
+    /// Any stores and removals of a tree: what is told leads a consumer to exactly what the model knows, and afterwards nothing is
+    /// kept of what is gone.
+    #[test]
+    fn what_is_told_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
+        let (mut state, mut model) = (State::default(), Model::default());
+        for (hash, gpu, what) in steps {
+            let place = if gpu { GPU } else { CPU };
+            if what < 3 {
+                put(&mut state, hash, place);
+                model.put(hash, gpu);
+            } else {
+                take(&mut state, hash, place);
+                model.take(hash, gpu);
+            }
+        }
+        let told = telling::tell(&state).expect("hashes are distinct");
+        let mut found = applied(&told);
+        let mut expected = model.clone();
+        found.waiting.sort_unstable();
+        expected.waiting.sort_unstable();
+        prop_assert_eq!(found, expected);
+        let live: std::collections::BTreeSet<u64> = model.live.keys().map(|(hash, _)| *hash).collect();
+        prop_assert_eq!(state.blocks.live(), live.len());
+        for ((hash, gpu), count) in &model.live {
+            (0..*count).for_each(|_| take(&mut state, *hash, if *gpu { GPU } else { CPU }));
+        }
+        for (hash, gpu) in &model.waiting {
+            take(&mut state, *hash, if *gpu { GPU } else { CPU });
+        }
+        prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len()), (0, 0, 0));
+        prop_assert!(state.bytes() < 8_192 && state.blocks.bound() == 0, "{} bytes", state.bytes());
+    }
+}
+
+/// A chain is one event; what was removed before its end is told, and taken away again.
+#[test]
+fn a_chain_is_told_as_one_run_with_its_dead_ancestors() {
+    let mut state = State::default();
+    for hash in [1, 2, 4, 8] {
+        put(&mut state, hash, GPU);
+    }
+    take(&mut state, 1, GPU);
+    take(&mut state, 2, GPU);
+    let told = telling::tell(&state).expect("hashes are distinct");
+    let stored: Vec<_> = (told.iter())
+        .filter_map(|event| match event {
+            Told::Stored(store) => Some((store.hashes.clone(), store.parent)),
+            Told::Removed(..) => None,
+        })
+        .collect();
+    assert_eq!(stored, [(vec![1, 2], None), (vec![4, 8], Some(2))]);
+    assert_eq!(told.last(), Some(&Told::Removed(vec![2, 1], Place::of(&GPU))));
+}
+
+/// Equal hashes under different parents: children follow the newest, a removal takes the oldest, and so they are told.
+#[test]
+fn twins_are_told_with_their_children_in_the_order_in_which_they_came() {
+    let mut state = State::default();
+    let mut put = |hash, parent, token| {
+        state
+            .stored(&store(&[hash], parent, &[token, 7], GPU))
+            .expect("within limits");
+    };
+    put(1, None, 1);
+    put(2, None, 2);
+    put(9, Some(1), 5);
+    put(10, Some(9), 6);
+    put(9, Some(2), 5);
+    put(11, Some(9), 6);
+    let told = telling::tell(&state).expect("they came in an order that can be told");
+    let order: Vec<u64> = (told.iter())
+        .flat_map(|event| match event {
+            Told::Stored(store) => store.hashes.clone(),
+            Told::Removed(hashes, _) => hashes.clone(),
+        })
+        .collect();
+    let at = |hash| order.iter().position(|&other| other == hash).expect("it is told");
+    let second = order.iter().rposition(|&other| other == 9).expect("it is told");
+    assert!(at(9) < at(10) && at(10) < second && second < at(11), "{order:?}");
+}
+
+/// Beyond a limit nothing is kept or told, until the stream clears everything.
+#[test]
+fn too_many_orphans_are_lost_until_a_clear() {
+    let mut state = State::default();
+    let hashes: Vec<u64> = (10..11 + MAX_WAITING as u64).collect();
+    let tokens = vec![7; 2 * hashes.len()];
+    assert_eq!(state.stored(&store(&hashes, Some(5), &tokens, GPU)), Err("orphans"));
+    state.lose("orphans");
+    assert!(telling::tell(&state).is_none() && state.bytes() < 8_192);
+    put(&mut state, 1, GPU);
+    assert_eq!((state.blocks.live(), state.lost), (0, Some("orphans")));
+    state.cleared(None, None);
+    put(&mut state, 1, GPU);
+    assert_eq!(telling::tell(&state).map(|told| told.len()), Some(1));
+}
+
+/// What the scanner does not read changes nothing.
+#[test]
+fn a_payload_that_is_not_read_changes_nothing() {
+    let schema = Schema::new(&layouts::layouts(), Limits::default()).expect("the layouts are known");
+    let mut compactor = Compactor::default();
+    assert!(compactor.fold(b"\x92\x01\x90", &schema));
+    for payload in [&b""[..], b"\x92\x01", b"\x92\x01\x91\x91\xA1x", b"\xC1"] {
+        assert!(!compactor.fold(payload, &schema));
+    }
+    assert_eq!((compactor.live(), compactor.events()), (0, Some(Vec::new())));
+}

@@ -1,0 +1,152 @@
+//! The class behind `kvevents.publisher.history`.
+
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use super::arguments::wire_limits_of;
+use crate::compacting::{Compactor as Core, Place, Store, Told};
+use crate::keys;
+use crate::scan::Schema;
+
+/// By tag the fields of array events and the names of map events.
+type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
+
+/// Folds the payloads of one stream into what is still live.
+#[pyclass(frozen, module = "kvevents._native")]
+pub(super) struct Compactor {
+    core: Mutex<Core>,
+    peers: Schema,
+    /// For events that Python has read within its limits, and spelled anew: they may be larger then.
+    ours: Schema,
+}
+
+#[pymethods]
+impl Compactor {
+    #[new]
+    fn new(layouts: Layouts, wire_limits: [usize; 6]) -> PyResult<Self> {
+        let (peers, ours) = wire_limits_of(wire_limits);
+        let schema = |limits| Schema::new(&layouts, limits).map_err(PyValueError::new_err);
+        Ok(Self {
+            core: Mutex::default(),
+            peers: schema(peers)?,
+            ours: schema(ours)?,
+        })
+    }
+
+    /// Takes one payload in.
+    #[pyo3(signature = (payload, respelled=false))]
+    fn fold(&self, payload: &[u8], respelled: bool) -> bool {
+        let schema = if respelled { &self.ours } else { &self.peers };
+        self.core.lock().fold(payload, schema)
+    }
+
+    /// Takes payloads in up to the first one that is not read, other threads running meanwhile.
+    fn fold_many(&self, py: Python<'_>, payloads: Vec<Bound<'_, PyBytes>>) -> usize {
+        let borrowed: Vec<&[u8]> = payloads.iter().map(|payload| payload.as_bytes()).collect();
+        py.detach(|| {
+            let mut core = self.core.lock();
+            borrowed
+                .iter()
+                .position(|payload| !core.fold(payload, &self.peers))
+                .unwrap_or(borrowed.len())
+        })
+    }
+
+    /// What rebuilds the state after a clear, or None.
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
+        let told = py.detach(|| self.core.lock().events());
+        told.map(|told| told.iter().map(|event| plain(py, event)).collect())
+            .transpose()
+    }
+
+    /// Forgets everything.
+    fn clear(&self) {
+        self.core.lock().clear();
+    }
+
+    /// Gives up until the stream is cleared.
+    fn lose(&self, reason: &str) -> PyResult<()> {
+        let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
+        let reason = known.ok_or_else(|| PyValueError::new_err("reason is batches, payloads or digests"))?;
+        self.core.lock().lose(reason);
+        Ok(())
+    }
+
+    #[getter]
+    fn live(&self) -> usize {
+        self.core.lock().live()
+    }
+
+    #[getter]
+    fn nodes(&self) -> usize {
+        self.core.lock().nodes()
+    }
+
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.core.lock().bytes()
+    }
+
+    #[getter]
+    fn lost(&self) -> Option<&'static str> {
+        self.core.lock().lost()
+    }
+}
+
+fn plain<'py>(py: Python<'py>, told: &Told) -> PyResult<Bound<'py, PyTuple>> {
+    match told {
+        Told::Stored(store) => stored(py, store),
+        Told::Removed(hashes, place) => {
+            let Place {
+                medium,
+                locality,
+                ownership,
+                group,
+            } = place;
+            (
+                "removed",
+                hashes,
+                text(medium.as_deref()),
+                *group,
+                text(locality.as_deref()),
+                text(ownership.as_deref()),
+            )
+                .into_pyobject(py)
+        }
+    }
+}
+
+fn stored<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyTuple>> {
+    let head = (
+        "stored",
+        &store.hashes,
+        store.parent,
+        PyBytes::new(py, keys::bytes_of(&store.tokens)),
+        store.pairs,
+        store.block_size,
+        store.lora_id,
+    );
+    let place = (
+        text(store.place.medium.as_deref()),
+        text(store.lora_name.as_deref()),
+        store.extra_keys.as_deref().map(|raw| PyBytes::new(py, raw)),
+        store.place.group,
+        text(store.kind.as_deref()),
+        store.window,
+        text(store.place.locality.as_deref()),
+        text(store.place.ownership.as_deref()),
+        text(store.cache_salt.as_deref()),
+    );
+    let joined = head
+        .into_pyobject(py)?
+        .as_sequence()
+        .concat(place.into_pyobject(py)?.as_sequence())?;
+    Ok(joined.cast_into()?)
+}
+
+/// The scanner has made sure that it is UTF-8.
+fn text(bytes: Option<&[u8]>) -> Option<&str> {
+    bytes.map(|bytes| std::str::from_utf8(bytes).unwrap_or(""))
+}

@@ -1,0 +1,373 @@
+"""History collapsed into one batch: whoever applies it knows what one knows who saw every batch."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from index_cases import (
+    Adversary,
+    Choices,
+    Engine,
+    Stream,
+    Traffic,
+    answer,
+    blocks_of,
+    cleared,
+    namespace,
+    removal,
+    spelled,
+    store,
+    waiting_of,
+)
+from index_keys import Scope
+from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher.history import History
+from kvevents.recording import live_batches, recorded_streams
+from kvevents.stream import Batch
+from kvevents.wire import Dialect, dialects, encode_batch
+from wire_cases import CAPTURES, GOLDENS, Golden
+
+WORKER = ("a", 0)
+SLACK = 4096
+"""Bytes that a history may keep when nothing is live: rules of groups, names of tiers."""
+CHUNKS = 2 * 24 * 1024
+"""Memory that is kept for the next blocks, and their tokens, while there are any."""
+histories = st.binary(min_size=300, max_size=2500)
+
+
+def examples(count: int) -> settings:
+    asked = settings.default.max_examples if settings.default else 0
+    return settings(max_examples=asked if asked > 100 else count)
+
+
+def history() -> History:
+    found = History.create()
+    assert found is not None
+    return found
+
+
+def index_of(payloads: Sequence[bytes]) -> PrefixIndex:
+    index = PrefixIndex()
+    for seq, payload in enumerate(payloads):
+        assert index.apply_payload(WORKER, 0, seq, payload).status == "applied"
+    return index
+
+
+def folded(payloads: Sequence[bytes]) -> History:
+    found = history()
+    for payload in payloads:
+        found.fold(payload)
+    return found
+
+
+def said(kept: History, ts: float, rank: int | None = None) -> KVEventBatch | None:
+    told = kept.told()
+    return None if told is None else History.snapshot(told, ts, rank)
+
+
+def collapsed(kept: History, dialect: Dialect | None = None) -> bytes | None:
+    batch = said(kept, 1.0)
+    return None if batch is None else encode_batch(batch, dialect)
+
+
+Prompt = tuple[list[int], Scope]
+
+
+def has_digests(event: KVEvent) -> bool:
+    return any(getattr(event, name, None) for name in ("block_digests", "parent_block_digest"))
+
+
+def same(one: PrefixIndex, other: PrefixIndex, prompts: Sequence[Prompt]) -> None:
+    assert blocks_of(one, WORKER) == blocks_of(other, WORKER)
+    assert one.digest(WORKER) == other.digest(WORKER)
+    assert waiting_of(one) == waiting_of(other)
+    for tokens, scope in prompts:
+        assert answer(one.match(tokens, namespace(scope))) == answer(other.match(tokens, namespace(scope)))
+
+
+def check_cuts(
+    payloads: Sequence[bytes], cuts: Sequence[int], prompts: Sequence[Prompt], dialect: Dialect | None = None
+) -> int:
+    """How many of the cuts could be told; all of those are exact, at once and after every later batch."""
+    kept, told = history(), 0
+    for at, payload in enumerate(payloads):
+        if at in cuts:
+            first = collapsed(kept, dialect)
+            if first is not None:
+                told += 1
+                same(index_of([*payloads[:at], *([b"\x92\x01\x90"] if not at else [])]), index_of([first]), prompts)
+                same(index_of(payloads), index_of([first, *payloads[at:]]), prompts)
+        kept.fold(payload)
+    return told
+
+
+def describe(batches: Sequence[Batch]) -> str:
+    """Events without the fields that say nothing."""
+    lines = []
+    for at, batch in enumerate(batches):
+        for event in batch.events:
+            fields = {name: getattr(event, name) for name in event.__struct_fields__}
+            lines.append(
+                f"{at} {type(event).__name__} { {name: value for name, value in fields.items() if value is not None} }"
+            )
+    return "\n".join(lines)
+
+
+# --- histories with everything ------------------------------------------------------------------------------------------------
+
+
+def batches_of(choices: Choices, hashing: str | None = None) -> tuple[Stream, Adversary, list[Batch]]:
+    adversary = Adversary(choices)
+    stream = adversary.streams[0]
+    adversary.streams = [stream]
+    stream.hashing = hashing or stream.hashing
+    batches = []
+    while not choices.over:
+        batches.append(adversary._batch(stream, [adversary._event(stream) for _ in range(1 + choices.byte() % 3)]))
+    return stream, adversary, batches
+
+
+def prompts_of(adversary: Adversary, stream: Stream) -> list[Prompt]:
+    prompts: list[Prompt] = [adversary.prompt() for _ in range(4)]
+    for path in stream.paths[-12:]:
+        tokens = [token for page in path.pages for token in page.tokens]
+        prompts.append((tokens, Scope(None, path.scope.lora, path.scope.salt)))
+    return prompts
+
+
+@examples(60)
+@given(histories, st.data())
+def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.DataObject) -> None:
+    """Twins, equal hashes of pages, middles removed and stored again, orphans, tiers, groups, sparse groups, LoRA, salts,
+    scoped clears, EAGLE, in any dialect: what is told is exact, and what is of distinct hashes is always told."""
+    choices = Choices(data)
+    hashing = drawn.draw(st.sampled_from(["opaque", "opaque", "page", "chaos"]))
+    stream, adversary, batches = batches_of(choices, hashing)
+    payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
+    note(describe(batches))
+    cuts = drawn.draw(st.lists(st.integers(0, max(len(payloads) - 1, 0)), min_size=1, max_size=4, unique=True))
+    told = check_cuts(payloads, cuts, prompts_of(adversary, stream))
+    if hashing == "opaque" and not any(has_digests(event) for batch in batches for event in batch.events):
+        assert told == len(cuts)
+
+
+@examples(40)
+@given(histories)
+def test_folding_many_is_folding_each(data: bytes) -> None:
+    """Among them payloads that only Python reads, and some that nobody does."""
+    choices = Choices(data)
+    _, _, batches = batches_of(choices)
+    payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
+    for at in range(0, len(payloads), 5):
+        payloads[at] = (b"\xc1", payloads[at][:-1], tomorrow(batches[at]))[data[at % len(data)] % 3]
+    each, many = folded(payloads), history()
+    cut = data[0] % (len(payloads) + 1)
+    many.fold_many(payloads[:cut])
+    many.fold_many(payloads[cut:])
+    assert (each.live, each.lost, said(each, 1.0)) == (many.live, many.lost, said(many, 1.0))
+
+
+def tomorrow(batch: Batch) -> bytes:
+    """The batch with a field in each event that this release does not know, which only Python reads."""
+    events = [
+        msgspec.structs.replace(event, unrecognised={**(event.unrecognised or {}), "tomorrow": 1}) for event in batch.events
+    ]
+    return encode_batch(KVEventBatch(batch.ts, events, batch.rank), dialects()[12])
+
+
+@examples(30)
+@given(histories)
+def test_memory_returns_to_the_baseline(data: bytes) -> None:
+    """Whatever was kept: after scoped clears of every tier that there is, and after a clear of everything."""
+    choices = Choices(data)
+    _, _, batches = batches_of(choices)
+    kept = folded([spelled(batch, 0) for batch in batches])
+    for medium in ("gpu", "cpu", "disk", "TAPE"):
+        kept.fold(encode_batch(KVEventBatch(1.0, [cleared(medium=medium)])))
+    compactor: Any = kept._compactor
+    assert (compactor.live, compactor.nodes) == (0, 0)
+    assert kept.lost in {None, "digests"}
+    assert compactor.bytes <= 4 * SLACK
+    kept.fold(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()])))
+    assert compactor.bytes <= 2 * SLACK
+    kept.clear()
+    assert compactor.bytes <= SLACK
+    assert said(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared()])
+
+
+def test_memory_is_that_of_what_is_live() -> None:
+    """10,000 blocks come and go a hundred at a time, in another order, with copies on two tiers; in the end one is left."""
+    kept, chooser = history(), random.Random(3)
+    kept.fold(payload_of(store([1], [1, 2], 2)))
+    one = kept.bytes
+    live: list[int] = []
+    for first in range(100, 10_100, 100):
+        hashes = list(range(first, first + 100))
+        tokens = [token for value in hashes for token in (value, value + 1)]
+        kept.fold(payload_of(store(hashes, tokens, 2), store(hashes, [], 0, medium="CPU")))
+        live += hashes
+        gone = chooser.sample(live, 90)
+        kept.fold(payload_of(removal(*gone), removal(*gone, medium="CPU")))
+        live = sorted(set(live) - set(gone))
+    assert kept.live == len(live) + 1
+    kept.fold(payload_of(removal(*live), removal(*live, medium="CPU")))
+    assert kept.live == 1
+    assert kept.bytes <= one + CHUNKS + SLACK
+
+
+def payload_of(*events: KVEvent) -> bytes:
+    return encode_batch(KVEventBatch(1.0, list(events)))
+
+
+# --- engines ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 9), (None, 6, 17)], ids=repr)
+@pytest.mark.parametrize("dialect", dialects()[10:13], ids=str)
+def test_an_engines_history_is_exact_wherever_it_is_cut(windows: tuple[int | None, ...], dialect: Dialect) -> None:
+    """vLLM's cache under load, with salts, evictions, resets and windows, in its own dialect: every fifth batch is a cut,
+    compared at once and after all that followed."""
+    engine = Engine(7, 4, 40 * len(windows), windows)
+    traffic = Traffic(engine, Choices(random.Random(11).randbytes(4000)), salts=(None, None, "t"), longest=56)
+    payloads, prompts = [], []
+    for number in range(60):
+        if number % 25 == 24:
+            traffic.drain()
+            engine.reset()
+        tokens, salt = traffic.arrive()
+        prompts.append((tokens, Scope(salt=salt)))
+        traffic.admit(tokens, salt)
+        payloads.append(encode_batch(KVEventBatch(1.0, engine.take_events(), 0), dialect))
+    kept = history()
+    whole = index_of(payloads)
+    for at, payload in enumerate(payloads):
+        kept.fold(payload)
+        if at % 5:
+            continue
+        first = collapsed(kept, dialect)
+        assert first is not None
+        same(index_of(payloads[: at + 1]), index_of([first]), prompts[-8:])
+        same(whole, index_of([first, *payloads[at + 1 :]]), prompts[-20:])
+
+
+@pytest.mark.parametrize("stream", recorded_streams(CAPTURES), ids=lambda stream: stream.run)
+def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
+    """Two runs of vLLM 0.32, spelled by its own dialect: the state at every 60th batch, and what follows; the snapshot takes
+    hardly more bytes than what it stands for."""
+    payloads = [live.payload for live in live_batches(CAPTURES, stream.run, stream.endpoint)]
+    dialect = next(row for row in dialects() if row.name == "vllm-0.30.0")
+    kept, whole, before = history(), index_of(payloads), 0
+    for at, payload in enumerate(payloads):
+        kept.fold(payload)
+        before += len(payload)
+        if at % 60 == 0:
+            first = collapsed(kept, dialect)
+            assert first is not None
+            assert len(first) <= before + 200
+            same(index_of(payloads[: at + 1]), index_of([first]), [])
+            same(whole, index_of([first, *payloads[at + 1 :]]), [])
+    assert kept.lost is None
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_a_golden_payload_is_folded_and_told_again(golden: Golden) -> None:
+    kept = folded([golden.payload])
+    first = collapsed(kept)
+    if first is None:
+        assert (kept.lost, "bytes_hashes" in golden.case) == ("digests", True)
+        return
+    same(index_of([golden.payload]), index_of([first]), [(list(range(100, 112)), Scope())])
+
+
+# --- what is told -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_one_store_however_it_came() -> None:
+    """Decoded block by block, with a copy on another tier: a run per tier, and hardly more bytes than its tokens."""
+    kept = history()
+    for value in range(1, 200):
+        event = store([value], [value % 100, 2], 2, value - 1 or None)
+        kept.fold(payload_of(event))
+        kept.fold(payload_of(store([value], [value % 100, 2], 2, value - 1 or None, medium="CPU")))
+    batch = said(kept, 5.0, 3)
+    assert batch is not None
+    assert (batch.ts, batch.data_parallel_rank) == (5.0, 3)
+    assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockStored, BlockStored]
+    assert [event.medium for event in batch.events[1:]] == ["GPU", "CPU"]  # type: ignore[union-attr]
+    assert len(encode_batch(batch)) < 2 * (199 * (3 + 2)) + 500
+
+
+def test_dead_ancestors_are_told_and_taken_away() -> None:
+    kept = folded([payload_of(store([1, 2, 3], [1, 2, 3, 4, 5, 6], 2), removal(1), removal(2))])
+    batch = said(kept, 1.0)
+    assert batch is not None
+    assert batch.events[1:] == [
+        store([1, 2], [1, 2, 3, 4], 2),
+        store([3], [5, 6], 2, 2),
+        removal(2, 1),
+    ]
+    assert kept.live == 1
+
+
+def test_a_parent_that_was_never_seen_is_told_as_the_engine_told_it() -> None:
+    orphan = store([5, 6], [1, 2, 3, 4], 2, 4, lora_name="x", extra_keys=[["x"], ["x", ["image", 0]]])
+    batch = said(folded([payload_of(orphan)]), 1.0)
+    assert batch is not None
+    assert batch.events == [AllBlocksCleared(), orphan]
+
+
+def test_what_groups_count_for_is_told_without_blocks() -> None:
+    """A group whose blocks are all gone still counts in what is matched later."""
+    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5}
+    first = [
+        payload_of(store([1], [1, 2], 2, group_idx=0), store([1], [1, 2], 2, **window)),
+        payload_of(removal(1, group_idx=1), removal(1, group_idx=0)),
+    ]
+    later = payload_of(store([1], [1, 2], 2, group_idx=0))
+    snapshot = collapsed(folded(first))
+    assert snapshot is not None
+    whole, joined = index_of([*first, later]), index_of([snapshot, later])
+    assert answer(whole.match([1, 2, 3])) == answer(joined.match([1, 2, 3])) == {}
+    same(whole, joined, [([1, 2, 3], Scope())])
+
+
+def test_too_much_of_what_is_not_live_is_lost_until_a_clear() -> None:
+    """Orphans above the limit: there is no snapshot, hardly any memory, and after a clear everything is as it should be."""
+    kept = history()
+    kept.fold(payload_of(store(range(10, 65_600), [1] * 65_590, 1, 5)))
+    assert (kept.lost, said(kept, 1.0), kept.live) == ("orphans", None, 0)
+    assert repr(kept).startswith("<History lost: orphans, ")
+    kept.fold(payload_of(store([1], [1], 1)))
+    kept.fold(payload_of(AllBlocksCleared(), store([2], [2], 1)))
+    assert kept.lost is None
+    batch = said(kept, 1.0)
+    assert batch is not None
+    assert batch.events == [AllBlocksCleared(), store([2], [2], 1)]
+    assert repr(kept).startswith("<History 1 blocks, ")
+
+
+@pytest.mark.parametrize("reason", ["batches", "payloads", "digests"])
+def test_a_history_with_holes_is_not_told_until_a_clear(reason: Any) -> None:
+    kept = folded([payload_of(store([1], [1], 1))])
+    kept.lose(reason)
+    kept.fold(payload_of(store([2], [2], 1)))
+    assert (kept.lost, said(kept, 1.0)) == (reason, None)
+    kept.fold(payload_of(AllBlocksCleared(), store([3], [3], 1)))
+    assert said(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared(), store([3], [3], 1)])
+
+
+def test_without_the_native_module_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert History.create() is None

@@ -1,0 +1,261 @@
+"""History that is older than the replay buffer, over real sockets: whoever asks for it is exact."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents import Source, Subscriber
+from kvevents.compat import sglang, vllm
+from kvevents.config import KVEventsConfig
+from kvevents.errors import MissingDependencyError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
+from kvevents.publisher import buffer as buffers
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.history import History
+from kvevents.stream import RawBatch
+from kvevents.testing import FaultProxy
+from kvevents.wire import decode_batch, encode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    DEADLINE,
+    Socket,
+    ask,
+    consumers_context,
+    dealer,
+    numbers,
+    publishing,
+    quick_publishers,
+    read_reply,
+    wait_until,
+)
+
+Context = zmq.Context[Socket]
+WORKER = ("engine", 0)
+SIZE = 4
+
+
+class Engine:
+    """A small cache with chains of blocks, of which the one that was stored first goes when it is full."""
+
+    def __init__(self, seed: int = 0, room: int = 12) -> None:
+        self._random = random.Random(seed)
+        self._room = room
+        self._chains: dict[int, int | None] = {}
+        self._next = 1
+        self.live: set[int] = set()
+
+    def events(self) -> list[KVEvent]:
+        found: list[KVEvent] = []
+        if self._random.random() < 0.02:
+            self.live.clear()
+            self._chains.clear()
+            found.append(AllBlocksCleared())
+        parent = self._random.choice([None, *self._chains])
+        count = self._random.randrange(1, 4)
+        hashes = list(range(self._next, self._next + count))
+        self._next += count
+        tokens = [token for value in hashes for token in range(value, value + SIZE)]
+        found.append(BlockStored(hashes, parent, tokens, SIZE, medium="GPU"))
+        for place, value in enumerate(hashes):
+            self._chains[value] = hashes[place - 1] if place else parent
+        self.live.update(hashes)
+        while len(self.live) > self._room:
+            # A leaf, as the tail of a sequence goes first; now and then a middle block.
+            parents = {self._chains[value] for value in self.live}
+            leaves = [value for value in self.live if value not in parents]
+            gone = min(self.live if self._random.random() < 0.1 else leaves or self.live)
+            self.live.remove(gone)
+            self._chains.pop(gone)
+            found.append(BlockRemoved([gone], "GPU"))
+        return found
+
+
+def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> list[KVEventBatch]:
+    batches = [KVEventBatch(float(number), engine.events()) for number in range(count)]
+    for batch in batches:
+        publisher.publish(batch)
+    wait_until(lambda: publisher.stats().queued == 0, "all to be published")
+    return batches
+
+
+def index_of(batches: list[KVEventBatch]) -> PrefixIndex:
+    index = PrefixIndex()
+    for seq, batch in enumerate(batches):
+        index.apply_payload(WORKER, 0, seq, encode_batch(batch))
+    return index
+
+
+def indexed(reply: list[tuple[int, bytes]]) -> PrefixIndex:
+    index = PrefixIndex()
+    for seq, payload in reply:
+        index.apply_payload(WORKER, 0, seq, payload)
+    return index
+
+
+def naive(reply: list[tuple[int, bytes]]) -> set[int]:
+    """What somebody holds who knows three kinds of events and nothing of snapshots, as vLLM's example does."""
+    held: Counter[int] = Counter()
+    for _, payload in reply:
+        for event in decode_batch(payload).batch.events:
+            if isinstance(event, BlockStored):
+                held.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                held.subtract(event.block_hashes)
+            else:
+                held.clear()
+    return set(held.elements())
+
+
+@pytest.mark.parametrize("dialect", [None, "vllm-0.10.2", "vllm-0.24", "sglang-0.5.9", "sglang-latest"])
+def test_whoever_asks_from_before_the_buffer_gets_a_snapshot_first(context: Context, dialect: str | None) -> None:
+    """Numbered as the last batch it stands for; with it an index, and a consumer that knows nothing of it, are exact."""
+    engine = Engine()
+    with publishing(replay_endpoint=ANY, buffer_steps=20, dialect=dialect) as publisher:
+        batches = fill(publisher, engine, 200)
+        replay = dealer(context, publisher)
+        for start, first in ((0, 179), (179, 179), (180, 180), (195, 195)):
+            ask(replay, start)
+            reply = read_reply(replay)
+            assert numbers(reply) == list(range(first, 200))
+            if first == 179:
+                assert naive(reply) == engine.live
+                assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
+        history = publisher.stats().history
+        assert history is not None
+        assert (history.batches, history.lost) == (180, None)
+        assert 0 < history.blocks <= 12
+
+
+def test_a_late_subscriber_is_exact() -> None:
+    """Ours, hours late: it knows everything, and knows that it does."""
+    with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher:
+        batches = fill(publisher, Engine(1), 500)
+        index = PrefixIndex()
+        with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
+            follow(subscriber, index, 499)
+        assert index.digest(WORKER) == index_of(batches).digest(WORKER)
+
+
+def test_who_was_away_for_longer_than_the_buffer_is_exact_again() -> None:
+    """A cut connection, and many times the buffer published meanwhile."""
+    engine = Engine(2)
+    with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher, FaultProxy(publisher.endpoint) as proxy:
+        batches = fill(publisher, engine, 50)
+        index = PrefixIndex()
+        with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
+            follow(subscriber, index, 49)
+            proxy.cut(refuse=True)
+            batches += fill(publisher, engine, 300)
+            proxy.heal()
+            follow(subscriber, index, 349)
+        assert index.digest(WORKER) == index_of(batches).digest(WORKER)
+
+
+def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int) -> None:
+    """Apply deliveries until the stream is EXACT at number `last`."""
+
+    def there() -> bool:
+        for delivery in subscriber.receive_many(timeout=0.05):
+            applied = index.apply(delivery)
+            subscriber.report(delivery, applied.rejected, applied.cleared)
+        return subscriber.status().last_seq == last and subscriber.trust().name == "EXACT"
+
+    wait_until(there, f"EXACT at {last}")
+
+
+def test_a_batch_that_was_never_sent_leaves_no_snapshot_until_a_clear(context: Context) -> None:
+    """It could only stand for what was sent; so whoever is late learns that something is missing, as before."""
+    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+        fill(publisher, Engine(3), 3)
+        publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
+        fill(publisher, Engine(4), 5)
+        replay = dealer(context, publisher)
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [7, 8]
+        history = publisher.stats().history
+        assert history is not None
+        assert history.lost == "batches"
+        publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
+        batches = fill(publisher, Engine(5), 5)
+        ask(replay, 0)
+        reply = read_reply(replay)
+        assert numbers(reply) == [12, 13, 14]
+        assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
+
+
+def test_a_snapshot_that_nobody_would_read_is_not_sent(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger than subscribers take: they hear of what is kept, and statistics say why."""
+    limits = type("Limits", (), {"max_payload_bytes": 10})
+    monkeypatch.setattr(buffers, "DEFAULT_WIRE_LIMITS", limits)
+    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+        fill(publisher, Engine(), 10)
+        replay = dealer(context, publisher)
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [8, 9]
+        history = publisher.stats().history
+        assert history is not None
+        assert history.lost == "oversized"
+
+
+# --- on and off
+
+
+def test_compaction_is_off_where_engines_are_to_be_what_they_are() -> None:
+    """In the engines' own modules, when asked for, and without replay."""
+    own: list[Any] = [vllm.ZmqEventPublisher(0, ANY, ANY), sglang.ZmqEventPublisher(0, ANY, ANY)]
+    for publisher in own:
+        assert publisher.stats().history is None
+        publisher.shutdown()
+    for settings in ({"replay_endpoint": ANY, "compact": False}, {}):
+        with publishing(**settings) as publisher:
+            assert publisher.stats().history is None
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=ANY, replay_endpoint=ANY, compact=False)
+    made: Any = EventPublisherFactory.create(config)
+    assert made.stats().history is None
+    made.shutdown()
+
+
+def test_without_the_native_module_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with publishing(replay_endpoint=ANY) as publisher:
+        assert publisher.stats().history is None
+    with pytest.raises(MissingDependencyError, match="compact=True needs the compiled module"):
+        ZmqEventPublisher(endpoint=ANY, replay_endpoint=ANY, compact=True)
+
+
+# --- against a model
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(0, 2**16), st.data())
+def test_any_question_at_any_time_has_an_exact_answer(steps: int, bursts: list[int], seed: int, drawn: st.DataObject) -> None:
+    """Bursts into a buffer, and questions between them: what is answered leads to the state of one who saw everything."""
+    history = History.create()
+    assert history is not None
+    buffer, engine = ReplayBuffer(steps, history, encode_batch), Engine(seed)
+    batches: list[KVEventBatch] = []
+    for burst in bursts:
+        fresh = [KVEventBatch(1.0, engine.events()) for _ in range(burst)]
+        buffer.extend([(seq, encode_batch(batch)) for seq, batch in enumerate(fresh, len(batches))])
+        batches += fresh
+        start = drawn.draw(st.integers(0, len(batches)))
+        reply = buffer.since(start)
+        oldest = max(0, len(batches) - steps)
+        assert numbers(reply) == list(range(max(start, oldest) if start >= oldest else oldest - 1, len(batches)))
+        if start < oldest:
+            assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
+            assert naive(reply) == engine.live
+        else:
+            assert [payload for _, payload in reply] == [encode_batch(batch) for batch in batches[start:]]
