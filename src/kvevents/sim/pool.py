@@ -83,11 +83,10 @@ class Pool:
     def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Blocks from the front of the free queue, which must hold as many, and what had to go: place of its shelf, hash."""
         uses, shelves, names, pop = self.uses, self._shelves, self._names, self._free.popitem
-        taken, gone = [], []
-        for _ in range(count):
-            block = pop(last=False)[0]
+        taken = [pop(last=False)[0] for _ in range(count)]
+        gone = []
+        for block in taken:
             uses[block] = 1
-            taken.append(block)
             shelf = shelves[block]
             if shelf is not None:
                 name = names[block]

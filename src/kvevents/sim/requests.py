@@ -78,7 +78,7 @@ class Text:
 
 def draw(number: int, length: int) -> array[int]:
     """The token ids that a number stands for."""
-    name = array("I", ((number >> shift) % VOCABULARY for shift in range(0, 16 * _NAME_TOKENS, 16)))
+    name = array("I", array("H", number.to_bytes(2 * _NAME_TOKENS, "little")))
     start = (number * _SPREAD % (1 << 64)) >> (64 - _WELL_BITS)
     found = name + _well()[start : start + length]
     while len(found) < length:
