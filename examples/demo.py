@@ -30,7 +30,7 @@ SETTINGS: Final = FleetSettings(engines=4, preset="llama-3.1-8b-a100", blocks=12
 REQUESTS: Final = 400
 SPEED: Final = 4.0
 """The trace's requests come this much closer together, which is what four such engines can just do."""
-PACE: Final = 10.0
+PACE: Final = 14.0
 """Seconds of the fleet that pass in one of the clock."""
 FAULTS: Final = "drop:1%"
 
