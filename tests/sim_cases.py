@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
+from pathlib import Path
 from random import Random
 
 from hypothesis import settings
@@ -152,3 +154,14 @@ def play(fleet: Fleet, most: int = 100_000) -> Iterator[int]:
         assert number < most, "the fleet does not come to an end"
         fleet.timeline.step()
         yield number
+
+
+def growing_conversations(file: Path, requests: int) -> Path:
+    """A trace of six conversations that take turns, each prompt the one before and 512 tokens more."""
+    rows = []
+    for number in range(requests):
+        turn, session = divmod(number, 6)
+        ids = [1_000 * session + piece for piece in range(turn + 1)]
+        rows.append({"timestamp": 150 * number, "input_length": 512 * len(ids), "output_length": 8, "hash_ids": ids})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

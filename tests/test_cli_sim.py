@@ -30,6 +30,7 @@ from kvevents.routing import POLICIES
 from kvevents.sim.fleet import Progress
 from kvevents.sim.results import Comparison, Difference
 from kvevents.sim.settings import FleetSettings
+from sim_cases import growing_conversations
 from test_cli import RECORDING, RUN, Program, run
 from test_sim_report import result
 
@@ -39,15 +40,8 @@ REQUESTS = 60
 
 @pytest.fixture(scope="module", name="trace")
 def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six conversations that take turns, each prompt the one before and 512 tokens more, in caches that hold half of them."""
-    file = tmp_path_factory.mktemp("traces") / "trace.jsonl"
-    rows = []
-    for number in range(REQUESTS):
-        turn, session = divmod(number, 6)
-        ids = [1_000 * session + piece for piece in range(turn + 1)]
-        rows.append({"timestamp": 150 * number, "input_length": 512 * len(ids), "output_length": 8, "hash_ids": ids})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    """In caches that hold half of them."""
+    return growing_conversations(tmp_path_factory.mktemp("traces") / "trace.jsonl", REQUESTS)
 
 
 @pytest.fixture(scope="module", name="salted")

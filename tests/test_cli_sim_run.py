@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from kvevents.sim.results import LiveResult, StreamResult
 from kvevents.sim.sockets import HIGHEST_PORT
 from publisher_cases import quick_publishers  # noqa: F401 - a fixture for all tests here
 from service_cases import Service, serving, until
-from sim_cases import conversations
+from sim_cases import conversations, growing_conversations
 from test_cli import Ended, Program
 from test_sim_live import opened
 from test_sim_sockets import four_free_ports
@@ -39,15 +38,8 @@ ENDLESS = ("--workload", "chat", "--rate", "20")
 
 @pytest.fixture(scope="module", name="trace")
 def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six conversations that take turns, each prompt the one before and 512 tokens more; four seconds of the fleet."""
-    file = tmp_path_factory.mktemp("traces") / "trace.jsonl"
-    rows = []
-    for number in range(TURNS):
-        turn, session = divmod(number, 6)
-        ids = [1_000 * session + piece for piece in range(turn + 1)]
-        rows.append({"timestamp": 150 * number, "input_length": 512 * len(ids), "output_length": 8, "hash_ids": ids})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    """Four seconds of the fleet."""
+    return growing_conversations(tmp_path_factory.mktemp("traces") / "trace.jsonl", TURNS)
 
 
 @pytest.fixture(name="fleet")

@@ -53,6 +53,8 @@ class Pool:
         self._names: Final[list[int]] = [0] * (size + 1)
         self._shelves: Final[list[Shelf | None]] = [None] * (size + 1)
         self._free: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
+        self.holding = 0
+        """Blocks with contents that can be found."""
         self.freed = 0
         """Blocks that ever joined the free queue: while it stays, what did not fit still does not."""
 
@@ -60,11 +62,6 @@ class Pool:
     def free(self) -> int:
         """Blocks that no sequence uses."""
         return len(self._free)
-
-    @property
-    def holding(self) -> int:
-        """Blocks with contents that can be found."""
-        return sum(shelf is not None for shelf in self._shelves)
 
     def unused(self, blocks: Iterable[int]) -> int:
         """How many of these wait in the free queue."""
@@ -96,6 +93,7 @@ class Pool:
                     del shelf.whole[name]
                 shelves[block] = None
                 gone.append((shelf.place, name))
+        self.holding -= len(gone)
         return taken, gone
 
     def name(self, shelf: Shelf, blocks: Sequence[int], names: Sequence[int]) -> None:
@@ -103,6 +101,7 @@ class Pool:
         shelves, whole, kept = self._shelves, shelf.whole, self._names
         for block, name in zip(blocks, names, strict=True):
             if block:
+                self.holding += 1
                 kept[block] = name
                 shelves[block] = shelf
                 if whole.setdefault(name, block) != block:
@@ -132,4 +131,5 @@ class Pool:
             if shelf is not None:
                 shelf.drop(self._names[block], block)
                 self._shelves[block] = None
+        self.holding = 0
         return True

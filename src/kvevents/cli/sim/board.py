@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -59,9 +59,9 @@ def _paced(show: Callable[[], None], seconds: float) -> Callable[[], None]:
     return paced
 
 
-def line(fleet: LiveFleet) -> str:
-    """The fleet in a line."""
-    views, progress = fleet.views(), fleet.fleet.progress
+def line(fleet: LiveFleet, views: Sequence[WorkerView] | None = None) -> str:
+    """The fleet in a line; `views` of it spare a look."""
+    views, progress = fleet.views() if views is None else views, fleet.fleet.progress
     tally = fleet.fleet.tally
     exact = sum(view.trust == "EXACT" for view in views)
     counts = fleet.follower.audit.counts
@@ -90,7 +90,7 @@ def frame(fleet: LiveFleet) -> Group:
         )
     if len(views) > MAX_ROWS:
         found.caption = f"and {len(views) - MAX_ROWS:,} more"
-    return Group(Text(f"{fleet.name}  {line(fleet)}"), found)
+    return Group(Text(f"{fleet.name}  {line(fleet, views)}"), found)
 
 
 def _figures(view: WorkerView) -> tuple[str, ...]:
