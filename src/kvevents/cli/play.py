@@ -75,29 +75,33 @@ def run(args: Namespace) -> int:
     with Stop() as stop, TapePlayer(tape, **ends, log=REMEMBERED) as player:
         console.note(f"serving {player.endpoint}, replay {player.replay_endpoint}")
         try:
-            with stop.raising():
-                _play(player, args, console)
+            _play(player, args, stop, console)
         except KeyboardInterrupt:
             return _say(player, console, INTERRUPTED if player.counts.published < len(batches) * args.times else OK)
         return _say(player, console, OK)
 
 
-def _play(player: TapePlayer, args: Namespace, console: Console) -> None:
-    _wait_for_subscriber(player, args.wait_for_subscriber)
+def _play(player: TapePlayer, args: Namespace, stop: Stop, console: Console) -> None:
+    with stop.raising():
+        _wait_for_subscriber(player, args.wait_for_subscriber)
     rate: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
-    _watch(player, player.start_playing(rate=rate, times=args.times), console)
+    _watch(player, player.start_playing(rate=rate, times=args.times), stop, console)
     if args.stay is not None:
         console.note("everything is played; answering replay requests, Ctrl-C ends it")
-        stay(args.stay)
+        with stop.raising():
+            stay(args.stay)
 
 
-def _watch(player: TapePlayer, future: Future[int], console: Console) -> None:
+def _watch(player: TapePlayer, future: Future[int], stop: Stop, console: Console) -> None:
+    # Signals are asked for here: one that is raised in the middle of a future's lock leaves the lock broken.
     while not future.done():
         console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends it")
+        stop.check()
         try:
             future.result(timeout=TURN)
         except TimeoutError:
             continue
+    stop.check()
 
 
 def _say(player: TapePlayer, console: Console, code: int) -> int:
