@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-from kvevents.wire import DEFAULT_WIRE_LIMITS, Decoded, WireLimits, decode_batch, dialect_for, dialects, encode_batch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Decoded, Dialect, WireLimits, decode_batch, dialect_for, dialects, encode_batch
 from kvevents.wire.careful import careful
 from kvevents.wire.decode import fast
 from wire_cases import (
@@ -205,8 +205,40 @@ def test_fields_of_tomorrow_are_kept_by_name() -> None:
 def test_elements_of_tomorrow_are_kept_by_position() -> None:
     known = [[11], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention", None]
     assert one(batch_of(["BlockStored", *known, "new", [5]])).unrecognised == {"12": "new", "13": [5]}
-    assert one(batch_of(["BlockRemoved", [11], "GPU", 0, "LOCAL"])).unrecognised == {"4": "LOCAL"}
+    assert one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unrecognised == {"5": "LOCAL"}
     assert one(batch_of(["AllBlocksCleared", 1])).unrecognised == {"1": 1}
+
+
+HEARTBEAT = Heartbeat("0123456789abcdef" * 2, 5.0, "STALE", "engine-0: disconnected", 7)
+
+
+@pytest.mark.parametrize("dialect", [None, *dialects()], ids=str)
+def test_a_heartbeat_is_read_in_every_dialect_as_it_was_sent(dialect: Dialect | None) -> None:
+    beat = BlockRemoved([], heartbeat=HEARTBEAT)
+    decoded = decode_batch(encode_batch(KVEventBatch(1.5, [beat], 0), dialect))
+    assert decoded.batch.events == [beat]
+    assert decoded.rejected == ()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["?", {}, {"digest": "x", "every": 1.0}, {"digest": "0" * 32, "every": 0}, {"digest": "0" * 32, "every": 1, "trust": 3}],
+)
+def test_a_heartbeat_that_is_none_costs_nothing(damaged: object) -> None:
+    event = one(batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": damaged}))
+    assert (event.block_hashes, event.heartbeat, event.unrecognised) == ([1], None, {"heartbeat": damaged})
+
+
+def test_a_heartbeat_of_tomorrow_is_one() -> None:
+    told = {"digest": "0" * 32, "every": 2, "more": [1]}
+    assert one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": told})).heartbeat == Heartbeat("0" * 32, 2.0)
+
+
+def test_keys_in_the_place_of_tokens_are_unsigned_and_few_enough() -> None:
+    limit = WireLimits().max_hashes
+    assert one(batch_of(stored(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
+    (rejected,) = decode_batch(batch_of(stored(token_ids=[], block_keys=[1] * (limit + 1)))).rejected
+    assert rejected.reason == "too-many-hashes"
 
 
 def test_what_was_not_recognised_goes_out_again_in_map_events() -> None:

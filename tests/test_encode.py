@@ -150,3 +150,15 @@ def test_hashes_of_any_size_are_taken_modulo_2_to_the_64(value: int) -> None:
     for row in dialects():
         (event,) = decode_batch(encode_batch(KVEventBatch(1.0, [BlockRemoved([value], None)]), row)).batch.events
         assert event.block_hashes == [value % 2**64]  # type: ignore[union-attr]
+
+
+def test_keys_in_the_place_of_tokens_need_events_as_maps() -> None:
+    keyed = KVEventBatch(1.0, [BlockStored([1], None, [], 16, block_keys=[7])])
+    for dialect in (None, *dialects()):
+        if dialect is not None and dialect.events == "array":
+            with pytest.raises(
+                EncodeError, match=r"block_keys cannot be told to consumers of .*; choose a dialect with events as maps"
+            ):
+                encode_batch(keyed, dialect)
+        else:
+            assert decode_batch(encode_batch(keyed, dialect)).batch.events[0].block_keys == [7]  # type: ignore[union-attr]

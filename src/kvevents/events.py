@@ -8,7 +8,7 @@ release is a row in `kvevents.wire.dialects`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -57,6 +57,23 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbi
     """Base class of all KV cache events."""
 
 
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What a sender says of itself, and of what its stream has left resident; of kvevents, no engine sends it.
+
+    It travels in a `BlockRemoved` of no blocks, which everybody else takes for nothing.
+    """
+
+    digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    """`PrefixIndex.digest` of the stream after the batch that this is in."""
+    every: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+    """Seconds until the next one at most."""
+    trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
+    """How far the sender itself can trust what it tells: the name of a `Trust`."""
+    reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
+    incarnation: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Another number in each life of the sender."""
+
+
 class BlockStored(KVCacheEvent):
     """Blocks became resident on a medium, in the order of the prefix they belong to.
 
@@ -91,6 +108,9 @@ class BlockStored(KVCacheEvent):
     """vLLM 0.33: per block, the tokens beyond it that its hash covers."""
     cache_salt: str | None = None
     """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
+    block_keys: list[int] | None = None
+    """One per block where a relay of kvevents has taken the tokens out: keys as `kvevents.index` makes them of tokens and
+    namespace, or numbers that mean nothing."""
     block_digests: list[bytes] | None = None
     """Full digests where a peer sent byte hashes; `block_hashes` then holds their last 8 bytes, big-endian."""
     parent_block_digest: bytes | None = None
@@ -122,6 +142,7 @@ class BlockRemoved(KVCacheEvent):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    heartbeat: Heartbeat | None = None
     block_digests: list[bytes] | None = None
     unrecognised: Aside | None = None
 

@@ -31,16 +31,18 @@ const STORED_MAP: &[&str] = &[
     "session_id",
     "lookahead_token_ids",
     "cache_salt",
+    "block_keys",
     "block_digests",
     "parent_block_digest",
 ];
-const REMOVED_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx"];
+const REMOVED_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx", "heartbeat"];
 const REMOVED_MAP: &[&str] = &[
     "block_hashes",
     "medium",
     "group_idx",
     "locality",
     "ownership",
+    "heartbeat",
     "block_digests",
 ];
 const CLEARED_ARRAY: &[&str] = &[];

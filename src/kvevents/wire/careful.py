@@ -197,6 +197,7 @@ def _stored(fields: FieldReader) -> BlockStored:
         session_id=fields.text("session_id"),
         lookahead_token_ids=fields.lookahead(),
         cache_salt=fields.text("cache_salt"),
+        block_keys=fields.keys(),
         block_digests=digests,
         parent_block_digest=parent_digest,
         unrecognised=fields.rest(),
@@ -211,6 +212,7 @@ def _removed(fields: FieldReader) -> BlockRemoved:
         group_idx=fields.integer("group_idx"),
         locality=fields.text("locality"),
         ownership=fields.text("ownership"),
+        heartbeat=fields.heartbeat(),
         block_digests=digests,
         unrecognised=fields.rest(),
     )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch
 from kvevents.wire.careful import SECONDS_BELOW, careful
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.limits import DEFAULT_WIRE_LIMITS, FAST_BYTES, WireLimits
@@ -89,6 +89,7 @@ class _ArrayRemoved(_ArrayEvent, tag="BlockRemoved"):
     block_hashes: list[int]
     medium: str | None = None
     group_idx: int | None = None
+    heartbeat: Heartbeat | None = None
 
 
 class _ArrayCleared(_ArrayEvent, tag="AllBlocksCleared"):
@@ -132,7 +133,7 @@ def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> KVEvent:
     if type(event) is _ArrayStored:
         return BlockStored(*msgspec.structs.astuple(event))
     if type(event) is _ArrayRemoved:
-        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+        return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
     return AllBlocksCleared()
 
 
@@ -154,6 +155,7 @@ def _settle(event: Any, limits: WireLimits) -> bool:
         parent = event.parent_block_hash
         if parent is not None and parent < 0:
             event.parent_block_hash = parent & _MASK
-        if event.parent_block_digest is not None:
+        keys = event.block_keys
+        if event.parent_block_digest is not None or (keys and (len(keys) > limits.max_hashes or min(keys) < 0)):
             return False
     return event.block_digests is None

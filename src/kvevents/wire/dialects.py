@@ -132,7 +132,8 @@ NEWEST_VLLM: Final = _V0_33
 """The layout of the structs in `kvevents.events` themselves."""
 ARRAY_STORED: Final = _V0_22.stored
 """The longest array form of BlockStored; every shorter one, SGLang's too, is a prefix of it."""
-ARRAY_REMOVED: Final = _V0_22.removed
+ARRAY_REMOVED: Final = (*_V0_22.removed, "heartbeat")
+"""The same of BlockRemoved, and after it what only kvevents sends."""
 
 # One letter after a hyphen is no mark of a pre-release but the beginning of an image's suffix, as in `v0.5.20-b200`.
 _RELEASE: Final = re.compile(

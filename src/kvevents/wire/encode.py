@@ -10,12 +10,15 @@ import msgspec
 
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent
-from kvevents.wire.dialects import NEWEST_VLLM, Dialect
+from kvevents.wire.dialects import ARRAY_REMOVED, NEWEST_VLLM, Dialect
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _SIGN: Final = 1 << 63
 _MODULUS: Final = 1 << 64
 _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+
+_OURS: Final = ("heartbeat", "block_keys")
+"""Fields that no engine's release has, and every dialect carries all the same."""
 
 _REFUSED: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 
@@ -122,11 +125,23 @@ def _spell_hash(value: Any, signed: bool) -> Any:
 
 def _with_unrecognised(spelled: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
     """Map events carry on what was not recognised; array events have no place for it."""
-    extra: dict[str, Any] | None = getattr(event, "unrecognised", None)
-    if not extra or dialect.events != "map":
+    extra = {name: value for name in _OURS if (value := getattr(event, name, None)) is not None}
+    if dialect.events == "array":
+        return _lengthened(spelled, extra, dialect) if extra else spelled
+    extra |= getattr(event, "unrecognised", None) or {}
+    if not extra:
         return spelled
     fields: dict[str, Any] = msgspec.to_builtins(spelled, builtin_types=(bytes,))
     return fields | extra
+
+
+def _lengthened(spelled: msgspec.Struct, ours: dict[str, Any], dialect: Dialect) -> list[Any]:
+    """An array event with a heartbeat behind its longest form. Raises `ValueError` for what has no place there."""
+    heartbeat = ours.pop("heartbeat", None)
+    if ours:
+        raise ValueError(f"{' and '.join(ours)} cannot be told to consumers of {dialect}; choose a dialect with events as maps")
+    fields: list[Any] = msgspec.to_builtins(spelled, builtin_types=(bytes,))
+    return [*fields, *[None] * (len(ARRAY_REMOVED) - len(fields)), heartbeat]
 
 
 @cache

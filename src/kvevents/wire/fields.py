@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from kvevents.events import ExtraKey
+from kvevents.events import ExtraKey, Heartbeat
 from kvevents.wire.limits import WireLimits
 from kvevents.wire.raw import NIL, REFUSED, declared, head_of, plain, refusal_of
 from kvevents.wire.rejected import RefusedError
@@ -24,6 +25,7 @@ _INTEGERS: Final = _Decoder(list[int])
 _HASH: Final = _Decoder(int | bytes | None)
 _HASHES: Final = _Decoder(list[int | bytes])
 _TOKENS: Final = _Decoder(list[int | str | tuple[int, int]])
+_HEARTBEAT: Final = _Decoder(Heartbeat)
 _LOOKAHEAD: Final = _Decoder(list[list[int]])
 _EXTRA_KEYS: Final = _Decoder(list[tuple[ExtraKey, ...] | None])
 
@@ -114,6 +116,24 @@ class FieldReader:
         self._bound(name)
         found: list[list[int]] = self._read(name, _LOOKAHEAD)
         return found
+
+    def keys(self) -> list[int] | None:
+        """Keys in the place of tokens, modulo 2**64."""
+        if self._optional("block_keys") is None:
+            return None
+        self._bound("block_keys")
+        return [key & _MASK for key in self._read("block_keys", _INTEGERS)]
+
+    def heartbeat(self) -> Heartbeat | None:
+        """A heartbeat of ours; what is none stays where it was, as nothing that is known."""
+        raw = self._optional("heartbeat")
+        if raw is None:
+            return None
+        with suppress(*REFUSED):
+            found = _HEARTBEAT.decode(raw)
+            del self._fields["heartbeat"]
+            return found
+        return None
 
     def rest(self) -> dict[str, Any] | None:
         """What no method took, read as far as the limits allow."""

@@ -38,7 +38,8 @@ def _plain(event: KVEvent) -> Any:
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"} | scope_of(event)
     changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unrecognised": None}
-    return msgspec.structs.replace(event, **changes, **({} if isinstance(event, BlockRemoved) else _stored(event)))
+    others = {"heartbeat": None} if isinstance(event, BlockRemoved) else _stored(event)
+    return msgspec.structs.replace(event, **changes, **others)
 
 
 def _stored(event: BlockStored) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def _outline(raw: msgspec.Raw) -> _Outline:
         return _Outline("array", tag, (), len(items) - 1, *_signs(hashes))
     fields = pairs(raw, "the event", limit)
     tag = _text(fields.pop("type", NIL))
+    fields.pop("heartbeat", None)
     signs = _signs([fields.get(name, NIL) for name in _HASH_FIELDS])
     return _Outline("map", tag, tuple(fields), 0, *signs, wide=head_of(raw) == 0xDE and len(fields) < 15)
 
