@@ -119,8 +119,7 @@ def late_joiner(batches: int) -> tuple[float, int, int, int]:
                 if time.monotonic() > began + DEADLINE:
                     sys.exit(f"not exact after {DEADLINE:g} s: {subscriber.status()}, {publisher.stats().history}")
                 for delivery in subscriber.receive_many(timeout=0.01):
-                    applied = index.apply(delivery)
-                    subscriber.report(delivery, applied.rejected, applied.cleared)
+                    subscriber.report(delivery, index.apply(delivery).findings)
                     read += len(getattr(delivery, "payload", b""))
         return time.monotonic() - began, read, engine.live_bytes(), index.stats().blocks
     finally:

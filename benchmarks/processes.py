@@ -25,6 +25,11 @@ class Peer:
             command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
+    @property
+    def pid(self) -> int:
+        """As the operating system knows it."""
+        return self._process.pid
+
     def tell(self, message: Any) -> None:
         """Write one line to the peer."""
         assert self._process.stdin is not None

@@ -30,8 +30,7 @@ def follow(sources: Sequence[Source], prompt: Sequence[int]) -> None:
         while True:
             deliveries = subscriber.receive_many(timeout=1)
             for delivery, applied in zip(deliveries, index.apply_many(deliveries), strict=True):
-                if applied.rejected or applied.cleared:  # only the index has read the payload; trust depends on both
-                    subscriber.report(delivery, applied.rejected, applied.cleared)
+                subscriber.report(delivery, applied.findings)  # only the index has read the payload; trust depends on it
             match = index.match(prompt)
             for at, source in enumerate(sources):
                 hit = match.get(source.label)

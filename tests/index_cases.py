@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest as xxh3
 
-from index_keys import Scope, Worker
+from index_keys import Scope, Worker, item_hash, local_hash, rolling, salt_term, seed_of
 from index_model import Oracle
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex
@@ -112,6 +112,7 @@ def carries(row: Dialect, event: KVEvent) -> bool:
     if isinstance(event, AllBlocksCleared):
         return event.unrecognised is None or row.events == "map"
     names = (row.stored if isinstance(event, BlockStored) else row.removed) + ("block_digests", "parent_block_digest")
+    names += ("block_keys",) if row.events == "map" else ()
     return all(name in names or getattr(event, name) is None for name in event.__struct_fields__)
 
 
@@ -196,6 +197,8 @@ class Stream:
     """"old" (hashes, tokens, a LoRA's number), "vllm", "sglang" or "groups" (vLLM's, a hybrid model)."""
     window: int
     digests: bool
+    keyed: bool
+    """Some stores say keys in the place of tokens, as behind a relay that takes those out."""
     incarnation: int = 0
     seq: int = 0
     paths: list[Path] = field(default_factory=list)
@@ -222,6 +225,7 @@ class Adversary:
             spelling=spelling,
             window=of((1, 2, 4, 5, 7)),
             digests=spelling != "sglang" and of((False, False, False, True)),
+            keyed=spelling != "old" and of((False, True)),
         )
 
     def steps(self) -> Iterator[Step]:
@@ -360,8 +364,23 @@ class Adversary:
         fields = self._plane(stream)
         if stream.spelling == "groups":
             fields["kv_cache_spec_kind"] = "full_attention" if fields["group_idx"] == 0 else "mla_attention"
+        if stream.keyed and self.choices.chance(25):
+            keys = self._keys(path)[-count:]
+            event = store(hashes[-count:], [], stream.size, parent, **fields, block_keys=keys)
+            return self._spelled(stream, event, event.block_hashes, parent)
         event = store(hashes[-count:], self._tokens(stream, path.pages[-count:]), stream.size, parent, **fields)
         return self._spelled(stream, self._named(stream, event, path, count), event.block_hashes, parent)
+
+    def _keys(self, path: Path) -> list[int]:
+        """Keys of a path as a relay tells them: true ones, or numbers that mean nothing."""
+        if self.choices.chance(15):
+            return [self.choices.of(range(4)) for _ in path.pages]
+        seed, keys = seed_of(path.scope.lora, salt_term(path.scope.salt)), list[int]()
+        for page in path.pages:
+            unseen = [] if page.unseen is None else [page.unseen.encode() if isinstance(page.unseen, str) else page.unseen]
+            extras = [*(item_hash(*item) for item in page.items), *(xxh3(key, 3) for key in unseen)]
+            keys.append(rolling(keys[-1] if keys else None, local_hash(page.tokens, seed, extras)))
+        return keys
 
     def _tokens(self, stream: Stream, pages: Sequence[Page]) -> list[Any]:
         if not stream.eagle:
@@ -414,6 +433,11 @@ class Adversary:
         value = self.choices.of(stream.hashes)
         if stream.spelling == "groups" and self.choices.chance(50):
             return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="mamba")
+        if stream.keyed and self.choices.chance(50):
+            tokens, size, keys = self.choices.of(
+                (([], 0, [1]), ([], stream.size, [1, 2]), ([1] * stream.size, stream.size, [1]))
+            )
+            return store([value], tokens, size, block_keys=keys)
         plane = {"medium": None} if stream.spelling == "old" else {}
         return store([value], [1] * (stream.size + 1), stream.size, **plane)
 

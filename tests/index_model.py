@@ -1,6 +1,7 @@
 """The prefix index as plain Python: what `kvevents.index` must answer, slowly and by eye.
 
-A stream knows blocks by the engine's hash, the newest of a hash last. What cannot be placed yet waits in one queue, oldest
+A stream knows blocks by the engine's hash, the newest of a hash last; one that was told by its key is another than one told by
+its tokens. What cannot be placed yet waits in one queue, oldest
 first: orphans for their parent, hashes without tokens ("untied") for a store that has them.
 """
 
@@ -10,7 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from index_keys import DENSE, Plane, Scheme, Scope, Worker, block_key, has_tokens, plane_of, prompt_keys, scheme_of, tier_of
+from index_keys import (
+    DENSE,
+    Plane,
+    Scheme,
+    Scope,
+    Worker,
+    block_key,
+    has_tokens,
+    plane_of,
+    prompt_keys,
+    scheme_of,
+    tier_of,
+    told_keys,
+)
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
 from kvevents.stream import Batch, Gap, Reset
 
@@ -21,6 +35,7 @@ class Block:
     scheme: Scheme
     key: int
     salt: int
+    keyed: bool = False
     copies: Counter[Plane] = field(default_factory=Counter)
 
 
@@ -64,11 +79,13 @@ class Stream:
         if kind not in DENSE and not window:
             self.rules[group] = "unknown"
             self.counts["unknown-kind"] += 1
-        elif window or not event.token_ids:
+        elif window or not (event.token_ids or event.block_keys is not None):
             if window and size > 0:
                 self.rules[group] = -(-(window - 1) // size)
             for value in event.block_hashes:
                 self.put(Waiting(value, plane, value))
+        elif event.block_keys is not None:
+            self.store_keyed(event, plane)
         elif size <= 0 or len(event.token_ids) != len(event.block_hashes) * size:
             self.counts["length-mismatch"] += 1
         elif not has_tokens(event):
@@ -79,6 +96,14 @@ class Stream:
             parents = [event.parent_block_hash, *event.block_hashes]
             for index, value in enumerate(event.block_hashes):
                 before = self.put(Waiting(value, plane, parents[index], event, index), before)
+
+    def store_keyed(self, event: BlockStored, plane: Plane) -> None:
+        if event.token_ids or not told_keys(event):
+            self.counts["length-mismatch"] += 1
+            return
+        self.rules[event.group_idx or 0] = "dense"
+        for index, value in enumerate(event.block_hashes):
+            self.put(Waiting(value, plane, None, event, index))
 
     def put(self, what: Waiting, before: Block | None = None) -> Block | None:
         """Place a block, and what waited for it, or let it wait. `before` is the block in front of it in its own event."""
@@ -104,10 +129,14 @@ class Stream:
             assert parent is not None
             parent.copies[item.plane] += 1
             return parent
-        key, salt = block_key(item.event, item.index, (parent.key, parent.salt) if parent is not None else None)
-        block = Block(item.hash, scheme_of(item.event), key, salt)
+        keys = item.event.block_keys
+        if keys is None:
+            key, salt = block_key(item.event, item.index, (parent.key, parent.salt) if parent is not None else None)
+        else:
+            key, salt = keys[item.index], 0
+        block = Block(item.hash, scheme_of(item.event), key, salt, keys is not None)
         known = self.blocks.get(item.hash, [])
-        block = next((old for old in known if (old.scheme, old.key) == (block.scheme, key)), block)
+        block = next((old for old in known if (old.scheme, old.key, old.keyed) == (block.scheme, key, block.keyed)), block)
         block.copies[item.plane] += 1
         self.blocks[item.hash] = [*(old for old in known if old is not block), block]
         return block

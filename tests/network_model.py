@@ -2,7 +2,7 @@
 
 It does what released engines and real networks do, and nothing else: PUB drops whole messages; a replay reply loses messages
 after its first ones and maybe its end marker; the buffer is bounded; numbers are burnt; a restart cuts every connection; an
-event may be one that nobody can read.
+event may be one that nobody can read. A publisher may be of ours, and tell in heartbeats what it holds, truly or not.
 """
 
 from __future__ import annotations
@@ -10,16 +10,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import md5
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.stream import Ask, Batch, Checkpoint, Doubt, Gap, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
+from kvevents.stream import (
+    Ask,
+    Batch,
+    Checkpoint,
+    Doubt,
+    Findings,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    Stream,
+    StreamCounters,
+    StreamLimits,
+    Trust,
+    findings_of,
+)
 from kvevents.stream.checkpoint import Standing
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 
 TOPIC = b"kv"
+RESIDENT = 12
+"""Batches whose blocks a publisher keeps; each batch says that all older ones are gone."""
+EVERY = 10_000.0
+Word: TypeAlias = Literal["EXACT", "lie", "DEGRADED", "STALE"]
+"""What a heartbeat says: the digest is true save for a lie."""
+Held: TypeAlias = frozenset[tuple[int, int]]
+"""Life and number of each batch whose blocks are held."""
 
 
 def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) -> bytes:
@@ -30,6 +54,15 @@ def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) ->
     return encode_batch(KVEventBatch(ts, [event]))
 
 
+def resident(held: Held, newest: int) -> Held:
+    """What batch number `newest` leaves of what was held."""
+    return frozenset(each for each in held if each[1] > newest - RESIDENT)
+
+
+def digest_of(held: Held) -> str:
+    return md5(repr(sorted(held)).encode(), usedforsecurity=False).hexdigest()
+
+
 @dataclass
 class Life:
     number: int
@@ -37,6 +70,12 @@ class Life:
     next_seq: int = 0
     payloads: dict[int, bytes] = field(default_factory=dict)
     clears: set[int] = field(default_factory=set)
+
+    def holds(self, last: int) -> Held:
+        """The truth after number `last`."""
+        sent = [seq for seq in self.payloads if seq <= last]
+        first = max((seq for seq in self.clears if seq <= last), default=0)
+        return resident(frozenset((self.number, seq) for seq in sent if seq >= first), max(sent, default=-1))
 
 
 class Publisher:
@@ -52,7 +91,9 @@ class Publisher:
     def restart(self) -> None:
         self.lives.append(Life(len(self.lives), deque(maxlen=self.buffer_steps)))
 
-    def publish(self, *, burnt: bool = False, clear: bool = False, unreadable: bool = False) -> tuple[int, bytes] | None:
+    def publish(
+        self, *, burnt: bool = False, clear: bool = False, unreadable: bool = False, says: Word | None = None
+    ) -> tuple[int, bytes] | None:
         life = self.life
         seq = life.next_seq
         life.next_seq += 1
@@ -62,8 +103,15 @@ class Publisher:
         life.payloads[seq] = payload
         if clear:
             life.clears.add(seq)
+        if says is not None:
+            payload = life.payloads[seq] = self._heartbeat(life, seq, says)
         life.buffer.append((seq, payload))
         return seq, payload
+
+    def _heartbeat(self, life: Life, seq: int, says: Word) -> bytes:
+        digest = "f" * 32 if says == "lie" else digest_of(life.holds(seq))
+        heartbeat = Heartbeat(digest, EVERY, "EXACT" if says == "lie" else says, incarnation=life.number)
+        return encode_batch(KVEventBatch(float(life.number * 1_000_000 + seq), [BlockRemoved([], heartbeat=heartbeat)]))
 
     def reply(self, start: int) -> list[list[bytes]]:
         return [replay_batch_frames(TOPIC, seq, payload) for seq, payload in self.life.buffer if seq >= start]
@@ -88,16 +136,24 @@ class Observer:
 
     def _forget(self) -> None:
         self.applied = -1
-        self.held: frozenset[tuple[int, int]] = frozenset()
-        """Life and number of each batch applied since the last clear."""
+        self.held: Held = frozenset()
+        self.unread: Held = frozenset()
+        """Of those, the ones that nobody could read."""
         self.gap_since_clear = False
+        """Or since the last agreement."""
         self.unreadable_since_clear = False
+        self.spoilt = False
+        """Whether something went wrong here that the stream cannot know of yet."""
+        self.said: str | None = None
+        """What the sender's newest heartbeat says of itself."""
 
     def resume(self, incarnation: int, next_seq: int) -> None:
         """The stream goes on from there; the state is as it was."""
         self.incarnation, self.next_seq = incarnation, next_seq
 
-    def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> None:
+    def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> list[tuple[Batch, Findings]]:
+        """What there is to report of them."""
+        found: list[tuple[Batch, Findings]] = []
         for delivery in deliveries:
             if isinstance(delivery, Reset):
                 self._reset(delivery)
@@ -110,7 +166,15 @@ class Observer:
                     self.applied = delivery.last
                     self.gap_since_clear = True
             else:
-                self._batch(delivery)
+                findings = self._batch(delivery)
+                if findings is not None:
+                    found.append((delivery, findings))
+        return found
+
+    def spoil(self) -> None:
+        """A bug, a bit that flips: blocks appear that nobody told of."""
+        self.held |= {(-1, self.applied + 1)}
+        self.spoilt = True
 
     def _reset(self, reset: Reset) -> None:
         assert reset.incarnation == self.incarnation + 1
@@ -118,7 +182,7 @@ class Observer:
         self.known = False
         self._forget()
 
-    def _batch(self, batch: Batch) -> None:
+    def _batch(self, batch: Batch) -> Findings | None:
         assert batch.seq == self.next_seq, f"{batch.seq} delivered where {self.next_seq} was due"
         assert batch.incarnation == self.incarnation
         life, seq = divmod(int(batch.ts), 1_000_000)
@@ -129,25 +193,36 @@ class Observer:
         self.life, self.known = life, True
         assert batch.payload == self.publisher.lives[life].payloads[seq]
         self.next_seq = seq + 1
-        if seq > self.applied:
-            self._apply(life, batch)
+        found = findings_of(batch.events, batch.rejected)
+        if seq <= self.applied:
+            return found
+        self._apply(life, batch)
+        return found if found is None or found.heartbeat is None else self._compare(found.heartbeat, found)
 
     def _apply(self, life: int, batch: Batch) -> None:
         self.applied = batch.seq
         self.batches += 1
         if batch.seq in self.publisher.lives[life].clears:
-            self.held = frozenset()
-            self.gap_since_clear = False
-            self.unreadable_since_clear = False
-        self.held |= {(life, batch.seq)}
+            self._believe_all()
+            self.held = self.unread = frozenset()
+        self.held = resident(self.held | {(life, batch.seq)}, batch.seq)
         if batch.rejected:
             self.unreadable_since_clear = True
+            self.unread |= {(life, batch.seq)}
+
+    def _compare(self, heartbeat: Heartbeat, found: Findings) -> Findings:
+        self.said = heartbeat.trust
+        agrees = digest_of(self.held - self.unread) == heartbeat.digest
+        if agrees:
+            self._believe_all()
+        return replace(found, agrees=agrees)
+
+    def _believe_all(self) -> None:
+        self.gap_since_clear = self.unreadable_since_clear = self.spoilt = False
 
     def holds_everything(self) -> bool:
         """Whether the state is that of an application that was there from the beginning, up to its newest batch."""
-        life, last = self.publisher.lives[self.life], max(self.applied, self.next_seq - 1)
-        first = max((seq for seq in life.clears if seq <= last), default=0)
-        return self.held == {(self.life, seq) for seq in life.payloads if first <= seq <= last}
+        return self.held == self.publisher.lives[self.life].holds(max(self.applied, self.next_seq - 1))
 
 
 def clears(batch: Batch) -> bool:
@@ -189,6 +264,10 @@ class Twins:
     def asking(self) -> bool:
         return self.raw.asking
 
+    @property
+    def counters(self) -> StreamCounters:
+        return self.raw.counters
+
     def connected(self, now: float) -> None:
         self.raw.connected(now)
         self.decoding.connected(now)
@@ -223,22 +302,38 @@ class Twins:
             if isinstance(delivery, RawBatch):
                 batch = delivery.decode()
                 deliveries.append(batch)
-                if batch.rejected or clears(batch):
-                    self.unreported.append((delivery, batch))
+                self._read(delivery, batch)
             else:
                 deliveries.append(delivery)
+        # What a heartbeat says of its sender may end the life at hand, which the other one has read already.
+        deliveries += [delivery for delivery in self.raw.deliveries() if not isinstance(delivery, RawBatch)]
         assert deliveries == self.decoding.deliveries()
         assert self.decoding.doubts - {Doubt.REJECTED} <= self.raw.doubts, "healed by a clear that is older"
         return deliveries
 
-    def report(self, which: int) -> None:
+    def _read(self, raw: RawBatch, batch: Batch) -> None:
+        findings = findings_of(batch.events, batch.rejected)
+        if findings is not None and findings.heartbeat is not None:
+            self.raw.report(raw, findings)
+        elif findings is not None:
+            self.unreported.append((raw, batch))
+
+    def report(self, batch: Batch, findings: Findings) -> None:
+        """Both are told whether the state is the sender's, and before it of all else: what is known already may explain it."""
+        while self.unreported:
+            self.report_one(-1)
+        raw = RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, batch.replayed, batch.payload, batch.topic)
+        self.raw.report(raw, Findings(agrees=findings.agrees))
+        self.decoding.report(batch, findings)
+
+    def report_one(self, which: int) -> None:
         """Report one of the batches that wait for it."""
         raw, batch = self.unreported.pop(which % len(self.unreported))
-        self.raw.report(raw.incarnation, raw.seq, batch.rejected, cleared=clears(batch))
+        self.raw.report(raw, Findings(batch.rejected, clears(batch)))
 
     def report_all(self) -> None:
         while self.unreported:
-            self.report(-1)
+            self.report_one(-1)
         assert self.raw.doubts == self.decoding.doubts
         assert self.raw.counters == self.decoding.counters
         assert self.raw.trust == self.decoding.trust
@@ -274,11 +369,26 @@ class Network:
         self._standing = stream.standing()
         self._before = (self._standing, copy(self.observer))
         self._delivered: list[Batch | Gap | Reset] = []
+        self.unreported: list[tuple[Batch, Findings]] = []
+        self.reports_at_once = True
+        self.moved = False
+        """Whether anything was delivered since the network was last at rest."""
+        self.honest = True
+        """Whether digests were true, and the application's state what it was told."""
 
     # --- the publisher's side
 
-    def publish(self, *, drop: bool = False, burnt: bool = False, clear: bool = False, unreadable: bool = False) -> None:
-        published = self.publisher.publish(burnt=burnt, clear=clear, unreadable=unreadable)
+    def publish(
+        self,
+        *,
+        drop: bool = False,
+        burnt: bool = False,
+        clear: bool = False,
+        unreadable: bool = False,
+        says: Word | None = None,
+    ) -> None:
+        self.honest = self.honest and says != "lie"
+        published = self.publisher.publish(burnt=burnt, clear=clear, unreadable=unreadable, says=says)
         if published is not None and self.up and not drop:
             self.live.append(live_frames(TOPIC, *published))
 
@@ -360,17 +470,38 @@ class Network:
         self.observer.resume(checkpoint.incarnation, checkpoint.last_seq + 1)
         self.ever_up = False
         self.live.clear()
+        self.unreported.clear()
         self._delivered, self._standing = [], stream.standing()
         self.saved.append(Saved(checkpoint, copy(self.observer)))
+
+    def spoil(self) -> None:
+        """The application's state goes wrong."""
+        self.observer.spoil()
+        self.honest = False
+
+    def report(self, which: int = 0) -> None:
+        """The application says what one of the heartbeats has shown that it has not reported yet."""
+        batch, findings = self.unreported.pop(which % len(self.unreported))
+        self.stream.report(batch, findings)
+        if findings.agrees is False and batch.incarnation == self.observer.incarnation:
+            self.observer.spoilt = False
+        self._settle()
+
+    def report_all(self) -> None:
+        while self.unreported:
+            self.report()
 
     def _settle(self) -> None:
         before = copy(self.observer)
         deliveries = self.stream.deliveries()
         if deliveries:
+            self.moved = True
             self._before = (self._standing, before)
             self._delivered = deliveries
-        self.observer.take(deliveries)
+        self.unreported += [each for each in self.observer.take(deliveries) if each[1].heartbeat is not None]
         self._standing = self.stream.standing()
+        if self.reports_at_once:
+            self.report_all()
         while (ask := self.stream.ask(self.now)) is not None:
             self._answer(ask)
         if not self.stream.asking:
@@ -392,8 +523,9 @@ class Network:
 
     def check_exact(self) -> None:
         """EXACT is never claimed falsely: no gap counts, and nothing below the newest delivered number is missing."""
-        if self.stream.trust == Trust.EXACT:
+        if self.stream.trust == Trust.EXACT and not self.observer.spoilt:
             assert not self.observer.gap_since_clear, "EXACT after a gap"
+            assert self.observer.said in {None, "EXACT"}, "EXACT though its sender is not"
             assert isinstance(self.stream, Twins) or not self.observer.unreadable_since_clear, "EXACT after an unreadable event"
             assert self.stream.waiting == 0, "EXACT while batches wait"
             assert self.stream.last_seq + 1 == self.observer.next_seq
@@ -403,7 +535,9 @@ class Network:
         """A healthy network again, until nothing moves any more."""
         self.reply_limit, self.lose_marker, self.mute = None, False, False
         self.connect()
+        self._settle()
         for _ in range(60):
             self.read_live()
             self.read_replies()
             self.advance(1.0)
+        self.moved = False

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_native",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("routing",),
-    ("compat", "testing", "service", "export"),
+    ("compat", "testing", "service", "export", "relay"),
     ("sim",),
     ("cli",),
     ("__main__",),

@@ -36,6 +36,8 @@ def test_defaults_are_the_engines() -> None:
         "dialect": None,
         "replay_topic": None,
         "compact": None,
+        "heartbeat": None,
+        "snapshot_endpoint": None,
         "curve": None,
     }
 

@@ -1,7 +1,7 @@
 """The dashboard, the alerts and the runbook against what a real service exports, and against a real Prometheus.
 
 The service follows engines that do everything worth a metric: one loses a batch for good, one has it healed by replay, one
-restarts, one sends what cannot be read, and one is killed.
+restarts, one sends what cannot be read, one says that it holds something else, and one is killed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvevents.events import BlockStored, EventBatch
+from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat
+from kvevents.index import PrefixIndex
 from kvevents.service.http.routing import TABLE
 from kvevents.service.metrics import STATES
+from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
 from publisher_cases import ANY
@@ -96,6 +98,17 @@ def odd_tape() -> list[tuple[bytes, int, bytes]]:
     return [(b"", number, payload) for number, payload in enumerate(batches)]
 
 
+def diverging_tape() -> list[tuple[bytes, int, bytes]]:
+    """A prompt, a digest that is right and one that is not."""
+    index, stored = PrefixIndex(), BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")
+    index.apply(Batch("a", 0, 0, 0, 0.0, [stored], False))
+    beats = [BlockRemoved([], heartbeat=Heartbeat(digest, 3_600.0)) for digest in (index.digest("a"), "0" * 32)]
+    return [(b"", number, encode_batch(EventBatch(time(), [event]))) for number, event in enumerate([stored, *beats])]
+
+
+LENGTHS = {"odd": 3, "diverging": 3}
+
+
 @pytest.fixture(scope="module", name="fleet")
 def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A service whose engines have had their faults."""
@@ -115,6 +128,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "losing": TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={5})),
             "restarting": TapePlayer(RECORDING, run=RUN),
             "odd": TapePlayer(odd_tape()),
+            "diverging": TapePlayer(diverging_tape()),
         }
         for name, tape in tapes.items():
             stack.enter_context(tape)
@@ -123,7 +137,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         for name, tape in tapes.items():
             until(f"{name} to be EXACT", lambda name=name: service.trust(name)[0] == "EXACT")  # type: ignore[misc]
             assert tape.wait_for_subscriber(SECONDS)
-            tape.play(len(odd_tape()) if name == "odd" else 10)
+            tape.play(LENGTHS.get(name, 10))
         until("all that was played", lambda: service.source("restarting")["last_seq"] == 9)
         tapes["restarting"].restart(unseen_until=2)
         until("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
@@ -157,7 +171,12 @@ def test_faults_are_counted_as_what_they_are(fleet: Fleet) -> None:
         ("kvevents_source_reason", {"engine": "odd", "reason": "rejected"}, 1),
         ("kvevents_source_reason", {"engine": "odd", "reason": "set-aside"}, 1),
         ("kvevents_source_state", {"engine": "healing", "state": "EXACT"}, 1),
-        ("kvevents_sources", {}, 5),
+        ("kvevents_source_heartbeats_total", {"engine": "diverging"}, 6),
+        ("kvevents_source_digest_agreements_total", {"engine": "diverging"}, 3),
+        ("kvevents_source_divergences_total", {"engine": "diverging"}, 3),
+        ("kvevents_source_restarts_total", {"engine": "diverging"}, 2),
+        ("kvevents_source_reason", {"engine": "diverging", "state": "DEGRADED", "reason": "diverged"}, 1),
+        ("kvevents_sources", {}, 6),
         ("kvevents_discovery_faults", {}, 1),
         ("kvevents_snapshot_failed", {}, 0),
     ]

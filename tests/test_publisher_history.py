@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
 from collections import Counter
 from typing import Any
 
@@ -16,7 +15,7 @@ from kvevents import Source, Subscriber
 from kvevents.compat import sglang, vllm
 from kvevents.config import KVEventsConfig
 from kvevents.errors import MissingDependencyError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
 from kvevents.publisher import buffer as buffers
@@ -38,46 +37,9 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     read_reply,
     wait_until,
 )
+from publisher_engine import WORKER, Engine
 
 Context = zmq.Context[Socket]
-WORKER = ("engine", 0)
-SIZE = 4
-
-
-class Engine:
-    """A small cache with chains of blocks, of which the one that was stored first goes when it is full."""
-
-    def __init__(self, seed: int = 0, room: int = 12) -> None:
-        self._random = random.Random(seed)
-        self._room = room
-        self._chains: dict[int, int | None] = {}
-        self._next = 1
-        self.live: set[int] = set()
-
-    def events(self) -> list[KVEvent]:
-        found: list[KVEvent] = []
-        if self._random.random() < 0.02:
-            self.live.clear()
-            self._chains.clear()
-            found.append(AllBlocksCleared())
-        parent = self._random.choice([None, *self._chains])
-        count = self._random.randrange(1, 4)
-        hashes = list(range(self._next, self._next + count))
-        self._next += count
-        tokens = [token for value in hashes for token in range(value, value + SIZE)]
-        found.append(BlockStored(hashes, parent, tokens, SIZE, medium="GPU"))
-        for place, value in enumerate(hashes):
-            self._chains[value] = hashes[place - 1] if place else parent
-        self.live.update(hashes)
-        while len(self.live) > self._room:
-            # A leaf, as the tail of a sequence goes first; now and then a middle block.
-            parents = {self._chains[value] for value in self.live}
-            leaves = [value for value in self.live if value not in parents]
-            gone = min(self.live if self._random.random() < 0.1 else leaves or self.live)
-            self.live.remove(gone)
-            self._chains.pop(gone)
-            found.append(BlockRemoved([gone], "GPU"))
-        return found
 
 
 def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> list[KVEventBatch]:
@@ -161,36 +123,59 @@ def test_who_was_away_for_longer_than_the_buffer_is_exact_again() -> None:
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
-def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int) -> None:
-    """Apply deliveries until the stream is EXACT at number `last`."""
+def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int, trust: str = "EXACT") -> None:
+    """Apply deliveries until the stream has that trust at number `last`."""
 
     def there() -> bool:
         for delivery in subscriber.receive_many(timeout=0.05):
-            applied = index.apply(delivery)
-            subscriber.report(delivery, applied.rejected, applied.cleared)
-        return subscriber.status().last_seq == last and subscriber.trust().name == "EXACT"
+            subscriber.report(delivery, index.apply(delivery).findings)
+        return subscriber.status().last_seq == last and subscriber.trust().name == trust
 
-    wait_until(there, f"EXACT at {last}")
+    wait_until(there, f"{trust} at {last}")
 
 
-def test_a_batch_that_was_never_sent_leaves_no_snapshot_until_a_clear(context: Context) -> None:
-    """It could only stand for what was sent; so whoever is late learns that something is missing, as before."""
+def test_where_a_batch_was_never_sent_a_joiner_knows_the_rest_and_that_it_is_not_all(context: Context) -> None:
+    """The snapshot ends before the missing number, so everybody sees the hole; a clear that has left the buffer mends it."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
-        fill(publisher, Engine(3), 3)
+        known = fill(publisher, Engine(3), 3)
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
-        fill(publisher, Engine(4), 5)
+        known += fill(publisher, Engine(4), 5)
         replay = dealer(context, publisher)
         ask(replay, 0)
-        assert numbers(read_reply(replay)) == [7, 8]
+        assert numbers(read_reply(replay)) == [2, 6, 7, 8]
         history = publisher.stats().history
         assert history is not None
-        assert history.lost == "batches"
+        assert (history.partial, history.lost) == (True, None)
+        index = PrefixIndex()
+        with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
+            follow(subscriber, index, 8, "DEGRADED")
+            assert index.digest(WORKER) == index_of(known).digest(WORKER)
+            assert "batches are lost" in subscriber.trust().reason
         publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
         batches = fill(publisher, Engine(5), 5)
         ask(replay, 0)
         reply = read_reply(replay)
         assert numbers(reply) == [12, 13, 14]
         assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
+        late = PrefixIndex()
+        with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
+            follow(subscriber, late, 14)
+        assert late.digest(WORKER) == index_of(batches).digest(WORKER)
+
+
+def test_who_comes_back_after_something_was_lost_has_its_state_replaced() -> None:
+    """Exact until its connection was cut; then a number went missing and left the buffer. Nothing is counted twice."""
+    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher, FaultProxy(publisher.endpoint) as proxy:
+        batches = fill(publisher, Engine(6), 20)
+        index = PrefixIndex()
+        with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
+            follow(subscriber, index, 19)
+            proxy.cut(refuse=True)
+            publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
+            batches += fill(publisher, Engine(7), 20)
+            proxy.heal()
+            follow(subscriber, index, 40, "DEGRADED")
+        assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
 def test_a_snapshot_that_nobody_would_read_is_not_sent(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

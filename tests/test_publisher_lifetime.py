@@ -82,7 +82,7 @@ def test_what_could_not_be_sent_is_said(caplog: pytest.LogCaptureFixture) -> Non
     assert len([record for record in caplog.records if "unsent=6" in record.message]) == 1
     publisher._thread.join(DEADLINE)
     assert not publisher._thread.is_alive()
-    publisher._ctx.term()
+    publisher._broadcast._context.term()
 
 
 def test_a_subscriber_that_does_not_read_is_not_waited_for(context: Context) -> None:

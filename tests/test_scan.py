@@ -39,6 +39,7 @@ STORED = (
     "locality",
     "ownership",
     "cache_salt",
+    "block_keys",
 )
 """What the index needs of a store; other fields change nothing."""
 REMOVED = ("block_hashes", "medium", "group_idx", "locality", "ownership")
@@ -171,7 +172,9 @@ def test_any_msgpack_is_read_as_python_reads_it_or_left_to_it(value: Any) -> Non
 
 
 @given(
-    st.sampled_from([*stored(), "group_idx", "extra_keys", "cache_salt", "locality", "unrecognised", "tomorrow"]),
+    st.sampled_from(
+        [*stored(), "group_idx", "extra_keys", "cache_salt", "locality", "block_keys", "heartbeat", "unrecognised", "tomorrow"]
+    ),
     msgpack_values,
 )
 def test_any_value_of_any_field_is_read_as_python_reads_it_or_left_to_it(name: str, value: Any) -> None:
@@ -211,12 +214,17 @@ loose_stores = st.fixed_dictionaries(
         "extra_keys": st.none() | loose_keys,
         "mm_keys": msgpack_values | st.lists(mm_items | st.lists(mm_items, max_size=2), max_size=3),
         "lookahead_token_ids": st.none() | st.lists(st.lists(numbers, max_size=2), max_size=2),
+        "block_keys": msgpack_values | st.lists(numbers, max_size=3),
         "tomorrow": msgpack_values,
     },
 )
 loose_removals = st.fixed_dictionaries(
     {"type": st.just("BlockRemoved"), "block_hashes": st.lists(st.integers(0, 12) | numbers, max_size=3)},
-    optional={"group_idx": numbers_or_none, "medium": texts, "locality": texts, "ownership": texts, "tomorrow": msgpack_values},
+    optional={
+        "group_idx": numbers_or_none,
+        **dict.fromkeys(("medium", "locality", "ownership"), texts),
+        **dict.fromkeys(("heartbeat", "tomorrow"), msgpack_values),
+    },
 )
 loose_clears = st.fixed_dictionaries(
     {"type": st.just("AllBlocksCleared")},
@@ -246,6 +254,7 @@ def doubled() -> bytes:
     return b"\x93" + pack(1.0) + b"\x91" + bytes([event[0] + 1]) + event[1:] + pack("medium") + pack("CPU") + b"\x00"
 
 
+BEAT = {"digest": "0" * 32, "every": 5.0}
 NUMBERS = [
     0,
     127,
@@ -278,6 +287,16 @@ NUMBERS = [
         batch_of(stored(token_ids=["7", "8"])),
         batch_of(stored(token_ids=[1.0, 2.0])),
         batch_of(stored(token_ids=[True, False])),
+        *(batch_of(stored(token_ids=[], block_keys=[number])) for number in NUMBERS),
+        batch_of(stored(token_ids=[], block_keys=[b"x" * 32])),
+        batch_of(stored(token_ids=[], block_keys=[1, 2])),
+        batch_of(stored(token_ids=[], block_keys=[])),
+        batch_of(stored(block_keys=[1])),
+        batch_of(stored(block_keys=None)),
+        batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": None}),
+        batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": BEAT}),
+        batch_of(["BlockRemoved", [1], None, None, BEAT]),
+        batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": 7}),
         batch_of(stored(medium=b"GPU")),
         batch_of(stored(block_hashes=[b"x" * 32])),
         batch_of(pack(stored())),
@@ -297,3 +316,12 @@ NUMBERS = [
 )
 def test_corners_are_read_as_python_reads_them_or_left_to_it(payload: bytes) -> None:
     check(payload)
+
+
+def test_heartbeats_are_left_to_python_and_keys_are_not() -> None:
+    """A heartbeat is compared at its very batch, which the native index cannot do; keys are as common as tokens."""
+    removed = {"type": "BlockRemoved", "block_hashes": []}
+    assert not check(batch_of(stored(), {**removed, "heartbeat": BEAT}))
+    assert check(batch_of(stored(), {**removed, "heartbeat": None}))
+    assert check(batch_of(stored(token_ids=[], block_keys=[2**64 - 1]), stored(block_keys=None)))
+    assert scanned(batch_of(stored(token_ids=[], block_keys=[7])))[0]["block_keys"] == [7]  # type: ignore[index]

@@ -141,6 +141,8 @@ def test_each_doubt_has_a_word(service: Service) -> None:
         (Trust.REPLAYING, None, ["replaying"]),
         (Trust.STALE, None, ["disconnected"]),
         (Trust.STALE, "nothing listens at tcp://10.0.0.1:1", ["unreachable"]),
+        (Trust.STALE.because("its sender is STALE: disconnected"), None, ["other"]),
+        (Trust.STALE.because("silent: nothing was heard for 3 times as long"), None, ["other"]),
         (Trust.DEGRADED.because("?"), None, ["other"]),
     ],
 )

@@ -97,7 +97,10 @@ def test_killed_at_any_moment_it_comes_back_with_the_truth(tmp_path: Path) -> No
             for name, stream in streams.items():
                 assert service.register(name, stream.engine.publisher).status == 201
             with going_on(list(streams.values())):
-                until("a snapshot", lambda: service.get("/v1/stats").json["snapshot_at"])
+                for name in streams:
+                    service.exact(name)
+                known = time.time()
+                until("a snapshot of all three", lambda: (service.get("/v1/stats").json["snapshot_at"] or 0.0) > known)
                 service.kill()
         for _ in range(4):
             with serving("--state-dir", state, *FLAGS) as service, going_on(list(streams.values())):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvevents.errors import UsageError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied, PrefixIndex
 from kvevents.sim import audit as audit_module
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
@@ -20,7 +20,7 @@ from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import Batching
 from kvevents.sim.results import Difference
 from kvevents.sim.sequence import Sequence
-from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
 from sim_cases import Run, examples, request
 from sim_model import Mirror
@@ -307,14 +307,30 @@ def test_parts_of_a_batch_are_told_as_one() -> None:
     """Status, what could not be read, and whether anything was cleared, in whichever part that was."""
     stream = recorded(CacheSize(20, 2), [([1] * 5, 1), ([1] * 5, 1)], side_by_side=2)
     audit = stream.audited()
-    assert audit.apply(*told(stream.batches)[0]) == Applied("applied", (), False)
+    assert audit.apply(*told(stream.batches)[0]) == Applied("applied")
     assert audit.index.stats().blocks == 2
     audit = Audit(PrefixIndex())
     audit.add(WORKER)
     for position in (1, 2):
         audit.expect(WORKER, Expected(Mark(0, 0, position), stream.lookups[0].sequence, 5, 4 * (position - 1)))
-    assert audit.apply(raw(0, [AllBlocksCleared(), *stream.batches[0]])).cleared
+    assert audit.apply(raw(0, [AllBlocksCleared(), *stream.batches[0]])) == Applied("applied", Findings(cleared=True))
     assert outcome(audit, []) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_heartbeat_in_a_batch_that_is_looked_into_is_of_its_end(place: int) -> None:
+    """The batch is applied in parts, for the lookups between; its digest is compared after the last of them."""
+    stream = recorded(CacheSize(20, 2), [([1] * 5, 1), ([1] * 5, 1)], side_by_side=2)
+    truth = PrefixIndex()
+    truth.apply(Batch(*WORKER, 0, 0, 0.0, list(stream.batches[0]), False))
+    for digest, agrees in ((truth.digest(WORKER), True), ("0" * 32, False)):
+        beat = Heartbeat(digest, 5.0)
+        events = list(stream.batches[0])
+        events.insert(place, BlockRemoved([], heartbeat=beat))
+        audit = Audit(PrefixIndex())
+        audit.add(WORKER)
+        audit.expect(WORKER, Expected(Mark(0, 0, 1), stream.lookups[0].sequence, 5, 0))
+        assert audit.apply(raw(0, events)) == Applied("applied", Findings(heartbeat=beat, agrees=agrees))
 
 
 def test_a_decoded_batch_is_taken_as_well() -> None:

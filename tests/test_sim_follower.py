@@ -21,7 +21,7 @@ from kvevents.sim.audit import AuditCounts, Expected, Mark
 from kvevents.sim.follower import Follower
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.sockets import Sockets
-from kvevents.stream import Doubt, Gap, RawBatch, RawDelivery, Reset, Source, Trust
+from kvevents.stream import Doubt, Findings, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import (
     quick_publishers,  # noqa: F401 - a fixture for all tests here
@@ -56,7 +56,7 @@ class Scripted:
 
     script: deque[RawDelivery]
     doubts: frozenset[Doubt] = frozenset()
-    reports: list[tuple[RawDelivery, int, bool]]
+    reports: list[tuple[RawDelivery, Findings | None]]
 
     def __init__(self, sources: Sequence[Source], *, decode: bool) -> None:
         assert not decode
@@ -79,8 +79,8 @@ class Scripted:
     def statuses(self) -> list[Any]:
         return [self.status(*WORKER)]
 
-    def report(self, delivery: RawDelivery, rejected: int, cleared: bool) -> None:
-        self.reports.append((delivery, rejected, cleared))
+    def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
+        self.reports.append((delivery, findings))
 
 
 def life(_: object, ts: float) -> int:
@@ -96,7 +96,7 @@ def outcome(
     """What the audit says when all of it was delivered."""
     monkeypatch.setattr(follower_module, "Subscriber", Scripted)
     monkeypatch.setattr(Scripted, "script", deque(script), raising=False)
-    reports: list[tuple[RawDelivery, int, bool]] = []
+    reports: list[tuple[RawDelivery, Findings | None]] = []
     monkeypatch.setattr(Scripted, "reports", reports, raising=False)
     monkeypatch.setattr(Scripted, "doubts", doubts)
     with closing(Follower(PrefixIndex(), life)) as follower:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -14,6 +17,7 @@ from kvevents.stream import (
     Batch,
     Checkpoint,
     Doubt,
+    Findings,
     Fingerprint,
     Gap,
     Phase,
@@ -527,6 +531,14 @@ def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
 BAD = (Rejected("unknown-tag", "never heard of", 0), Rejected("more", "and more", 1, count=4))
 
 
+def report(
+    stream: Stream[Any], incarnation: int, seq: int, rejected: Sequence[Rejected] = (), *, cleared: bool = False
+) -> None:
+    """What its consumer says of a raw batch that was delivered."""
+    batch = RawBatch("engine", 3, incarnation, seq, False, b"")
+    stream.report(batch, Findings(tuple(rejected), cleared))
+
+
 class RawWire:
     """A stream without decoding that has delivered batches 0 to 3."""
 
@@ -613,10 +625,10 @@ def test_what_the_consumer_could_not_read_is_doubted_and_counted() -> None:
     """As if the stream had decoded it."""
     stream = RawWire().stream
     assert stream.trust == Trust.EXACT
-    stream.report(0, 2, BAD)
+    report(stream, 0, 2, BAD)
     assert stream.doubts == {Doubt.REJECTED}
     assert stream.counters.rejected == {"unknown-tag": 1, "more": 4}
-    stream.report(0, 3, [Rejected("bad-timestamp", "nan")])
+    report(stream, 0, 3, [Rejected("bad-timestamp", "nan")])
     assert stream.counters.rejected["bad-timestamp"] == 1
 
 
@@ -624,9 +636,9 @@ def test_a_clear_that_is_told_late_heals_only_what_is_older_than_it() -> None:
     """A gap after batch 3 was declared before anyone said that batch 3 cleared everything; that gap still counts."""
     wire = RawWire()
     wire.lose(4)
-    wire.stream.report(0, 3, cleared=True)
+    report(wire.stream, 0, 3, cleared=True)
     assert wire.stream.doubts == {Doubt.LOST}
-    wire.stream.report(0, 5, cleared=True)
+    report(wire.stream, 0, 5, cleared=True)
     assert wire.stream.trust == Trust.EXACT
 
 
@@ -635,10 +647,10 @@ def test_an_identity_that_was_doubted_after_the_clear_stays_doubted() -> None:
     wire = RawWire(Source("tcp://engine:5557", name="engine"))
     wire.stream.disconnected()
     wire.stream.connected(1.0)
-    wire.stream.report(0, 3, cleared=True)
+    report(wire.stream, 0, 3, cleared=True)
     assert Doubt.IDENTITY in wire.stream.doubts
     wire.run(4, 5)
-    wire.stream.report(0, 4, cleared=True)
+    report(wire.stream, 0, 4, cleared=True)
     assert wire.stream.doubts == {Doubt.NO_REPLAY}
 
 
@@ -648,13 +660,13 @@ def test_reports_may_come_in_any_order(clear_first: bool) -> None:
     for unreadable, doubts in ((1, set()), (2, {Doubt.REJECTED}), (3, {Doubt.REJECTED})):
         stream = RawWire().stream
         if clear_first:
-            stream.report(0, 2, cleared=True)
-            stream.report(0, 0, cleared=True)
-        stream.report(0, unreadable, BAD)
-        stream.report(0, 0, BAD)
+            report(stream, 0, 2, cleared=True)
+            report(stream, 0, 0, cleared=True)
+        report(stream, 0, unreadable, BAD)
+        report(stream, 0, 0, BAD)
         if not clear_first:
-            stream.report(0, 0, cleared=True)
-            stream.report(0, 2, cleared=True)
+            report(stream, 0, 0, cleared=True)
+            report(stream, 0, 2, cleared=True)
         assert stream.doubts == doubts, unreadable
 
 
@@ -665,13 +677,13 @@ def test_a_report_about_a_life_that_has_ended_is_only_counted() -> None:
     wire.stream.ask(0.0)
     wire.stream.receive_replay(END, 0.0)
     wire.stream.receive_live(live(1, life=1), 0.0)
-    wire.stream.report(0, 3, BAD, cleared=True)
+    report(wire.stream, 0, 3, BAD, cleared=True)
     assert wire.stream.incarnation == 1
     assert wire.stream.trust == Trust.EXACT
     assert wire.stream.counters.rejected == {"unknown-tag": 1, "more": 4}
-    wire.stream.report(1, 0, BAD)
+    report(wire.stream, 1, 0, BAD)
     assert wire.stream.doubts == {Doubt.REJECTED}
-    wire.stream.report(1, 1, cleared=True)
+    report(wire.stream, 1, 1, cleared=True)
     assert wire.stream.trust == Trust.EXACT
 
 
@@ -679,7 +691,7 @@ def test_a_report_about_what_was_never_delivered_is_void() -> None:
     """It can only be about another subscriber's batch."""
     stream = RawWire().stream
     for incarnation, seq in ((0, 4), (1, 0)):
-        stream.report(incarnation, seq, BAD, cleared=True)
+        report(stream, incarnation, seq, BAD, cleared=True)
     assert stream.trust == Trust.EXACT
     assert stream.counters.rejected == {}
 

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvevents.stream import Source, Stream, StreamLimits, Trust
-from network_model import Network, Publisher, Twins
+from network_model import Network, Publisher, Twins, Word
 
 LIMITS = StreamLimits(max_pending_batches=40, max_recent=8)
 KINDS = st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear", "unreadable", "unreadable clear"])
+WORDS: st.SearchStrategy[Word] = st.sampled_from(["EXACT", "EXACT", "EXACT", "lie", "DEGRADED", "STALE"])
 
 
 class StreamMachine(RuleBasedStateMachine):
@@ -18,11 +19,12 @@ class StreamMachine(RuleBasedStateMachine):
 
     network: Network
 
-    @initialize(buffer_steps=st.integers(1, 30), replay=st.booleans(), up=st.booleans())
-    def begin(self, buffer_steps: int, replay: bool, up: bool) -> None:
+    @initialize(buffer_steps=st.integers(1, 30), replay=st.booleans(), up=st.booleans(), at_once=st.booleans())
+    def begin(self, buffer_steps: int, replay: bool, up: bool, at_once: bool) -> None:
         self.has_replay = replay
         source = Source("tcp://e:1", "tcp://e:2" if replay else None, topic="k", name="e")
         self.network = Network(Publisher(buffer_steps), self.open(source))
+        self.network.reports_at_once = at_once or isinstance(self.network.stream, Twins)
         if up:
             self.network.connect()
 
@@ -35,6 +37,20 @@ class StreamMachine(RuleBasedStateMachine):
             self.network.publish(
                 drop=kind == "dropped", burnt=kind == "burnt", clear="clear" in kind, unreadable="unreadable" in kind
             )
+
+    @rule(says=WORDS, drop=st.booleans())
+    def heartbeat(self, says: Word, drop: bool) -> None:
+        self.network.publish(says=says, drop=drop)
+
+    @rule()
+    def spoil(self) -> None:
+        self.network.spoil()
+
+    @precondition(lambda self: hasattr(self, "network") and self.network.unreported)
+    @rule(which=st.integers(0, 20))
+    def report_heartbeat(self, which: int) -> None:
+        """Late, and in any order."""
+        self.network.report(which)
 
     @rule(count=st.integers(50, 120))
     def flood(self, count: int) -> None:
@@ -89,20 +105,29 @@ class StreamMachine(RuleBasedStateMachine):
         if hasattr(self, "network"):
             assert self.network.stream.waiting <= 2 * LIMITS.max_pending_batches
 
+    @invariant()
+    def divergence_is_never_a_false_alarm(self) -> None:
+        if hasattr(self, "network") and self.network.honest:
+            assert self.network.stream.counters.divergences == 0
+
     @precondition(lambda self: hasattr(self, "network"))
     @rule()
     def heal(self) -> None:
         """On a healthy network everything that still exists arrives, and trust says whether that is everything."""
         network = self.network
-        network.quiesce()
+        self.quiesce()
         life = network.publisher.life
         observer = network.observer
         if self.has_replay and life.payloads:
             assert observer.life == life.number, "an idle engine's restart was not noticed"
             assert observer.next_seq > max(life.payloads), "the tail of an idle engine was not found"
         network.publish()
-        network.quiesce()
-        self.told()
+        network.publish(says="EXACT")
+        self.quiesce()
+        if not self.has_replay:
+            # If the heartbeat has shown another life, nobody can be asked for what that holds.
+            network.publish()
+            self.quiesce()
         assert observer.next_seq == life.next_seq, "the newest batch was not reached"
         assert observer.life == life.number
         if not self.has_replay:
@@ -112,9 +137,20 @@ class StreamMachine(RuleBasedStateMachine):
             assert observer.gap_since_clear or observer.unreadable_since_clear, (
                 f"degraded without a cause: {network.stream.trust}"
             )
+        assert not observer.spoilt, "a true digest has not found what was wrong"
+        assert (network.stream.trust == Trust.EXACT) <= observer.holds_everything()
+
+    def quiesce(self) -> None:
+        """Everything has arrived and was reported, and what came of that too."""
+        self.network.quiesce()
+        self.told()
+        while self.network.moved:
+            self.network.quiesce()
+            self.told()
 
     def told(self) -> None:
         """Everything that a consumer found has been reported."""
+        self.network.report_all()
 
     def teardown(self) -> None:
         if hasattr(self, "network"):
@@ -134,13 +170,14 @@ class RawStreamMachine(StreamMachine):
     @rule(choices=st.lists(st.integers(0, 20), min_size=1, max_size=6))
     def report(self, choices: list[int]) -> None:
         for which in choices[: len(self.twins.unreported)]:
-            self.twins.report(which)
+            self.twins.report_one(which)
         self.network.check_exact()
 
     @precondition(lambda self: hasattr(self, "twins"))
     @rule()
     def told(self) -> None:
         self.twins.report_all()
+        super().told()
 
 
 SETTINGS = settings(max_examples=max(300, settings.default.max_examples if settings.default else 0), stateful_step_count=40)

@@ -16,9 +16,24 @@ import zmq
 
 from kvevents.config import Curve
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
-from kvevents.events import BlockRemoved, BlockStored, EventBatch
+from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
+from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.stream import Batch, Checkpoint, Delivery, Doubt, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
+from kvevents.stream import (
+    Batch,
+    Checkpoint,
+    Delivery,
+    Doubt,
+    Findings,
+    Gap,
+    RawBatch,
+    RawDelivery,
+    Reset,
+    Source,
+    StreamLimits,
+    Trust,
+    findings_of,
+)
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
 from kvevents.testing.faults import Faults
 from kvevents.testing.proxy import FaultProxy
@@ -465,15 +480,15 @@ def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., D
         tape.play(4)
         at.until(lambda: len(taken) == 4)
         at.trusted(Trust.DEGRADED if decode else Trust.EXACT)
-        at.subscriber.report(taken[3], (taken[3] if decode else taken[3].decode()).rejected)
+        at.subscriber.report(taken[3], Findings((taken[3] if decode else taken[3].decode()).rejected))
         assert at.subscriber.status("e").doubts == {Doubt.REJECTED}
         assert at.subscriber.status("e").counters.rejected == {"unknown-tag": 1}
         tape.play()
         at.until(lambda: len(taken) == 5)
-        at.subscriber.report(taken[4], cleared=True)
+        at.subscriber.report(taken[4], Findings(cleared=True))
         at.trusted(Trust.EXACT)
         at.subscriber.remove("e")
-        at.subscriber.report(taken[4], cleared=True)
+        at.subscriber.report(taken[4], Findings(cleared=True))
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -651,9 +666,76 @@ def test_what_was_reported_while_others_wait_is_in_the_checkpoint() -> None:
     with Subscriber(source, decode=False, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         raw = [subscriber.receive(timeout=5) for _ in range(5)][-1]
         assert isinstance(raw, RawBatch)
-        subscriber.report(raw, raw.decode().rejected)
+        subscriber.report(raw, Findings(raw.decode().rejected))
         assert subscriber.checkpoint("e").last_seq == 4
         assert subscriber.checkpoint("e").doubts == {"REJECTED": 4}
+
+
+def beating(engine: FakeEngine, digest: str = "0" * 32) -> None:
+    """The engine is one of ours, and says what it holds."""
+    engine.publish(BlockRemoved([], heartbeat=Heartbeat(digest, 5.0)))
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
+    """An index that went wrong is found out by the next heartbeat, forgets, and is told everything again; then it agrees."""
+    transport = FakeTransport()
+    engine = transport.engine("tcp://relay:5557", "tcp://relay:5558")
+    source = Source(engine.endpoint, engine.replay_endpoint, name="relay")
+    truth, index = PrefixIndex(), PrefixIndex()
+    with Subscriber(source, decode=decode, transport=transport, clock=transport.clock) as subscriber:
+
+        def follow() -> list[bool | None]:
+            agreed: list[bool | None] = []
+            for _ in range(10):
+                for delivery in subscriber.receive_many(timeout=0.1):
+                    findings = index.apply(delivery).findings
+                    subscriber.report(delivery, findings)
+                    if findings is not None:
+                        agreed.append(findings.agrees)
+            return agreed
+
+        for number in range(3):
+            events: list[KVEvent] = [BlockStored([number], None, [number], 1)]
+            engine.publish(*events)
+            truth.apply(Batch("relay", 0, 0, number, 0.0, events, False))
+        beating(engine, truth.digest("relay"))
+        assert follow() == [True]
+        index.apply(Batch("relay", 0, 0, 4, 0.0, [BlockRemoved([1])], False))
+        engine.publish(BlockRemoved([99]))
+        beating(engine, truth.digest("relay"))
+        assert follow() == [False, True, True]
+        assert subscriber.trust() == Trust.EXACT
+        assert subscriber.status().counters.divergences == 1
+        assert index.digest("relay") == truth.digest("relay")
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_silence_is_noticed_though_nothing_else_is_due(decode: bool) -> None:
+    """The promise is told after the batch was delivered, where the consumer reads it."""
+    transport = FakeTransport()
+    engine = transport.engine("tcp://relay:5557")
+    with Subscriber(Source(engine.endpoint, name="e"), decode=decode, transport=transport, clock=transport.clock) as subscriber:
+        beating(engine)
+        delivery = subscriber.receive(timeout=1)
+        assert isinstance(delivery, Batch | RawBatch)
+        batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
+        subscriber.report(delivery, findings_of(batch.events))
+        assert subscriber.receive(timeout=14) is None
+        assert subscriber.trust() == Trust.DEGRADED
+        assert subscriber.receive(timeout=2) is None
+        assert subscriber.trust() == Trust.STALE
+
+
+def test_nothing_found_is_nothing_to_report() -> None:
+    transport = FakeTransport()
+    engine = lively(transport)
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    with Subscriber(source, decode=False, transport=transport, clock=transport.clock) as subscriber:
+        raw = subscriber.receive(timeout=5)
+        assert isinstance(raw, RawBatch)
+        subscriber.report(raw, None)
+        assert subscriber.status().counters.rejected == {}
 
 
 def test_deliveries_of_a_source_that_was_removed_do_not_count_for_its_successor() -> None:

@@ -1,5 +1,6 @@
 //! How long the compactor takes for a payload: one with a store of so many blocks of 16 tokens, and one that removes as many, the
-//! median of many while the number of blocks stays the same; and beside it what scanning alone takes.
+//! median of many while the number of blocks stays the same; and beside it what scanning alone takes. Then how long it takes to tell all
+//! that is live, to spell it as payloads, and to fold those again.
 //!
 //! `cargo run --release --no-default-features --example compactor_timing`
 
@@ -136,5 +137,15 @@ fn main() {
         let start = Instant::now();
         let told = compactor.events().map_or(0, |told| told.len());
         println!("  told in {told} events, {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
+        let start = Instant::now();
+        let payloads = compactor.payloads(8 << 20, 1.7e9).unwrap_or_default();
+        let spelled = start.elapsed().as_secs_f64() * 1e3;
+        let (mut again, start) = (Compactor::default(), Instant::now());
+        assert!(payloads.iter().all(|payload| again.fold(payload, &schema)) && again.live() == compactor.live());
+        println!(
+            "  spelled in {} bytes, {spelled:.1} ms; folded again, {:.1} ms",
+            payloads.iter().map(Vec::len).sum::<usize>(),
+            start.elapsed().as_secs_f64() * 1e3,
+        );
     }
 }

@@ -121,7 +121,7 @@ impl Stream {
         }
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let size = event.block_size;
-        if window.is_some() || event.tokens.length == 0 {
+        if window.is_some() || (event.tokens.length == 0 && !event.keyed) {
             if let Some(window) = window
                 && size > 0
             {
@@ -136,6 +136,9 @@ impl Stream {
                 writer.pause(1);
             }
             return;
+        }
+        if event.keyed {
+            return self.keyed(writer, read, event, work);
         }
         let tokens = event.tokens.slice(&read.scratch.tokens);
         let count = (tokens.len() >> u32::from(event.pairs)) as u64;
@@ -180,6 +183,38 @@ impl Stream {
             plane,
         };
         self.dense(writer, &store, event.parent, work, max_waiting);
+    }
+
+    /// A store that says keys: they hold its namespace and all that is before it.
+    fn keyed(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event, work: &mut Work) {
+        let kind = read.text(event.spec_kind).unwrap_or("none");
+        let Some(size) = event.size_of_keyed() else {
+            return self.counters.reject(kind, "length-mismatch");
+        };
+        self.learn(writer, event.group.unwrap_or(0), Rule::Dense);
+        let Some(plane) = self.plane(writer, read, event) else {
+            return self.counters.reject(kind, "too-many-planes");
+        };
+        if event.hashes.length == 0 {
+            return;
+        }
+        self.cut_by(size);
+        let (count, secret) = (event.hashes.length as usize, writer.secret);
+        if pages::are_short() || self.is_tight(count) {
+            writer.unlocked(|| {
+                pages::prepare();
+                self.make_room(count, secret);
+            });
+        }
+        let number = writer.contexts.retain(Context::keyed(size), 1);
+        let blocks = Ahead {
+            hashes: event.hashes.slice(&read.scratch.hashes),
+            keys: event.keys.slice(&read.scratch.hashes),
+            context: number,
+            ring: &mut work.ring,
+        };
+        self.place_all(writer, blocks, plane, None);
+        writer.contexts.release(number, 1);
     }
 
     fn dense(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, parent: Option<u64>, work: &mut Work, max_waiting: usize) {

@@ -5,6 +5,7 @@ mod manners;
 mod naming;
 mod rules;
 mod shelf;
+mod spelling;
 mod state;
 mod store;
 mod telling;
@@ -14,6 +15,7 @@ mod tests;
 use crate::applying::Read;
 use crate::scan::{Schema, Scratch, scan};
 
+use spelling::Sheets;
 use state::State;
 
 pub use manners::MAX_MANNERS;
@@ -51,6 +53,23 @@ impl Compactor {
     /// What rebuilds the state after a clear of everything. None where that is not known, or cannot be said in events.
     pub fn events(&self) -> Option<Vec<Told>> {
         telling::tell(&self.state)
+    }
+
+    /// Notes that some of the stream was never seen; what is known is kept, and told.
+    pub fn miss(&mut self) {
+        self.state.partial = true;
+    }
+
+    /// Whether some of the stream was never seen since the last clear of everything.
+    pub fn partial(&self) -> bool {
+        self.state.partial
+    }
+
+    /// The same as payloads of at most `limit` bytes for `fold`, by limits of ours; the first event is a clear of everything.
+    pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
+        let mut sheets = Sheets::new(limit, ts);
+        telling::tell_to(&self.state, |event| sheets.take(&event))?;
+        Some(sheets.finish())
     }
 
     /// Forgets everything.

@@ -15,7 +15,25 @@ pub struct Context {
     pub salt: u64,
 }
 
+/// What blocks have in the place of a LoRA that were told by their keys: whatever their namespace is, it is in these.
+const KEYED: u64 = u64::MAX;
+
 impl Context {
+    /// Of blocks that were told by their keys.
+    pub fn keyed(size: u32) -> Self {
+        Self {
+            scheme: Scheme { size, eagle: false },
+            lora: KEYED,
+            salt: 0,
+        }
+    }
+
+    /// Whether its blocks were told by their keys.
+    #[inline]
+    pub fn is_keyed(&self) -> bool {
+        self.lora == KEYED
+    }
+
     /// Seed of its local hashes.
     pub fn seed(&self) -> u64 {
         keys::seed(self.lora, self.salt)
@@ -29,6 +47,8 @@ pub struct Contexts {
     free: Vec<u32>,
     lookup: HashMap<Context, u32>,
     schemes: Vec<(Scheme, u32)>,
+    /// How many are of blocks that were told by their keys.
+    keyed: u32,
     /// The last one that was asked for; most batches go on in the same.
     last: u32,
 }
@@ -45,6 +65,14 @@ impl Contexts {
         self.lookup.get(context).copied()
     }
 
+    /// The number of the context of blocks that were told by their keys, which are of any namespace.
+    pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
+        if self.keyed == 0 || scheme.eagle {
+            return None;
+        }
+        self.find(&Context::keyed(scheme.size))
+    }
+
     /// The number of a context, for `count` blocks more.
     pub fn retain(&mut self, context: Context, count: u32) -> u32 {
         if let Some((last, users)) = self.entries.get_mut(self.last as usize)
@@ -59,6 +87,7 @@ impl Contexts {
             self.last = number;
             return number;
         }
+        self.keyed += u32::from(context.is_keyed());
         match self.schemes.iter_mut().find(|(scheme, _)| *scheme == context.scheme) {
             Some((_, users)) => *users += 1,
             None => self.schemes.push((context.scheme, 1)),
@@ -87,6 +116,7 @@ impl Contexts {
         }
         let context = *context;
         self.lookup.remove(&context);
+        self.keyed -= u32::from(context.is_keyed());
         self.free.push(number);
         if let Some(at) = self.schemes.iter().position(|(scheme, _)| *scheme == context.scheme) {
             self.schemes[at].1 -= 1;

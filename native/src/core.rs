@@ -155,15 +155,18 @@ impl Core {
             return Some(guess);
         }
         let records = &self.records;
-        let mut twins = 0;
+        let (mut twins, mut alike) = (0, false);
         let mut found = None;
         let seat = self.keys.seat(key_spot);
         self.keys.for_each_match_at(seat, |number| {
             let record = records.get(number);
-            if record.key == key && record.context & !TWIN == context {
-                twins += 1;
-                if !self.sets.knows(record.set, stream) {
-                    found = Some(number);
+            if record.key == key {
+                alike = true;
+                if record.context & !TWIN == context {
+                    twins += 1;
+                    if !self.sets.knows(record.set, stream) {
+                        found = Some(number);
+                    }
                 }
             }
             found.is_none()
@@ -174,7 +177,7 @@ impl Core {
         if twins >= MAX_TWINS {
             return None;
         }
-        let flag = if twins > 0 { self.mark_twins(key, context) } else { 0 };
+        let flag = if alike { self.mark_twins(key) } else { 0 };
         let number = self.records.insert(Record {
             key,
             hash,
@@ -188,8 +191,8 @@ impl Core {
     }
 
     #[cold]
-    fn mark_twins(&mut self, key: u64, context: u32) -> u32 {
-        for number in self.twins(key, |other| other == context) {
+    fn mark_twins(&mut self, key: u64) -> u32 {
+        for number in self.twins(key, |_| true) {
             self.records.get_mut(number).context |= TWIN;
         }
         TWIN

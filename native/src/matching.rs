@@ -53,11 +53,13 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Reads the records of a chain in one context. Returns how many there are before the first that is missing.
+    /// Reads the records of a chain in one context, and those that were told by their keys. Returns how many there are before the first
+    /// that is missing.
     pub fn find(&mut self, core: &Core, keys: &[u64], context: &Context) -> usize {
-        match core.contexts.find(context) {
-            Some(number) => self.read(core, keys, |other| other == number),
-            None => self.read(core, &[], |_| false),
+        match (core.contexts.find(context), core.contexts.keyed(context.scheme)) {
+            (Some(number), None) | (None, Some(number)) => self.read(core, keys, |other| other == number),
+            (Some(number), Some(keyed)) => self.read(core, keys, |other| other == number || other == keyed),
+            (None, None) => self.read(core, &[], |_| false),
         }
     }
 

@@ -40,6 +40,7 @@ pub enum Field {
     Locality,
     Ownership,
     CacheSalt,
+    BlockKeys,
     /// Nothing, but it must be text or nil.
     IgnoredText,
     /// Nothing, but it must be a list of lists of integers or nil.
@@ -106,10 +107,14 @@ pub struct Event {
     pub pairs: bool,
     /// Some token id is negative or above 32 bits; of those `tokens` has the lowest 32.
     pub unkeyable: bool,
+    /// Keys are given in the place of tokens.
+    pub keyed: bool,
     /// In `Scratch::hashes`.
     pub hashes: Run,
     /// In `Scratch::tokens`.
     pub tokens: Run,
+    /// In `Scratch::hashes`.
+    pub keys: Run,
     /// Hash of the block before the first one; None for the root.
     pub parent: Option<u64>,
     /// Tokens per block.
@@ -137,14 +142,22 @@ pub struct Event {
 }
 
 impl Event {
+    /// The block size of a store that says keys in the place of tokens, one for each hash; None where that is not so.
+    pub fn size_of_keyed(&self) -> Option<u32> {
+        let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);
+        size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
+    }
+
     #[inline]
     fn new(kind: Kind) -> Self {
         Self {
             kind,
             pairs: false,
             unkeyable: false,
+            keyed: false,
             hashes: Run::default(),
             tokens: Run::default(),
+            keys: Run::default(),
             parent: None,
             block_size: 0,
             lora_id: None,
@@ -171,7 +184,7 @@ pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
 /// What a scan found; reused from one to the next.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    /// Hashes of all events.
+    /// Hashes of all events, and keys.
     pub hashes: Vec<u64>,
     /// Token ids of all events.
     pub tokens: Vec<u32>,
@@ -211,8 +224,8 @@ impl Scratch {
     }
 }
 
-/// A timestamp above this is in milliseconds, or wrong; as in `kvevents.wire.careful`.
-const SECONDS_BELOW: f64 = 1e11;
+/// Timestamps in seconds; one above is in milliseconds, or wrong. As in `kvevents.wire.careful`.
+pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
 /// Levels of containers in elements of a batch that nobody knows yet.
 const SKIPPED_NESTING: usize = 8;
@@ -247,7 +260,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         let ts = self.reader.number()?;
-        if !(0.0..=SECONDS_BELOW).contains(&ts) {
+        if !SECONDS.contains(&ts) {
             return None;
         }
         self.scratch.ts = ts;
@@ -353,6 +366,7 @@ impl<'a> Scanner<'a> {
             Field::Ownership => event.ownership = self.text()?,
             Field::SpecKind => event.spec_kind = self.text()?,
             Field::CacheSalt => event.cache_salt = self.text()?,
+            Field::BlockKeys => self.keys(event)?,
             Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
             Field::IgnoredText => drop(self.text()?),
             Field::IgnoredIntLists => self.int_lists()?,
@@ -400,6 +414,17 @@ impl<'a> Scanner<'a> {
             return Some(u64::from_be_bytes(*self.reader.bin()?.last_chunk()?));
         }
         Some(self.reader.int()?.bits)
+    }
+
+    /// Keys, as hashes but no digests.
+    fn keys(&mut self, event: &mut Event) -> Option<()> {
+        if self.reader.nil() {
+            return Some(());
+        }
+        let digests = std::mem::take(&mut self.scratch.digests);
+        (event.keys, event.keyed) = (self.hashes()?, true);
+        let none = !std::mem::replace(&mut self.scratch.digests, digests);
+        none.then_some(())
     }
 
     #[inline]

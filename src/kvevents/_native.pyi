@@ -70,6 +70,7 @@ class NativeIndex:
     def _workers(self) -> list[dict[str, Any]]: ...
     def _totals(self) -> dict[str, Any]: ...
     def _blocks(self, source: str, rank: int) -> list[tuple[int, int, str, int, int]] | None: ...
+    def _key_of(self, source: str, rank: int, block_hash: int) -> int | None: ...
     def _digest(self, source: str, rank: int) -> int | None: ...
     def _speculate(self, source: str, rank: int, tokens: Any, namespace: Namespace | None, now: float, ttl: float) -> None: ...
     def _snapshot(self, path: Path) -> None: ...
@@ -93,16 +94,29 @@ class Compactor:
         """What rebuilds the state after a clear; None when `lost`, or when no order of events can say it.
 
         `("stored", hashes, parent, tokens, pairs, block_size, lora_id, medium, lora_name, extra_keys, group_idx, kind, window,
-        locality, ownership, cache_salt)`: blocks, each the parent of the next. `tokens` are 32-bit numbers, little-endian; when
-        `pairs`, two for each token id, which is EAGLE's `[t, next]`. `extra_keys` is msgpack, an entry per block as it came.
-        Without tokens, copies of known blocks.
+        locality, ownership, cache_salt, block_keys)`: blocks, each the parent of the next. `tokens` are 32-bit numbers,
+        little-endian; when `pairs`, two for each token id, which is EAGLE's `[t, next]`. `extra_keys` is msgpack, an entry per
+        block as it came. Without tokens, copies of known blocks; with `block_keys`, a key per block, blocks that were told by
+        their keys and have no parent.
 
         `("removed", hashes, medium, group_idx, locality, ownership)`: blocks that only held a place in a chain.
         """
+    def payloads(self, limit: int, ts: float) -> list[bytes] | None:
+        """What `events` tells, as payloads for `fold(payload, respelled=True)`, in order. Other threads run meanwhile.
+
+        Each has at most `limit` bytes, but for a single block that takes more; `ts` is their time, in seconds. The first one
+        begins with a clear of everything, so a compactor that folds them is not `partial`. Raises `ValueError` for a limit or a
+        time that is none.
+        """
+    def miss(self) -> None:
+        """Note that some of the stream was never seen. What is known stays known; see `partial`."""
     def lose(self, reason: str) -> None:
         """Give up until the stream clears everything. `reason` is `batches`, `payloads` or `digests`."""
     def clear(self) -> None:
         """Forget everything."""
+    @property
+    def partial(self) -> bool:
+        """Whether something was missed since the stream cleared everything last, or `clear`."""
     @property
     def live(self) -> int:
         """Blocks with at least one copy."""

@@ -19,6 +19,8 @@ from kvevents.wire.dialects import Dialect, dialect_for
 
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")
+MAX_HEARTBEAT: Final = 86_400
+"""Seconds between two heartbeats, at most: what `kvevents.events.Heartbeat` can say."""
 
 
 def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
@@ -30,6 +32,12 @@ def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
         return value
     engine, _, release = value.partition("-")
     return dialect_for(engine, release or "latest")
+
+
+def check_heartbeat(every: float | None) -> None:
+    """Raise `ConfigError` for what is no number of seconds between heartbeats."""
+    if every is not None and not 0 < every <= MAX_HEARTBEAT:
+        raise ConfigError(f"heartbeat is {every}; it is a number of seconds above 0, at most {MAX_HEARTBEAT}, or None for none")
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -134,14 +142,22 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whether history older than the replay buffer is collapsed into a snapshot instead of forgotten; None goes by whether the
     native module is installed."""
     curve: Curve | None = None
+    heartbeat: float | None = None
+    """Seconds between batches that say what is resident, by which consumers check what they know; None for none. Needs the
+    native module."""
+    snapshot_endpoint: str | None = None
+    """Where placement snapshots are answered, as in SGLang's draft `snapshot-v1`; a rank is added to its port. Needs the native
+    module."""
 
     def __post_init__(self) -> None:
+        check_heartbeat(self.heartbeat)
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it counts batches and cannot be negative")
         _check_endpoint("endpoint", self.endpoint)
-        if self.replay_endpoint is not None:
-            _check_endpoint("replay_endpoint", self.replay_endpoint)
+        for name in ("replay_endpoint", "snapshot_endpoint"):
+            if (endpoint := getattr(self, name)) is not None:
+                _check_endpoint(name, endpoint)
         try:
             resolve_dialect(self.dialect)
         except UnknownDialectError as error:

@@ -13,6 +13,7 @@
     └── PeerError                    something outside this process is at fault
         ├── EndpointError            a socket cannot be bound or opened   (OSError)
         ├── RecordingError           a recording cannot be read or written (ValueError)
+        ├── JournalError             a journal cannot be kept in its folder (OSError)
         ├── SnapshotError            a snapshot cannot be read or written (ValueError)
         └── WorkloadError            a trace of requests cannot be read or written (ValueError)
 
@@ -64,6 +65,13 @@ class EndpointError(PeerError, OSError):
 
 class RecordingError(PeerError, ValueError):
     """A recording cannot be read or written; the message names the file, and the line where there is one."""
+
+
+class JournalError(PeerError, OSError):
+    """A journal cannot be kept in its folder; the message names the folder and what to do.
+
+    Bad bytes never raise, nor does a disk that is full, failing or read-only: the journal's state tells of those.
+    """
 
 
 class SnapshotError(PeerError, ValueError):

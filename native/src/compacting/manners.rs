@@ -84,6 +84,29 @@ impl Manners {
         self.those(|manner| manner.bare.is_none())
     }
 
+    /// All of them, in an order that does not depend on which was used first: the fastest tier leads.
+    pub fn ranked(&self) -> Vec<u8> {
+        let mut all: Vec<u8> = (0..self.all.len() as u8).collect();
+        all.sort_by_cached_key(|&number| {
+            let (plane, place, manner) = (self.plane(number), self.place(number), self.get(number));
+            let place = (
+                place.medium.clone(),
+                place.locality.clone(),
+                place.ownership.clone(),
+                place.group,
+            );
+            (
+                plane.level(),
+                plane.group,
+                place,
+                manner.kind.clone(),
+                manner.window,
+                manner.bare,
+            )
+        });
+        all
+    }
+
     fn those(&self, meant: impl Fn(&Manner) -> bool) -> u64 {
         let numbers = (0..self.all.len()).filter(|&number| meant(&self.all[number]));
         numbers.fold(0, |bits, number| bits | 1 << number)

@@ -4,6 +4,7 @@ use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
 
+use crate::contexts::Context;
 use crate::keys::Scheme;
 
 use super::store::StoreView;
@@ -19,8 +20,21 @@ pub struct Identity {
     pub salt: u64,
 }
 
+impl Identity {
+    /// Of blocks that were told by their keys.
+    pub fn keyed(size: u32) -> Self {
+        let Context { scheme, lora, salt } = Context::keyed(size);
+        Self { scheme, lora, salt }
+    }
+
+    /// Whether its blocks were told by their keys.
+    pub fn is_keyed(&self) -> bool {
+        *self == Self::keyed(self.scheme.size)
+    }
+}
+
 /// What an event says of a block's namespace, as bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub struct Spelled<'a> {
     pub lora_id: Option<i64>,
@@ -89,6 +103,9 @@ impl Naming {
     }
 }
 
+/// Where no tokens are.
+pub const NO_SHELF: u32 = u32::MAX;
+
 /// Identity and naming of blocks, kept once.
 #[derive(Debug)]
 pub struct Entry {
@@ -96,7 +113,7 @@ pub struct Entry {
     pub identity: Identity,
     /// What is said of them.
     pub naming: Naming,
-    /// Number of the shelf of their tokens.
+    /// Number of the shelf of their tokens; `NO_SHELF` without any.
     pub shelf: u32,
     users: u32,
 }

@@ -23,6 +23,8 @@ pub struct Lesson {
     pub block_size: u64,
     /// Whether token ids were pairs.
     pub pairs: bool,
+    /// Whether keys were said in the place of tokens.
+    pub keyed: bool,
 }
 
 /// By group what was learned last.
@@ -38,7 +40,7 @@ pub fn rule_of(store: &StoreView<'_>) -> Option<Rule> {
         }
         Some(_) => None,
         None if !is_dense(store.kind) => Some(Rule::Unknown),
-        None if store.tokens.is_empty() => None,
+        None if store.tokens.is_empty() && store.keys.is_none() => None,
         None => Some(Rule::Dense),
     }
 }
@@ -85,5 +87,6 @@ fn lesson(store: &StoreView<'_>, rule: Rule) -> Lesson {
         window: store.window,
         block_size: store.block_size,
         pairs: store.pairs,
+        keyed: store.keys.is_some(),
     }
 }

@@ -74,6 +74,8 @@ pub struct State {
     pub waiting: Queue<Orphan>,
     /// Why it is not known any more what is live.
     pub lost: Option<&'static str>,
+    /// Whether some of it was never seen.
+    pub partial: bool,
     work: Work,
 }
 
@@ -136,6 +138,7 @@ impl State {
         *self = Self {
             lessons,
             lost: Some(reason),
+            partial: self.partial,
             ..Self::default()
         };
     }
@@ -164,11 +167,14 @@ impl State {
         if window.is_none() && !is_dense(store.kind) {
             return self.learn(store, Rule::Unknown);
         }
-        if window.is_some() || store.tokens.is_empty() {
+        if window.is_some() || (store.tokens.is_empty() && store.keys.is_none()) {
             if let Some(rule) = rule {
                 self.learn(store, rule)?;
             }
             return self.bare(store);
+        }
+        if let Some(keys) = store.keys {
+            return self.keyed(store, keys);
         }
         let size = store.block_size;
         let count = (store.tokens.len() >> u32::from(store.pairs)) as u64;
@@ -210,6 +216,46 @@ impl State {
             content,
         };
         self.waiting.push(waiting, usize::MAX);
+    }
+
+    /// A store that says keys: they hold its namespace and all that is before it.
+    fn keyed(&mut self, store: &StoreView<'_>, keys: &[u64]) -> Result<(), &'static str> {
+        let size = u32::try_from(store.block_size).ok().filter(|&size| size > 0);
+        let fits = store.tokens.is_empty() && keys.len() == store.hashes.len();
+        let Some(size) = size.filter(|_| fits) else {
+            return Ok(());
+        };
+        self.learn(store, Rule::Dense)?;
+        if self.lost.is_some() || keys.is_empty() {
+            return Ok(());
+        }
+        let manner = self.manners.of(store, None).ok_or("manners")?;
+        let identity = Identity::keyed(size);
+        let naming = self.blocks.name(identity, &Spelled::default());
+        let mut outcome = Ok(());
+        for (&hash, &key) in store.hashes.iter().zip(keys) {
+            let block = Block {
+                hash,
+                key,
+                parent: NONE,
+                identity,
+                naming,
+                tokens: &[],
+                manner,
+            };
+            outcome = match self.blocks.place(&block) {
+                Placed::Fresh(number) if !self.waiting.is_empty() => self.link(hash, number),
+                Placed::Fresh(_) | Placed::Known(_) => continue,
+                Placed::Refused => break,
+                Placed::Full => Err("blocks"),
+            };
+            if outcome.is_err() {
+                break;
+            }
+        }
+        self.blocks.unname(naming);
+        outcome?;
+        self.check()
     }
 
     fn with_tokens(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {

@@ -14,6 +14,7 @@ use crate::planes::Rule;
 use crate::waiting::Waiting;
 
 use super::blocks::{Blocks, NONE, bits};
+use super::rules::{Lessons, rule_of};
 use super::state::{Orphan, State};
 use super::store::{Store, Told, joined};
 
@@ -21,33 +22,61 @@ use order::{Order, Twins};
 
 /// What rebuilds `state` after a clear; None where that cannot be said.
 pub fn tell(state: &State) -> Option<Vec<Told>> {
+    let mut told = Vec::new();
+    tell_to(state, |event| told.push(event))?;
+    Some(told)
+}
+
+/// The same, one event after the other.
+pub fn tell_to(state: &State, take: impl FnMut(Told)) -> Option<()> {
     if state.lost.is_some() {
         return None;
     }
     let twins = Twins::of(&state.blocks);
+    if twins.is_empty() {
+        told(state, &twins, take);
+        return Some(());
+    }
+    let mut all = Vec::new();
+    told(state, &twins, |event| all.push(event));
+    rebuilds(&all, state).then(|| all.into_iter().for_each(take))
+}
+
+fn told(state: &State, twins: &Twins, take: impl FnMut(Told)) {
     let mut teller = Teller {
         state,
-        told: Vec::new(),
+        ranked: state.manners.ranked(),
+        taught: Lessons::default(),
         leftovers: Vec::new(),
+        take,
     };
-    for unit in Order::of(state, &twins).units() {
+    for unit in Order::of(state, twins) {
         teller.unit(&unit, twins.has(state.blocks.get(unit[0]).hash));
     }
     teller.remove();
     teller.waiting();
     teller.teach();
-    let told = teller.told;
-    (twins.is_empty() || rebuilds(&told, state)).then_some(told)
 }
 
-struct Teller<'a> {
+struct Teller<'a, F> {
     state: &'a State,
-    told: Vec<Told>,
+    /// Manners in the order in which they are told: a state that was rebuilt is told in equal words.
+    ranked: Vec<u8>,
+    /// What the stores that were told say of how groups count.
+    taught: Lessons,
     /// Hashes of copies that are not there, and their manners.
     leftovers: Vec<(u64, u8)>,
+    take: F,
 }
 
-impl Teller<'_> {
+impl<F: FnMut(Told)> Teller<'_, F> {
+    fn say(&mut self, store: Store) {
+        if let Some(rule) = rule_of(&store.view()) {
+            let _ = self.taught.learn(&store.view(), rule);
+        }
+        (self.take)(Told::Stored(store));
+    }
+
     fn blocks(&self) -> &Blocks {
         &self.state.blocks
     }
@@ -58,34 +87,38 @@ impl Teller<'_> {
     fn unit(&mut self, unit: &[u32], twin: bool) {
         let node = *self.blocks().get(unit[0]);
         let dense = node.mask & self.state.manners.dense();
-        let first = if dense == 0 { node.home } else { dense.trailing_zeros() as u8 };
+        let first = (self.ranked.iter().copied())
+            .find(|manner| dense >> manner & 1 != 0)
+            .unwrap_or(node.home);
         let store = self.store(unit, first);
         if dense == 0 {
             let hashes = store.hashes.iter().rev();
             self.leftovers.extend(hashes.map(|&hash| (hash, first)));
         }
         let mut copies = Vec::new();
-        for manner in bits(node.mask) {
+        for &manner in self.ranked.iter().filter(|&manner| node.mask >> manner & 1 != 0) {
             let count = self.blocks().count(unit[0], manner) - u32::from(manner == first);
             let whole = dense >> manner & 1 != 0 && !twin;
             if count > 0 {
                 let again = if whole {
-                    self.again(&store, manner)
+                    self.said_in(manner, store.clone())
                 } else {
                     self.bare(unit, manner)
                 };
-                copies.extend(std::iter::repeat_n(Told::Stored(again), count as usize));
+                copies.extend(std::iter::repeat_n(again, count as usize));
             }
         }
-        self.told.push(Told::Stored(store));
-        self.told.append(&mut copies);
+        self.say(store);
+        copies.into_iter().for_each(|copy| self.say(copy));
     }
 
     fn store(&self, unit: &[u32], manner: u8) -> Store {
         let blocks = self.blocks();
         let head = blocks.get(unit[0]);
-        let (scheme, spelled) = (blocks.identity(unit[0]).scheme, blocks.spelled(unit[0]));
-        let mut tokens = Vec::with_capacity(unit.len() * scheme.size as usize * (1 + usize::from(scheme.eagle)));
+        let (identity, spelled) = (blocks.identity(unit[0]), blocks.spelled(unit[0]));
+        let scheme = identity.scheme;
+        let keys = || unit.iter().map(|&number| blocks.get(number).key).collect();
+        let mut tokens = Vec::with_capacity(unit.len() * blocks.tokens(unit[0]).len() * (1 + usize::from(scheme.eagle)));
         for &number in unit {
             push_tokens(&mut tokens, blocks.tokens(number), scheme.eagle);
         }
@@ -94,6 +127,7 @@ impl Teller<'_> {
             parent: (head.parent != NONE).then(|| blocks.get(head.parent).hash),
             tokens,
             pairs: scheme.eagle,
+            keys: identity.is_keyed().then(keys),
             block_size: scheme.size.into(),
             lora_id: spelled.lora_id,
             lora_name: spelled.lora_name.map(Box::from),
@@ -101,17 +135,17 @@ impl Teller<'_> {
             extra_keys: joined(unit.iter().map(|&number| blocks.spelled(number).extra)),
             ..Store::default()
         };
-        self.again(&store, manner)
+        self.said_in(manner, store)
     }
 
-    /// The same in another manner.
-    fn again(&self, store: &Store, manner: u8) -> Store {
+    /// A store in one manner.
+    fn said_in(&self, manner: u8, store: Store) -> Store {
         let known = self.state.manners.get(manner);
         Store {
             place: self.state.manners.place(manner).clone(),
             kind: known.kind.clone(),
             window: known.window,
-            ..store.clone()
+            ..store
         }
     }
 
@@ -123,7 +157,7 @@ impl Teller<'_> {
             block_size: self.state.manners.get(manner).bare.unwrap_or(0),
             ..Store::default()
         };
-        self.again(&store, manner)
+        self.said_in(manner, store)
     }
 
     /// Takes away what was told only for the sake of other blocks.
@@ -131,8 +165,7 @@ impl Teller<'_> {
         let leftovers = std::mem::take(&mut self.leftovers);
         for run in leftovers.chunk_by(|one, other| one.1 == other.1) {
             let hashes = run.iter().map(|(hash, _)| *hash).collect();
-            self.told
-                .push(Told::Removed(hashes, self.state.manners.place(run[0].1).clone()));
+            (self.take)(Told::Removed(hashes, self.state.manners.place(run[0].1).clone()));
         }
     }
 
@@ -150,7 +183,7 @@ impl Teller<'_> {
                     block_size,
                     ..Store::default()
                 };
-                self.told.push(Told::Stored(self.again(&store, manner)));
+                self.say(self.said_in(manner, store));
                 continue;
             };
             let orphans = || run.iter().filter_map(|item| item.content.as_ref());
@@ -171,7 +204,7 @@ impl Teller<'_> {
                 extra_keys: joined(extras.into_iter()),
                 ..Store::default()
             };
-            self.told.push(Told::Stored(self.again(&store, manner)));
+            self.say(self.said_in(manner, store));
         }
     }
 
@@ -179,16 +212,8 @@ impl Teller<'_> {
 
     /// Says what is not taught yet of how groups count.
     fn teach(&mut self) {
-        let mut taught = State::default().lessons;
-        for told in &self.told {
-            if let Told::Stored(store) = told
-                && let Some(rule) = super::rules::rule_of(&store.view())
-            {
-                let _ = taught.learn(&store.view(), rule);
-            }
-        }
         for (group, lesson) in self.state.lessons.iter() {
-            if taught.get(*group) == Some(lesson.rule) {
+            if self.taught.get(*group) == Some(lesson.rule) {
                 continue;
             }
             let mut store = Store {
@@ -200,15 +225,19 @@ impl Teller<'_> {
                 ..Store::default()
             };
             if lesson.rule != Rule::Dense {
-                self.told.push(Told::Stored(store));
+                self.say(store);
                 continue;
             }
             // Only a block teaches this one; nobody ever asks for it.
             let hash = self.unused();
             store.hashes = vec![hash];
-            store.tokens = vec![0; lesson.block_size as usize * (1 + usize::from(lesson.pairs))];
-            self.told.push(Told::Stored(store));
-            self.told.push(Told::Removed(vec![hash], lesson.place.clone()));
+            if lesson.keyed {
+                store.keys = Some(vec![0]);
+            } else {
+                store.tokens = vec![0; lesson.block_size as usize * (1 + usize::from(lesson.pairs))];
+            }
+            self.say(store);
+            (self.take)(Told::Removed(vec![hash], lesson.place.clone()));
         }
     }
 

@@ -28,6 +28,7 @@ fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], place: P
         tokens,
         pairs: false,
         unkeyable: false,
+        keys: None,
         block_size: if tokens.is_empty() { 0 } else { 2 },
         place,
         kind: None,
@@ -39,8 +40,22 @@ fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], place: P
     }
 }
 
-/// A block tree in which hash 1 + n has the parent n / 2, and its own tokens.
+/// Blocks that are told by their keys.
+fn is_keyed(hash: u64) -> bool {
+    hash.is_multiple_of(5)
+}
+
+/// A block tree in which hash 1 + n has the parent n / 2, and its own tokens, or a key.
 fn put(state: &mut State, hash: u64, place: PlaceView<'_>) {
+    if is_keyed(hash) {
+        let (hashes, keys) = ([hash], [1000 + hash]);
+        let keyed = StoreView {
+            keys: Some(&keys),
+            block_size: 2,
+            ..store(&hashes, Some(hash / 2), &[], place)
+        };
+        return state.stored(&keyed).expect("within limits");
+    }
     let parent = (hash > 1).then_some(hash / 2);
     let tokens = [hash as u32, 7];
     state.stored(&store(&[hash], parent, &tokens, place)).expect("within limits");
@@ -63,7 +78,7 @@ impl Model {
     }
 
     fn put(&mut self, hash: u64, gpu: bool) {
-        if hash > 1 && !self.knows(hash / 2) {
+        if hash > 1 && !is_keyed(hash) && !self.knows(hash / 2) {
             return self.waiting.push((hash, gpu));
         }
         let fresh = !self.knows(hash);
@@ -96,6 +111,11 @@ fn applied(told: &[Told]) -> Model {
             Told::Stored(store) => {
                 let gpu = store.place.view() == GPU;
                 for (at, &hash) in store.hashes.iter().enumerate() {
+                    if let Some(keys) = &store.keys {
+                        assert_eq!((keys[at], store.parent, store.tokens.len()), (1000 + hash, None, 0));
+                        model.put(hash, gpu);
+                        continue;
+                    }
                     assert_eq!(store.tokens[2 * at..2 * at + 2], [hash as u32, 7]);
                     let parent = if at == 0 { store.parent } else { Some(store.hashes[at - 1]) };
                     assert_eq!(parent, (hash > 1).then_some(hash / 2));
@@ -108,8 +128,33 @@ fn applied(told: &[Told]) -> Model {
     model
 }
 
+fn read_all() -> Schema {
+    let none = usize::MAX;
+    let limits = Limits {
+        max_payload_bytes: none,
+        max_events: none,
+        max_hashes: none,
+        max_free_bytes: none,
+        ..Limits::default()
+    };
+    Schema::new(&layouts::layouts(), limits).expect("the layouts are known")
+}
+
+/// Folds what is told, spelled in payloads of at most `limit` bytes.
+fn refolded(told: &[Told], limit: usize) -> Compactor {
+    let (mut compactor, schema, mut sheets) = (Compactor::default(), read_all(), Sheets::new(limit, 1.5));
+    told.iter().for_each(|event| sheets.take(event));
+    for payload in sheets.finish() {
+        assert!(compactor.fold(&payload, &schema), "{payload:02x?}");
+        let single = scan(&payload, &schema, &mut compactor.scratch).is_some() && compactor.scratch.events.len() == 1;
+        assert!(payload.len() <= limit || (single && compactor.scratch.events[0].hashes.length <= 1));
+        assert_eq!(compactor.scratch.ts, 1.5);
+    }
+    compactor
+}
+
 proptest! {
-    /// Any stores and removals of a tree: what is told leads a consumer to exactly what the model knows, and afterwards nothing is
+    /// Any stores and removals of a tree, some by keys: what is told leads a consumer to exactly what the model knows, and afterwards nothing is
     /// kept of what is gone.
     #[test]
     fn what_is_told_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
@@ -125,6 +170,11 @@ proptest! {
             }
         }
         let told = telling::tell(&state).expect("hashes are distinct");
+        for limit in [1, 90, 200, 1 << 20] {
+            let again = refolded(&told, limit);
+            prop_assert_eq!(again.live(), state.blocks.live());
+            prop_assert_eq!(again.events(), Some(told.clone()));
+        }
         let mut found = applied(&told);
         let mut expected = model.clone();
         found.waiting.sort_unstable();
@@ -216,4 +266,114 @@ fn a_payload_that_is_not_read_changes_nothing() {
         assert!(!compactor.fold(payload, &schema));
     }
     assert_eq!((compactor.live(), compactor.events()), (0, Some(Vec::new())));
+}
+
+/// Every field that a store can have, numbers of every width, and a chain that is cut into several payloads.
+#[test]
+fn what_is_spelled_is_read_again() {
+    let widths = [0, 1 << 7, 1 << 8, 1 << 16, u64::from(u32::MAX), 1 << 32, u64::MAX];
+    let hashes: Vec<u64> = widths.iter().flat_map(|&width| [width, width ^ 5]).collect();
+    let tokens: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7]).collect();
+    let pairs: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7, 7, 8]).collect();
+    let extra: &[u8] = &[&[0x9E, 0xC0, 0x92, 0xA4][..], b"salt", &[0x92, 0xA1, b'i', 3], &[0xC0; 12]].concat();
+    let long = [b'n'; 40];
+    let place = PlaceView {
+        medium: Some("STÖRAGE".as_bytes()),
+        locality: Some(b"REMOTE"),
+        ownership: Some(&long),
+        group: Some(-3),
+    };
+    let rich = StoreView {
+        lora_id: Some(i64::MIN),
+        lora_name: Some(b"lora"),
+        cache_salt: Some(b"tenant"),
+        extra_keys: Some(extra),
+        kind: Some(b"mla_attention"),
+        window: Some(-1),
+        ..store(&hashes, None, &tokens, place)
+    };
+    let eagle = StoreView {
+        pairs: true,
+        ..store(&hashes, Some(3), &pairs, GPU)
+    };
+    for view in [
+        store(&hashes, None, &tokens, CPU),
+        rich,
+        eagle,
+        store(&hashes, Some(77), &tokens, GPU),
+    ] {
+        let mut state = State::default();
+        state.stored(&view).expect("within limits");
+        state.removed(&hashes[..5], &view.place).expect("within limits");
+        let told = telling::tell(&state).expect("hashes are distinct");
+        for limit in (1..400).step_by(7).chain([1 << 20]) {
+            assert_eq!(refolded(&told, limit).events().as_ref(), Some(&told));
+        }
+    }
+}
+
+/// Blocks of keys come alone and are told together; a child with tokens goes on from such a key, and is told behind it.
+#[test]
+fn blocks_of_keys_are_told_together() {
+    let mut state = State::default();
+    let keyed = |hashes, keys| StoreView {
+        keys: Some(keys),
+        block_size: 1 << 31,
+        ..store(hashes, Some(77), &[], GPU)
+    };
+    state.stored(&keyed(&[1, 2], &[11, 12])).expect("within limits");
+    state.stored(&store(&[3], Some(1), &[5, 6], GPU)).expect("within limits");
+    state.stored(&keyed(&[4], &[14])).expect("within limits");
+    state.removed(&[1], &GPU).expect("within limits");
+    for malformed in [
+        keyed(&[8], &[1, 2]),
+        StoreView {
+            tokens: &[1],
+            ..keyed(&[8], &[1])
+        },
+    ] {
+        state.stored(&malformed).expect("nothing comes of it");
+    }
+    let told = telling::tell(&state).expect("hashes are distinct");
+    let stored: Vec<_> = (told.iter())
+        .filter_map(|event| match event {
+            Told::Stored(store) => Some((store.hashes.clone(), store.parent, store.keys.clone())),
+            Told::Removed(..) => None,
+        })
+        .collect();
+    let expected = [
+        (vec![1], None, Some(vec![11])),
+        (vec![3], Some(1), None),
+        (vec![2, 4], None, Some(vec![12, 14])),
+    ];
+    assert_eq!(stored, expected);
+    let local = crate::keys::local(&[5, 6], crate::keys::seed(0, 0));
+    let child = state.blocks.newest(3).expect("it is live");
+    assert_eq!(state.blocks.get(child).key, crate::keys::chained(11, local));
+    state.removed(&[2, 3, 4], &GPU).expect("within limits");
+    assert_eq!((state.blocks.bound(), state.blocks.windows()), (0, 0));
+    let taught = telling::tell(&state).expect("nothing is live");
+    assert!(
+        matches!(&taught[..], [Told::Stored(one), Told::Removed(..)] if one.keys == Some(vec![0]) && one.tokens.is_empty())
+    );
+}
+
+/// Known blocks are told though others were never seen, and a clear of everything makes it whole.
+#[test]
+fn what_is_missed_is_known_until_everything_is_cleared() {
+    let mut compactor = Compactor::default();
+    put(&mut compactor.state, 1, GPU);
+    assert!(!compactor.partial());
+    compactor.miss();
+    put(&mut compactor.state, 2, GPU);
+    assert_eq!((compactor.partial(), compactor.live()), (true, 2));
+    assert_eq!(compactor.events().map(|told| told.len()), Some(1));
+    compactor.state.cleared(Some(b"CPU"), None);
+    compactor.lose("orphans");
+    assert_eq!((compactor.partial(), compactor.lost()), (true, Some("orphans")));
+    compactor.state.cleared(None, None);
+    assert_eq!((compactor.partial(), compactor.lost()), (false, None));
+    compactor.miss();
+    compactor.clear();
+    assert!(!compactor.partial());
 }

@@ -122,7 +122,8 @@ impl Index {
     /// Schemes in which this namespace has blocks at all.
     fn schemes(&self, scope: &Scope) -> Vec<Scheme> {
         let core = self.gate.read();
-        let known = |scheme: &Scheme| core.contexts.find(&scope.context(*scheme)).is_some();
+        let known =
+            |scheme: &Scheme| core.contexts.find(&scope.context(*scheme)).is_some() || core.contexts.keyed(*scheme).is_some();
         core.contexts.schemes().filter(known).collect()
     }
 

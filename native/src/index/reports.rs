@@ -125,6 +125,14 @@ impl Index {
         (found, core.planes.clone())
     }
 
+    /// The key of the block that a stream means by a hash.
+    pub fn key_of(&self, source: &str, rank: i64, hash: u64) -> Option<u64> {
+        let stream = self.stream(source, rank)?;
+        let stream = stream.lock();
+        let core = self.gate.read();
+        stream.newest(&core, hash).map(|number| core.records.get(number).key)
+    }
+
     /// The overlay in numbers.
     pub fn speculated(&self, now: f64) -> Speculated {
         let overlay = self.overlay_at(now);

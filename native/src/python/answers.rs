@@ -151,6 +151,7 @@ pub(super) fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bou
     plain.set_item("token_ids", tokens)?;
     plain.set_item("unkeyable", event.unkeyable)?;
     plain.set_item("block_size", event.block_size)?;
+    plain.set_item("block_keys", &event.keys)?;
     plain.set_item("lora_id", event.lora_id)?;
     plain.set_item("medium", &event.medium)?;
     plain.set_item("lora_name", &event.lora_name)?;

@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyTuple};
 use super::arguments::wire_limits_of;
 use crate::compacting::{Compactor as Core, Place, Store, Told};
 use crate::keys;
-use crate::scan::Schema;
+use crate::scan::{SECONDS, Schema};
 
 /// By tag the fields of array events and the names of map events.
 type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
@@ -61,6 +61,23 @@ impl Compactor {
             .transpose()
     }
 
+    /// The same, spelled as payloads for `fold`, other threads running meanwhile.
+    fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
+        if limit == 0 {
+            return Err(PyValueError::new_err("limit is a number of bytes above 0"));
+        }
+        if !SECONDS.contains(&ts) {
+            return Err(PyValueError::new_err(format!("ts is {ts}; it is seconds since the epoch")));
+        }
+        let spelled = py.detach(|| self.core.lock().payloads(limit, ts));
+        Ok(spelled.map(|all| all.iter().map(|payload| PyBytes::new(py, payload)).collect()))
+    }
+
+    /// Notes that some of the stream was never seen.
+    fn miss(&self) {
+        self.core.lock().miss();
+    }
+
     /// Forgets everything.
     fn clear(&self) {
         self.core.lock().clear();
@@ -72,6 +89,11 @@ impl Compactor {
         let reason = known.ok_or_else(|| PyValueError::new_err("reason is batches, payloads or digests"))?;
         self.core.lock().lose(reason);
         Ok(())
+    }
+
+    #[getter]
+    fn partial(&self) -> bool {
+        self.core.lock().partial()
     }
 
     #[getter]
@@ -138,6 +160,7 @@ fn stored<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyTuple>> 
         text(store.place.locality.as_deref()),
         text(store.place.ownership.as_deref()),
         text(store.cache_salt.as_deref()),
+        store.keys.as_deref(),
     );
     let joined = head
         .into_pyobject(py)?

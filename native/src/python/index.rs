@@ -297,6 +297,11 @@ impl NativeIndex {
         Some(blocks.into_iter().map(plain).collect())
     }
 
+    /// The key of the block that a stream means by a hash, or None when it holds no such block.
+    fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, hash: u64) -> Option<u64> {
+        py.detach(|| self.index.key_of(source, rank, hash))
+    }
+
     fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> Option<u128> {
         py.detach(|| self.index.stream(source, rank).map(|stream| stream.lock().digest))
     }

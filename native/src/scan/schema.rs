@@ -196,7 +196,8 @@ fn field(name: &str) -> Result<Field, String> {
         "cache_salt" => Field::CacheSalt,
         "session_id" => Field::IgnoredText,
         "lookahead_token_ids" => Field::IgnoredIntLists,
-        "block_digests" | "block_keys" | "heartbeat" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
+        "block_keys" => Field::BlockKeys,
+        "block_digests" | "heartbeat" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
         _ => return Err(format!("unknown field {name}")),
     })
 }

@@ -224,6 +224,75 @@ fn token_ids_that_are_no_keys() {
 }
 
 #[test]
+fn keys_in_the_place_of_tokens() {
+    let keys =
+        |wire: &[u8]| accepted(&stored(&[("token_ids", &[0x90]), ("block_keys", wire)])).map(|found| found[0].keys.clone());
+    assert_eq!(keys(&[0xC0]), Some(None));
+    assert_eq!(keys(&[0x90]), Some(Some(vec![])));
+    assert_eq!(keys(&[0x92, 7, 0xFF]), Some(Some(vec![7, u64::MAX])));
+    assert_eq!(
+        keys(&[0x91, 0xCF, 1, 2, 3, 4, 5, 6, 7, 8]),
+        Some(Some(vec![0x0102_0304_0506_0708]))
+    );
+    for other in [
+        &[0x91, 0xC0][..],
+        &[0x91, 0xC4, 8, 1, 2, 3, 4, 5, 6, 7, 8],
+        &[0x07],
+        &[0x91, 0xA1, b'7'],
+        &[0x80],
+    ] {
+        assert_eq!(keys(other), None, "{other:?}");
+    }
+    let digest: &[u8] = &[0x91, 0xC4, 8, 1, 2, 3, 4, 5, 6, 7, 8];
+    let mut scratch = Scratch::default();
+    let payload = stored(&[("block_hashes", digest), ("block_keys", &[0x91, 1])]);
+    assert_eq!(scan(&payload, &schema(), &mut scratch), Some(()));
+    assert!(
+        scratch.digests && scratch.events[0].size_of_keyed().is_none(),
+        "digests stay told, and tokens are in the way"
+    );
+}
+
+#[test]
+fn keys_are_one_for_each_hash() {
+    let size = |fields: &[(&str, &[u8])]| {
+        let mut scratch = Scratch::default();
+        scan(&stored(fields), &schema(), &mut scratch).map(|()| scratch.events[0].size_of_keyed())
+    };
+    let keyed: [(&str, &[u8]); 2] = [("token_ids", &[0x90]), ("block_keys", &[0x91, 1])];
+    assert_eq!(size(&keyed), Some(Some(2)));
+    let with = |field| size(&[keyed[0], keyed[1], field]);
+    assert_eq!(with(("block_size", &[0xCE, 0xFF, 0xFF, 0xFF, 0xFF])), Some(Some(u32::MAX)));
+    assert_eq!(with(("block_hashes", &[0x92, 1, 2])), Some(None));
+    assert_eq!(with(("block_size", &[0])), Some(None));
+    assert_eq!(with(("block_size", &[0xCF, 0, 0, 0, 1, 0, 0, 0, 0])), Some(None));
+    assert_eq!(size(&keyed[1..]), Some(None), "tokens too");
+    assert_eq!(size(&keyed[..1]), Some(None));
+}
+
+#[test]
+fn a_heartbeat_is_left_to_python() {
+    let removed = |wire: &[u8]| {
+        accepted(&batch(&[map(
+            "BlockRemoved",
+            &[("block_hashes", &[0x90]), ("heartbeat", wire)],
+        )]))
+    };
+    assert!(removed(&[0xC0]).is_some());
+    let beat = [&[0x82][..], &text("digest"), &text("d"), &text("every"), &[1]].concat();
+    for wire in [&beat[..], &[0x80], &[0x01]] {
+        assert_eq!(removed(wire), None);
+    }
+    let array = |wire: &[u8]| {
+        accepted(&batch(&[
+            [&[0x95][..], &text("BlockRemoved"), &[0x90, 0xC0, 0xC0], wire].concat()
+        ]))
+    };
+    assert!(array(&[0xC0]).is_some());
+    assert_eq!(array(&beat), None);
+}
+
+#[test]
 fn fields_without_use_have_their_types_all_the_same() {
     for (name, good, bad) in [
         ("session_id", &[0xA1, b'a'][..], &[0x01][..]),

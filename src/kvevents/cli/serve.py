@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any, Final
 
+from kvevents.cli import logs
 from kvevents.cli.command import OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import count, endpoint, seconds
@@ -16,7 +16,6 @@ from kvevents.errors import ConfigError, MissingDependencyError
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 def size(text: str) -> int:
@@ -88,8 +87,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
     )
-    parser.add_argument("--log-level", choices=_LEVELS, default="info", help="how much is told on stderr (default: info)")
-    parser.add_argument("--json", action="store_true", help="log one JSON object a line")
+    logs.add_arguments(parser)
     parser.add_argument("--check", action="store_true", help="check the settings, and end")
 
 
@@ -113,7 +111,7 @@ def run(args: Namespace) -> int:
     if args.check:
         console.note(Span("these settings can be used", "good"))
         return OK
-    _log_to_stderr(args.log_level, json=args.json)
+    logs.to_stderr(args)
     server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
     return OK
 
@@ -133,23 +131,6 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     found["dns"] = [*found.get("dns", []), *({"target": each, **model, **block_size} for each in args.dns)]
     found["source_files"] = [*found.get("source_files", []), *args.sources]
     return found
-
-
-class _JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        import msgspec  # noqa: PLC0415 - for this one form of logs
-
-        told = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(told).decode()
-
-
-def _log_to_stderr(level: str, *, json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if json else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("kvevents").setLevel(level.upper())
 
 
 COMMAND: Final = Command(

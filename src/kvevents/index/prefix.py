@@ -7,14 +7,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO, Final, Self, TypeAlias
 
 from kvevents import _native
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
+from kvevents.index.agreement import Agreement, digits_of
 from kvevents.index.namespace import Namespace
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.saving import restore, snapshot
-from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset, findings_of
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
 from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
@@ -27,7 +29,7 @@ MAX_PAYLOAD_EXPANSION: Final = 100
 that stay. Blocks of one token in arrays of one-byte integers come to about 30, many small events read with care to about 80."""
 
 _APPLIED: Final = Applied("applied")
-_CLEARED: Final = Applied("applied", cleared=True)
+_CLEARED: Final = Applied("applied", Findings(cleared=True))
 _DUPLICATE: Final = Applied("duplicate")
 _VOID: Final = Applied("void")
 _AT_ONCE: Final = 256
@@ -74,11 +76,13 @@ class PrefixIndex(_native.NativeIndex):
         self._clock = clock
         self._wire_rejected = Counter()
         self._counting = threading.Lock()
+        self._agreement = Agreement(may_evict=memory_limit is not None)
         return self
 
     _clock: Callable[[], float]
     _wire_rejected: Counter[str]
     _counting: threading.Lock
+    _agreement: Agreement
 
     # --- deliveries
 
@@ -87,6 +91,8 @@ class PrefixIndex(_native.NativeIndex):
 
         A gap forgets nothing: what it lost may have been removals, so its stream is no longer exact. What a peer sent never
         raises; `UsageError` where events are not as `kvevents.events` declares them.
+
+        After a batch with a heartbeat, its digest is compared with this index's of the stream: they are of the same moment.
         """
         if isinstance(delivery, RawBatch):
             stream = (delivery.source, delivery.rank)
@@ -95,7 +101,10 @@ class PrefixIndex(_native.NativeIndex):
             return self._apply_events(delivery)
         if isinstance(delivery, Gap):
             return self._gap(delivery.source, delivery.rank, delivery.incarnation, delivery.last)
-        return self._reset(delivery.source, delivery.rank, delivery.incarnation)
+        applied = self._reset(delivery.source, delivery.rank, delivery.incarnation)
+        if applied.status == "applied":
+            self._agreement.begin(self, (delivery.source, delivery.rank))
+        return applied
 
     def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
         """As `apply` for each. Raw batches in a row are applied without Python's lock, so that other threads run meanwhile."""
@@ -134,15 +143,22 @@ class PrefixIndex(_native.NativeIndex):
         applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)
         if applied is None:
             raise UsageError("events are not as kvevents.events declares them: a field has a value of another type")
-        return self._told(applied, batch.rejected)
+        found = findings_of(batch.events, batch.rejected)
+        return applied if found is None else self._told(batch, applied, found)
 
-    def _told(self, applied: Applied, rejected: tuple[Rejected, ...]) -> Applied:
-        if not rejected or applied.status != "applied":
-            return applied
+    def _told(self, batch: Batch, applied: Applied, found: Findings) -> Applied:
+        """With what only Python reads. Of a batch that is not applied the heartbeat still says something of the sender."""
+        heartbeat = found.heartbeat
+        if applied.status != "applied":
+            return applied if heartbeat is None else Applied(applied.status, Findings(heartbeat=heartbeat))
+        self._count(found.rejected)
+        agrees = None if heartbeat is None else self._agreement.of(self, (batch.source, batch.rank), heartbeat.digest)
+        return Applied(applied.status, replace(found, cleared=applied is _CLEARED, agrees=agrees))
+
+    def _count(self, rejected: tuple[Rejected, ...]) -> None:
         with self._counting:
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
-        return Applied(applied.status, rejected, applied.cleared)
 
     # --- workers
 
@@ -157,7 +173,9 @@ class PrefixIndex(_native.NativeIndex):
         """
         if isinstance(source, tuple):
             source, rank = source
-        return self._remove(source, rank)
+        blocks = self._remove(source, rank)
+        self._agreement.forget(source, rank)
+        return blocks
 
     def admit(self, source: Worker, rank: int = 0) -> None:
         """Let a removed worker in again, though its life be the same."""
@@ -199,7 +217,7 @@ class PrefixIndex(_native.NativeIndex):
         found = self._digest(source, rank)
         if found is None:
             raise UnknownSourceError(f"the index has no stream {source!r} with rank {rank}")
-        return f"{found:032x}"
+        return digits_of(found)
 
     # --- snapshots
 
@@ -210,6 +228,7 @@ class PrefixIndex(_native.NativeIndex):
     def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Replace everything with what `snapshot` wrote; on `SnapshotError` nothing has changed."""
         restore(self, file)
+        self._agreement.forget()
 
     # --- the overlay
 

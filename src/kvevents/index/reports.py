@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvevents.errors import ConfigError
-from kvevents.wire import Rejected
+from kvevents.stream import Findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,8 @@ class Applied:
 
     status: Literal["applied", "duplicate", "void"]
     """`duplicate`: it was there before. `void`: it is of an ended life of its publisher, or of a removed worker."""
-    rejected: tuple[Rejected, ...] = ()
-    """What could not be read."""
-    cleared: bool = False
-    """Whether it cleared the whole stream, which makes what was lost before irrelevant."""
+    findings: Findings | None = None
+    """What to `report` to the subscriber; None, as nearly always, where that is nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,17 @@
-"""The batches that can be replayed."""
+"""The batches that can be replayed, and what stands for those that no longer can.
+
+Theory of operation. What is pushed out of the buffer is folded into a history. Whoever asks from before the buffer gets a
+snapshot of it first, which ordinary consumers take for ordinary batches, so everything it says it says with its numbers:
+
+- Nothing missing: the snapshot has the numbers that end with that of the last batch it stands for. One that is larger than
+  subscribers read is several batches (`parts`). Of these a consumer must have all or none, and it may hold live batches of the
+  same numbers; so only who asks from before the first of them gets any, and the numbers of two snapshots never overlap: until
+  the next one can have numbers of its own, the last one is sent, and what was pushed out since.
+- Something missing, a number that was never sent: the snapshot ends just before that number. Nobody can have it, so everybody
+  sees a hole behind the clear, and nobody takes the state for all there is. An empty batch has the number of the last one
+  that the snapshot stands for: a consumer that holds that batch itself, and would apply it once more, sees two contents of one
+  number, and begins anew.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +19,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
+from kvevents.events import KVEventBatch
 from kvevents.publisher.history import History, Told
+from kvevents.publisher.parts import MAX_PARTS, spelled
 from kvevents.publisher.stats import HistoryStats
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
+from kvevents.wire.dialects import Dialect
+from kvevents.wire.encode import batch_encoder
 
 if TYPE_CHECKING:
     from kvevents.publisher.intake import Encode
@@ -19,33 +36,84 @@ Numbered: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""
 
 
+class Collapsed(NamedTuple):
+    """What has left a buffer, in the form in which `ReplayBuffer.resume` takes it."""
+
+    number: int
+    """Of the last batch that it stands for."""
+    payloads: list[bytes]
+    """Not for consumers."""
+    partial: bool = False
+    """Whether a number below was never sent, since the stream was cleared last."""
+
+
+class _Snapshot(NamedTuple):
+    """What stands for everything up to a number."""
+
+    through: int
+    """Number of the last batch that it stands for."""
+    batches: list[Numbered]
+    latest: int
+    """Who asks from above this gets none of it."""
+    several: bool
+    """Whether its numbers are those of batches that were sent, and more than one."""
+
+
+class _Cut(NamedTuple):
+    """What a snapshot is made of."""
+
+    number: int
+    last: bytes
+    """The batch of that number."""
+    missing: int | None
+    told: list[Told] | None
+    """None where there is nothing to tell, or no need."""
+    lately: list[Numbered]
+    """What was pushed out last."""
+
+
 class ReplayBuffer:
     """The last `steps` published batches, in order. Numbers rise but may have holes. Safe to use from several threads.
 
-    With a `history`, what is pushed out is collapsed into one snapshot batch: a clear, and stores that rebuild what was live,
-    numbered as the last batch that it stands for. `encode` makes its payload. A number that is missing before it was a batch
-    that nobody will ever see, so from then on there is no snapshot until the stream is cleared.
+    With a `history`, what is pushed out is collapsed into a snapshot: a clear, and stores that rebuild what was live. `encode`
+    makes its payloads, of at most `limit` bytes, by default what subscribers read.
     """
 
-    def __init__(self, steps: int, history: History | None = None, encode: Encode | None = None) -> None:
+    def __init__(
+        self, steps: int, history: History | None = None, encode: Encode | None = None, *, limit: int | None = None
+    ) -> None:
         self._steps = steps
         self._kept: deque[Numbered] = deque()
         self._lock = threading.Lock()
         self._history = history
         self._encode = encode
+        self._limit = DEFAULT_WIRE_LIMITS.max_payload_bytes if limit is None else limit
+        self._rank: int | None = None
+        self.incarnation = 0
+        """The sender's, as its heartbeats tell it; for snapshots of several batches, which say it too."""
         self._folded: Numbered = (-1, b"")
         """The last batch that went into the history."""
-        self._snapshot: Numbered = (-1, b"")
-        self._oversized = False
-        """Whether the snapshot is larger than subscribers read; it is not sent then."""
+        self._missing: int | None = None
+        self._lately: deque[Numbered] = deque(maxlen=MAX_PARTS)
+        self._snapshot: _Snapshot | None = None
+        self._unsent: str | None = None
+        """Why what was folded last had no snapshot when it was asked for."""
+
+    @classmethod
+    def collapsing(cls, steps: int, dialect: Dialect | None = None, *, limit: int | None = None) -> Self:
+        """One with a history, whose snapshots are in `dialect`; without a history where the native module is not installed."""
+        return cls(steps, History.create(), batch_encoder(dialect), limit=limit)
 
     def extend(self, batches: Sequence[Numbered]) -> None:
         """Add batches, pushing out the oldest. Called before they are sent live, so that what was seen can be asked for."""
         with self._lock:
-            self._kept.extend(batches)
-            surplus = len(self._kept) - self._steps
-            if surplus > 0:
-                self._push_out([self._kept.popleft() for _ in range(surplus)])
+            self._extend(batches)
+
+    def _extend(self, batches: Sequence[Numbered]) -> None:
+        self._kept.extend(batches)
+        surplus = len(self._kept) - self._steps
+        if surplus > 0:
+            self._push_out([self._kept.popleft() for _ in range(surplus)])
 
     def since(self, start: int) -> list[Numbered]:
         """Every kept batch numbered `start` or higher.
@@ -55,18 +123,68 @@ class ReplayBuffer:
         with self._lock:
             if not self._kept or start > self._kept[-1][0]:
                 return []
-            folded = self._folded
-            old = start <= folded[0]
-            told = self._history.told() if old and self._history is not None and self._snapshot[0] != folded[0] else None
             # Without holes this many batches are wanted; with holes, fewer, and the surplus is cut off below.
-            wanted = self._kept[-1][0] - start + 1
-            found = list(islice(reversed(self._kept), wanted))
+            found = list(islice(reversed(self._kept), self._kept[-1][0] - start + 1))
+            cut = self._cut() if start <= self._folded[0] else None
         while found and found[-1][0] < start:
             found.pop()
-        if old:
-            found += self._collapsed(folded, told)
         found.reverse()
-        return found
+        return found if cut is None else self._before(start, cut) + found
+
+    # --- for another buffer
+
+    def collapse(self) -> Collapsed | None:
+        """What has left the buffer so far; None where nothing has, or it cannot be told. Safe from any thread.
+
+        `extend` waits while native code runs, in proportion to what is live.
+        """
+        with self._lock:
+            return self._collapse()
+
+    def collapsed_at(self, number: int) -> tuple[Collapsed | None, list[Numbered]] | None:
+        """The same, and what is kept up to `number`: together all that was sent until then. None where more has left."""
+        with self._lock:
+            if self._folded[0] > number:
+                return None
+            return self._collapse(), [batch for batch in self._kept if batch[0] <= number]
+
+    def resume(
+        self,
+        number: int,
+        payloads: Sequence[bytes],
+        partial: bool,
+        batches: Sequence[Numbered] = (),
+        *,
+        rank: int | None = None,
+    ) -> None:
+        """Fill an empty buffer with what another one had `Collapsed`, and the batches after it.
+
+        Where nothing was collapsed, `number` is -1. `rank` is for snapshots, until a batch with a rank has left this buffer.
+        Nobody who asks for replay must hold batches up to `number` that he has not delivered: all connections are new ones.
+        """
+        with self._lock:
+            self._rank = rank
+            if payloads:
+                self._folded = (number, payloads[-1])
+                # Which number it was is not known any more, nor does it matter: nobody holds any of them.
+                self._missing = number - 1 if partial else None
+                if self._history is not None:
+                    self._history.restore(payloads, partial=partial)
+            self._extend(batches)
+
+    def told(self) -> list[Told] | None:
+        """What has left the buffer as its history tells it, if nothing is missing."""
+        with self._lock:
+            return None if self._history is None or self._missing is not None else self._history.told()
+
+    def _collapse(self) -> Collapsed | None:
+        number, last = self._folded
+        if self._history is None or number < 0:
+            return None
+        payloads = self._history.payloads(self._limit, decode_batch(last).batch.ts)
+        return None if payloads is None else Collapsed(number, payloads, self._missing is not None)
+
+    # --- in numbers
 
     def size(self) -> tuple[int, int]:
         """Number of batches that are kept as they were sent, and of their bytes."""
@@ -80,8 +198,13 @@ class ReplayBuffer:
             return None
         with self._lock:
             history = self._history
-            lost = history.lost or ("oversized" if self._oversized else None)
-            return HistoryStats(batches=self._folded[0] + 1, blocks=history.live, bytes=history.bytes, lost=lost)
+            return HistoryStats(
+                batches=self._folded[0] + 1,
+                blocks=history.live,
+                bytes=history.bytes,
+                partial=self._missing is not None,
+                lost=history.lost or self._unsent,
+            )
 
     def forget_lock(self) -> None:
         """For a forked child, in which the thread that held the lock does not exist."""
@@ -90,29 +213,69 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._kept)
 
+    # --- what was pushed out
+
     def _push_out(self, batches: list[Numbered]) -> None:
         history = self._history
         if history is None:
             return
         if batches[-1][0] - self._folded[0] == len(batches):  # no number is missing
             history.fold_many([payload for _, payload in batches])
+            self._folded = batches[-1]
         else:
             for seq, payload in batches:
                 if seq != self._folded[0] + 1:
-                    history.lose("batches")
+                    history.miss()
+                    self._missing = seq - 1
                 history.fold(payload)
                 self._folded = (seq, payload)
-        self._folded = batches[-1]
+        if self._missing is not None and not history.partial:
+            self._missing = None
+        self._lately.extend(batches)
 
-    def _collapsed(self, folded: Numbered, told: list[Told] | None) -> list[Numbered]:
-        """The snapshot of what has left the buffer; spelled once for all who ask before the next batch leaves.
+    def _cut(self) -> _Cut | None:
+        history, known = self._history, self._snapshot
+        if history is None:
+            return None
+        number, last = self._folded
+        # One of several batches is good for as many more batches: the next one could not have numbers of its own before.
+        again = known is not None and number - known.through < (len(known.batches) if known.several else 1)
+        return _Cut(number, last, self._missing, None if again else history.told(), list(self._lately))
 
-        Outside of the lock: to spell 50,000 blocks takes a tenth of a second, and the publisher must not wait for it.
-        """
-        number, last = folded
-        if told is not None and self._encode is not None:
-            decoded = decode_batch(last).batch
-            payload = self._encode(History.snapshot(told, decoded.ts, decoded.data_parallel_rank))
-            self._oversized = len(payload) > DEFAULT_WIRE_LIMITS.max_payload_bytes
-            self._snapshot = (number, payload)
-        return [] if self._snapshot[0] != number or self._oversized else [self._snapshot]
+    # --- the snapshot, outside of the lock: to spell 50,000 blocks takes a tenth of a second, for which nobody must wait
+
+    def _before(self, start: int, cut: _Cut) -> list[Numbered]:
+        """What is sent before what is kept, to somebody who asks from `start`. Spelled once for all who ask."""
+        if cut.told is not None:
+            self._renew(cut, cut.told)
+        known, lately = self._snapshot, cut.lately
+        if known is None or (known.through < cut.number and (not lately or lately[0][0] > known.through + 1)):
+            return []
+        snapshot = known.batches if start <= known.latest else []
+        return snapshot + [batch for batch in lately if batch[0] > known.through and batch[0] >= start]
+
+    def _renew(self, cut: _Cut, told: list[Told]) -> None:
+        made = self._made(cut, told)
+        self._unsent = made if isinstance(made, str) else None
+        known = self._snapshot
+        if isinstance(made, str) or (known is not None and made.several and made.batches[0][0] <= known.through):
+            return
+        self._snapshot = made
+
+    def _made(self, cut: _Cut, told: list[Told]) -> _Snapshot | str:
+        """The snapshot, or why there is none."""
+        batch = decode_batch(cut.last).batch
+        rank = self._rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+        encode = self._encode
+        parts = None if encode is None else spelled(told, batch.ts, rank, encode, self._limit, self.incarnation)
+        if parts is None or encode is None:
+            return "oversized"
+        last = cut.number if cut.missing is None else cut.missing - 1
+        first = last - len(parts) + 1
+        several = cut.missing is None and len(parts) > 1
+        if first < several:
+            return "oversized" if cut.missing is None else "batches"
+        batches = list(zip(range(first, last + 1), parts, strict=True))
+        if cut.missing is not None:
+            batches.append((cut.number, encode(KVEventBatch(batch.ts, [], rank))))
+        return _Snapshot(cut.number, batches, first - several, several)

@@ -11,7 +11,7 @@ from kvevents.publisher.null import NullEventPublisher
 from kvevents.publisher.zmq import ZmqEventPublisher
 
 _ENGINES_OWN: Final = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-_OURS: Final = ("bind", "dialect", "replay_topic", "compact", "curve")
+_OURS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "heartbeat", "snapshot_endpoint")
 
 
 class PublisherRegistry:

@@ -1,16 +1,13 @@
-"""History that has left the replay buffer, collapsed into one batch."""
+"""History that has left the replay buffer, collapsed into what is still live."""
 
 from __future__ import annotations
 
 import importlib
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-import msgspec
-
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.events import KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
 from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
@@ -20,8 +17,6 @@ Lost: TypeAlias = Literal["batches", "payloads", "digests"]
 Told: TypeAlias = tuple[Any, ...]
 """An event as `_native.Compactor.events` tells it."""
 
-_decode: Final = msgspec.msgpack.decode
-
 
 class _Compactor(Protocol):
     """`_native.Compactor`, which must not be imported here: who has no wheel publishes all the same."""
@@ -29,6 +24,8 @@ class _Compactor(Protocol):
     def fold(self, payload: bytes, respelled: bool = False) -> bool: ...
     def fold_many(self, payloads: list[bytes]) -> int: ...
     def events(self) -> list[Told] | None: ...
+    def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
+    def miss(self) -> None: ...
     def lose(self, reason: str) -> None: ...
     def clear(self) -> None: ...
     @property
@@ -37,14 +34,16 @@ class _Compactor(Protocol):
     def bytes(self) -> int: ...
     @property
     def lost(self) -> str | None: ...
+    @property
+    def partial(self) -> bool: ...
 
 
 class History:
     """Payloads of one stream, oldest first, of which only what is still live is kept.
 
-    `snapshot` says it again as one batch: a clear, then stores that rebuild every chain, so that whoever applies it knows what
-    one knows who saw every batch. What nobody can key by its tokens is not in it: blocks of groups of an unknown kind, and
-    stores whose lengths do not agree.
+    It can be told again (`kvevents.publisher.parts` spells it): a clear, then stores that rebuild every chain, so that whoever
+    applies them knows what one knows who saw every batch. What nobody can key by its tokens is not told: blocks of groups of an
+    unknown kind, and stores whose lengths do not agree.
     """
 
     def __init__(self, compactor: _Compactor) -> None:
@@ -78,20 +77,31 @@ class History:
                 self.fold(payload)
                 done += 1
 
+    def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
+        """Take in what `payloads` gave in another life of the process. `lost` where it is not that."""
+        for payload in payloads:
+            if not self._compactor.fold(payload, respelled=True):
+                self.lose("payloads")
+        if partial:
+            self.miss()
+
     def told(self) -> list[Told] | None:
-        """What `snapshot` spells, in a moment: None where that is `lost`, or no order of events can say it.
+        """Events that tell it, in a moment: None where that is `lost`, or no order of events can say it.
 
         The latter takes equal hashes under different parents, stored again and again; it passes as they are removed.
         """
         return None if self.lost else self._compactor.events()
 
-    @staticmethod
-    def snapshot(told: list[Told], ts: float, rank: int | None = None) -> KVEventBatch:
-        """One batch that stands for all that was folded when it was `told`."""
-        return KVEventBatch(ts, [AllBlocksCleared(), *(_SPELLINGS[event[0]](*event[1:]) for event in told)], rank)
+    def payloads(self, limit: int, ts: float) -> list[bytes] | None:
+        """The same for `restore`, in payloads of at most `limit` bytes where a block is no larger, other threads running."""
+        return None if self.lost else self._compactor.payloads(limit, ts)
+
+    def miss(self) -> None:
+        """A batch that nobody will see would have come here: what is told from now on is `partial`."""
+        self._compactor.miss()
 
     def lose(self, reason: Lost) -> None:
-        """There is no snapshot until the stream is cleared: what was folded is not all there was."""
+        """Nothing is told until the stream is cleared: what was folded is not all there was."""
         self._compactor.lose(reason)
 
     def clear(self) -> None:
@@ -102,6 +112,11 @@ class History:
     def lost(self) -> str | None:
         """What there was too much of, or one of `Lost`; None if nothing."""
         return self._compactor.lost
+
+    @property
+    def partial(self) -> bool:
+        """Whether something was missed since the stream was cleared last."""
+        return self._compactor.partial
 
     @property
     def live(self) -> int:
@@ -120,42 +135,3 @@ class History:
 
 def _has_digests(event: KVEvent) -> bool:
     return any(getattr(event, name, None) is not None for name in ("block_digests", "parent_block_digest"))
-
-
-# --- as events --------------------------------------------------------------------------------------------------------------
-
-
-_STORED: Final = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "pairs",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-    "locality",
-    "ownership",
-    "cache_salt",
-)
-_REMOVED: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
-
-
-def _stored(*values: Any) -> BlockStored:
-    fields = dict(zip(_STORED, values, strict=True))
-    numbers = array("I", fields["token_ids"]).tolist()
-    fields["token_ids"] = list(zip(numbers[::2], numbers[1::2], strict=True)) if fields.pop("pairs") else numbers
-    if fields["extra_keys"] is not None:
-        fields["extra_keys"] = _decode(fields["extra_keys"])
-    return BlockStored(**fields)
-
-
-def _removed(*values: Any) -> BlockRemoved:
-    return BlockRemoved(**dict(zip(_REMOVED, values, strict=True)))
-
-
-_SPELLINGS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _stored, "removed": _removed}

@@ -54,6 +54,7 @@ class QueuedPublisher(EventPublisher):
         self._seq = 0
         self._refused = 0
         self._burnt = 0
+        self._inserted = 0
         self._holes = 0
         self._failed = 0
 
@@ -173,11 +174,18 @@ class QueuedPublisher(EventPublisher):
                 self._burnt -= burnt
             return seq, waiting
 
+    def _insert(self) -> int:
+        """The number of a batch of the thread's own, before all that wait."""
+        with self._lock:
+            self._seq += 1
+            self._inserted += 1
+            return self._seq - 1
+
     def _numbers(self) -> tuple[int, int]:
         """The number of the next batch, and how many were accepted so far."""
         with self._lock:
             following = self._seq + len(self._queue) - self._holes + self._burnt
-            return following, following - self._refused
+            return following, following - self._refused - self._inserted
 
     def _unencodable(self, seq: int, error: Exception) -> None:
         raise NotImplementedError

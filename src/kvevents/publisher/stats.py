@@ -6,7 +6,7 @@ import msgspec
 
 
 class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a replay server, since it started."""
+    """Counters of a server of replies, since it started."""
 
     requests: int = 0
     batches: int = 0
@@ -33,8 +33,10 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     """Live in it."""
     bytes: int = 0
     """Memory, about."""
+    partial: bool = False
+    """Whether a number is missing from it since the stream was cleared last. Who gets its snapshot sees a gap."""
     lost: str | None = None
-    """Why there is no snapshot until the stream is cleared; None when there is one."""
+    """Why there is no snapshot, for most reasons until the stream is cleared; None when there is one."""
 
 
 class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +55,13 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay from 0 would send."""
     history: HistoryStats | None = None
     """None where history is not compacted."""
+    heartbeats: int = 0
+    """Batches of the publisher's own that say what is resident. They have numbers and count nowhere else, as barriers do."""
     subscribers: int = 0
     """Subscriptions on the event socket; a consumer with two topics counts twice."""
     replay: ReplayStats = ReplayStats()
+    snapshots: ReplayStats = ReplayStats()
+    """Of placement snapshots; `batches` are messages there."""
 
 
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):

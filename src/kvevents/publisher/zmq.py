@@ -1,10 +1,9 @@
 """Publishing over ZeroMQ, with replay.
 
-Theory of operation. `publish` queues (`intake`). One thread, `zmq-publisher`, owns the event socket: in bursts it encodes what
-waits, puts it into the replay buffer, and only then sends it, so that whatever a consumer saw can be asked for again. While
-batches come quickly it dozes, looking at the queue after each of `NAPS`, since waking a sleeping thread is the dearest thing
-that `publish` could do; when they come slowly it sleeps until woken. Another thread, `zmq-replay`, owns the replay socket
-(`replay`).
+Theory of operation. `publish` queues (`intake`). One thread, `zmq-publisher`, encodes in bursts what waits and sends it
+(`broadcast`). While batches come quickly it dozes, looking at the queue after each of `NAPS`, since waking a sleeping thread is
+the dearest thing that `publish` could do; when they come slowly it sleeps until woken. Batches of its own, heartbeats and
+barriers, get numbers between those that wait.
 `docs/adr/0002-publisher-thread.md` has the measurements.
 """
 
@@ -13,25 +12,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
-from time import monotonic, sleep
-from typing import Any, Final, cast
+from time import monotonic, sleep, time
+from typing import Any, Final
 
 import zmq
-import zmq.backend
 
-from kvevents.admission import admit
-from kvevents.config import Curve, resolve_dialect
-from kvevents.endpoints import connectable, offset_endpoint_port, port_collision, should_bind
+from kvevents.config import Curve, check_heartbeat, resolve_dialect
+from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind
 from kvevents.errors import ConfigError, MissingDependencyError
-from kvevents.publisher import lifetime, sockets
-from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.events import BlockRemoved, KVEventBatch
+from kvevents.publisher import lifetime
+from kvevents.publisher.broadcast import Broadcast
+from kvevents.publisher.buffer import Numbered, ReplayBuffer
 from kvevents.publisher.episode import Episode
 from kvevents.publisher.history import History
 from kvevents.publisher.intake import Encode, QueuedPublisher
-from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
-from kvevents.publisher.stats import PublisherStats, ReplayStats, ShutdownReport
+from kvevents.publisher.resident import Resident
+from kvevents.publisher.sockets import FLUSH_GRACE
+from kvevents.publisher.stats import PublisherStats, ShutdownReport
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.encode import batch_encoder
 from kvevents.wire.framing import END_SEQ
@@ -44,14 +42,7 @@ apart than all of them together do not make the thread doze at all."""
 SLEEP: Final = 0.25
 """Seconds the idle thread sleeps at most."""
 LOOK_EVERY: Final = 0.1
-"""Seconds between looks at what is not the queue: subscriptions, losses to tell of."""
-_SUBSCRIPTIONS_AT_ONCE: Final = 1000
-_EVENT_IO: Final = 1
-"""ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
-_REPLAY_IO: Final = 2
-"""ZMQ_AFFINITY of the replay socket: the second one."""
-
-Send = Callable[..., Any]
+"""Seconds between looks at what is not the queue: subscriptions, losses to tell of, snapshots that are wanted."""
 
 
 class ZmqEventPublisher(QueuedPublisher):
@@ -68,10 +59,13 @@ class ZmqEventPublisher(QueuedPublisher):
     replay_topic: whether replies repeat the topic; None goes by the dialect, and without one, yes.
     compact: collapse what leaves the replay buffer into one snapshot batch, sent first to whoever asks from before the buffer;
     None does so where the native module is installed.
-    curve: keys for both sockets. context: a ZeroMQ context to use, which the caller ends.
+    curve: keys for all sockets. context: a ZeroMQ context to use, which the caller ends.
+    heartbeat: seconds between batches that say what is resident, by which consumers check what they know; None for none.
+    snapshot_endpoint: where placement snapshots are answered as in SGLang's draft `snapshot-v1`; changes the topics of batches.
 
     Raises `ConfigError` for settings that cannot work, ports that ranks would fight over included, `UnknownDialectError`,
-    and `EndpointError`, an OSError, when a socket cannot be bound.
+    `MissingDependencyError` for those that need the native module, and `EndpointError`, an OSError, when a socket cannot be
+    bound.
     """
 
     SHUTDOWN_TIMEOUT: float = 1.0
@@ -97,40 +91,61 @@ class ZmqEventPublisher(QueuedPublisher):
         compact: bool | None = None,
         curve: Curve | None = None,
         context: zmq.Context[Any] | None = None,
+        heartbeat: float | None = None,
+        snapshot_endpoint: str | None = None,
     ) -> None:
         _check_counts(data_parallel_rank=data_parallel_rank, buffer_steps=buffer_steps, hwm=hwm, max_queue_size=max_queue_size)
+        check_heartbeat(heartbeat)
         super().__init__(data_parallel_rank, max_queue_size)
         self._dp_rank = data_parallel_rank
-        self._hwm = hwm
-        self._curve = curve
         self._topic_bytes = topic.encode()
         self._dialect = resolve_dialect(dialect)
-        self._replay_topic = self._dialect is None or self._dialect.replay_topic if replay_topic is None else replay_topic
         self._binds = should_bind(endpoint) if bind is None else bind
         self._refuse_collision(endpoint, replay_endpoint)
+        self._refuse_snapshot_collision(snapshot_endpoint, endpoint, replay_endpoint)
         self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
-        self._buffer = self._replay_buffer(buffer_steps, compact)
-        self._ctx, self._owns_context = _choose_context(context, self._endpoint, self._replay_endpoint)
-        self._socket_setup()
-        self._published = self._subscriptions = 0
+        self._resident = None if heartbeat is None else Resident.create()
+        self._heartbeat = heartbeat or 0.0
+        self._buffer = self._replay_buffer(buffer_steps, compact, snapshots=snapshot_endpoint is not None)
+        self._broadcast = Broadcast(
+            self._endpoint,
+            self._replay_endpoint,
+            buffer=self._buffer,
+            hwm=hwm,
+            topic=topic,
+            bind=self._binds,
+            replay_topic=self._dialect is None or self._dialect.replay_topic if replay_topic is None else replay_topic,
+            curve=curve,
+            context=context,
+            snapshot_endpoint=self.offset_endpoint_port(snapshot_endpoint, data_parallel_rank),
+            rank=data_parallel_rank,
+        )
+        self._bound, self._replay_bound = self._broadcast.bound, self._broadcast.replay_bound
+        self._admission = self._broadcast.admission
+        self._published = self._heartbeats = 0
         self._queue_full = Episode(logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full")
         self._bad_batches = Episode(logger, f"{self.endpoint}: a batch cannot be encoded")
         self._last_fault = ""
         self._pid = os.getpid()
         self._deadline: float | None = None
-        self._flush_until = float("inf")
         self._closing = threading.RLock()
         self._report: ShutdownReport | None = None
-        self._start()
+        self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
+        self._thread.start()
+        lifetime.enrol(self)
+        logger.info("publishing KV events of rank %d at %s", self._dp_rank, self.endpoint)
 
-    def _replay_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
-        if self._replay_endpoint is None or compact is False:
+    def _replay_buffer(self, steps: int, compact: bool | None, *, snapshots: bool) -> ReplayBuffer:
+        if snapshots and compact is False:
+            raise ConfigError("snapshot_endpoint tells what compaction keeps; leave compact=False out")
+        if (self._replay_endpoint is None and not snapshots) or compact is False:
             return ReplayBuffer(0 if self._replay_endpoint is None else steps)
         history = History.create()
-        if history is None and compact:
+        if history is None and (compact or snapshots):
+            setting = "snapshot_endpoint" if snapshots else "compact=True"
             raise MissingDependencyError(
-                "compact=True needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
+                f"{setting} needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
             )
         return ReplayBuffer(steps, history, batch_encoder(self._dialect))
 
@@ -139,67 +154,35 @@ class ZmqEventPublisher(QueuedPublisher):
         if sentence is not None:
             raise ConfigError(sentence)
 
-    def _socket_setup(self) -> None:
-        """Open both sockets; when one fails, neither stays open."""
-        with ExitStack() as undo:
-            if self._owns_context:
-                undo.callback(self._ctx.term)
-            self._admission = admit(self._ctx, self._curve, self._endpoint)
-            if self._admission is not None:
-                undo.callback(self._admission.close)
-            self._pub: sockets.Socket = self._open_events()
-            undo.callback(self._pub.close, linger=0)
-            self._replay: sockets.Socket | None = self._open_replay()
-            undo.pop_all()
-        topic = self._topic_bytes if self._replay_topic else None
-        self._server = None if self._replay is None else ReplayServer(self._replay, self._buffer, topic)
-
-    def _open_events(self) -> sockets.Socket:
-        # XPUB is PUB that also tells who subscribed; to subscribers the two are the same.
-        with sockets.opened(self._ctx, zmq.XPUB, self._admission, self._endpoint) as socket:
-            socket.set_hwm(self._hwm)
-            socket.affinity = _EVENT_IO if self._owns_context else 0
-            socket.xpub_verboser = True
-            enter = sockets.bind if self._binds else sockets.connect
-            self._bound = enter(socket, self._endpoint, "event")
-            return socket
-
-    def _open_replay(self) -> sockets.Socket | None:
-        self._replay_bound: str | None = None
-        if self._replay_endpoint is None:
-            return None
-        with sockets.opened(self._ctx, zmq.ROUTER, self._admission, self._replay_endpoint) as socket:
-            socket.sndhwm = REPLAY_SEND_LIMIT
-            socket.affinity = _REPLAY_IO if self._owns_context else 0
-            self._replay_bound = sockets.bind(socket, self._replay_endpoint, "replay")
-            return socket
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
-        self._thread.start()
-        self._replay_thread: threading.Thread | None = None
-        if self._server is not None:
-            self._replay_thread = threading.Thread(target=self._service_replay, daemon=True, name="zmq-replay")
-            self._replay_thread.start()
-        lifetime.enrol(self)
-        logger.info("publishing KV events of rank %d at %s", self._dp_rank, self.endpoint)
+    def _refuse_snapshot_collision(self, snapshots: str | None, *others: str | None) -> None:
+        for other in others:
+            if snapshots is not None and other is not None and port_collision(other, snapshots, self._dp_rank) is not None:
+                raise ConfigError(
+                    f"the snapshot port of rank {self._dp_rank} would be a port of a rank at or below it; "
+                    f"put snapshot_endpoint ({snapshots}) at least as many ports from {other} as there are ranks"
+                )
 
     # --- what is known about it --------------------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> str:
         """Where a consumer on this host subscribes, with the port that the OS chose; in connect mode, where we connect to."""
-        return connectable(self._bound)
+        return self._broadcast.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
         """Where a consumer on this host asks for replay; None without replay."""
-        return None if self._replay_bound is None else connectable(self._replay_bound)
+        return self._broadcast.replay_endpoint
+
+    @property
+    def snapshot_endpoint(self) -> str | None:
+        """Where a consumer on this host asks for a placement snapshot; None without."""
+        return self._broadcast.snapshot_endpoint
 
     @property
     def connections_refused(self) -> int:
-        """Connections of clients that know this end's key and are not in `curve.allowed`; those to both sockets count."""
-        return 0 if self._admission is None else self._admission.refused
+        """Connections of clients that know this end's key and are not in `curve.allowed`; those to all sockets count."""
+        return self._broadcast.connections_refused
 
     def stats(self) -> PublisherStats:
         """Counters since the start. Safe from any thread, also after `shutdown()`."""
@@ -214,8 +197,10 @@ class ZmqEventPublisher(QueuedPublisher):
             buffered_batches=batches,
             buffered_bytes=size,
             history=self._buffer.history_stats(),
-            subscribers=self._subscriptions,
-            replay=ReplayStats() if self._server is None else self._server.stats(),
+            heartbeats=self._heartbeats,
+            subscribers=self._broadcast.subscribers,
+            replay=self._broadcast.replay_stats(),
+            snapshots=self._broadcast.snapshot_stats(),
         )
 
     def __repr__(self) -> str:
@@ -225,48 +210,63 @@ class ZmqEventPublisher(QueuedPublisher):
         state = "" if self._running else "closed, "
         return (
             f"<{type(self).__name__} rank {self._dp_rank} at {self.endpoint}{replay}: {state}{self._published} published, "
-            f"{queued} queued, {self._refused + self._failed} dropped, {self._subscriptions} subscribers>"
+            f"{queued} queued, {self._refused + self._failed} dropped, {self._broadcast.subscribers} subscribers>"
         )
 
     # --- the publisher thread ----------------------------------------------------------------------------------------------
 
     def _publisher_thread(self) -> None:
         encode = batch_encoder(self._dialect)
-        # The backend's own send: pyzmq's send_multipart costs six times as much for three frames.
-        send: Send = zmq.backend.Socket.send.__get__(self._pub)
         try:
-            self._publish_until_closed(encode, send)
+            self._publish_until_closed(encode)
             while self._queue and self._deadline is not None and monotonic() < self._deadline:
-                self._publish_burst(encode, send)
+                self._publish_burst(encode)
         except zmq.ZMQError as error:
             self._close_intake(f"its ZeroMQ context was terminated ({error})")
         finally:
             self._close_intake(self._why_closed or "its thread failed")
-            self._flush_until = sockets.close_by(self._pub, self._deadline)
+            self._broadcast.end(self._deadline)
 
-    def _publish_until_closed(self, encode: Encode, send: Send) -> None:
+    def _publish_until_closed(self, encode: Encode) -> None:
         look_at, brisk = 0.0, False
+        beat_at = float("inf") if self._resident is None else 0.0
         while self._running:
             if self._queue:
-                self._publish_burst(encode, send)
+                self._publish_burst(encode)
             else:
-                brisk = self._rest(brisk)
+                brisk = self._rest(brisk, beat_at)
             now = monotonic()
             if now >= look_at:
                 look_at = now + LOOK_EVERY
-                self._look_around(now)
+                self._look_around(now, encode)
+            if now >= beat_at:
+                beat_at = now + self._heartbeat
+                self._beat(encode)
 
-    def _publish_burst(self, encode: Encode, send: Send) -> None:
+    def _publish_burst(self, encode: Encode) -> None:
         batches = self._take_burst(encode)
-        self._buffer.extend(batches)
-        topic = self._topic_bytes
-        for seq, payload in batches:
-            send(topic, zmq.SNDMORE)
-            send(seq.to_bytes(8, "big"), zmq.SNDMORE)
-            send(payload)
+        self._send(batches)
         self._published += len(batches)
 
-    def _rest(self, brisk: bool) -> bool:
+    def _send(self, batches: list[Numbered]) -> None:
+        self._broadcast.send(batches)
+        if self._resident is not None:
+            self._resident.apply(batches)
+
+    def _beat(self, encode: Encode) -> None:
+        if self._resident is not None and self._running:
+            number = self._insert()
+            heartbeat = self._resident.heartbeat(number, self._heartbeat, self._broadcast.incarnation)
+            self._send([(number, encode(KVEventBatch(time(), [BlockRemoved([], heartbeat=heartbeat)], self._dp_rank)))])
+            self._heartbeats += 1
+
+    def _cut(self, encode: Encode) -> None:
+        barrier = (self._insert(), encode(KVEventBatch(time(), [], self._dp_rank)))
+        self._broadcast.cut(*barrier)
+        if self._resident is not None:
+            self._resident.apply([barrier])
+
+    def _rest(self, brisk: bool, beat_at: float) -> bool:
         """Until there is something to do; whether batches come so quickly that the next rest should begin with dozing."""
         if brisk:
             for nap in NAPS:
@@ -274,23 +274,18 @@ class ZmqEventPublisher(QueuedPublisher):
                 if self._queue or not self._running:
                     return True
         began = monotonic()
-        self._sleep(SLEEP)
+        self._sleep(max(0.0, min(SLEEP, beat_at - began)))
         return monotonic() - began < sum(NAPS)
 
-    def _look_around(self, now: float) -> None:
+    def _look_around(self, now: float, encode: Encode) -> None:
         self._queue_full.watch(self._refused, now)
         self._bad_batches.watch(self._failed, now, self._last_fault)
-        for _ in range(_SUBSCRIPTIONS_AT_ONCE):
-            if not cast("int", self._pub.get(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            self._subscriptions += {b"\1": 1, b"\0": -1}.get(self._pub.recv(zmq.DONTWAIT)[:1], 0)
+        self._broadcast.look_around()
+        if self._broadcast.wants_cut:
+            self._cut(encode)
 
     def _unencodable(self, seq: int, error: Exception) -> None:
         self._last_fault = f"number {seq}: {error}"
-
-    def _service_replay(self) -> None:
-        if self._server is not None:
-            self._server.run()
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -312,29 +307,15 @@ class ZmqEventPublisher(QueuedPublisher):
     def _close(self, seconds: float) -> ShutdownReport:
         self._deadline = monotonic() + seconds
         self._close_intake("shutdown() was called")
-        if self._server is not None:
-            self._server.stop(self._deadline)
-        threads = [thread for thread in (self._thread, self._replay_thread) if thread is not None]
-        for thread in threads:
-            thread.join(max(0.0, self._deadline - monotonic()) + sockets.FLUSH_GRACE)
-        if self._admission is not None:
-            self._admission.close()
-        ended = not any(thread.is_alive() for thread in threads)
-        if ended and self._server is not None:
-            self._server.close()
-        report = self._tell(self._flush() if ended else False)
+        self._broadcast.stop(self._deadline)
+        self._thread.join(seconds + FLUSH_GRACE)
+        left = max(0.0, self._deadline - monotonic())
+        flushed = self._broadcast.close(left, sending=self._thread.is_alive())
+        report = self._tell(flushed)
         lifetime.discharge(self)
         if not report.complete:
             logger.warning("%s was shut down before everything was sent: %s", self.endpoint, report)
         return report
-
-    def _flush(self) -> bool | None:
-        """Wait for ZeroMQ to send what it holds; whether it did. A context of others is left alone: None."""
-        if not self._owns_context:
-            return None
-        self._ctx.term()
-        until = self._flush_until if self._server is None else min(self._flush_until, self._server.flush_until)
-        return monotonic() < until
 
     def _tell(self, flushed: bool | None = None) -> ShutdownReport:
         _, accepted = self._numbers()
@@ -342,12 +323,12 @@ class ZmqEventPublisher(QueuedPublisher):
             sent=self._published,
             unsent=accepted - self._published - self._failed,
             dropped=self._refused + self._failed,
-            replays_cut=0 if self._server is None else self._server.cut,
+            replays_cut=self._broadcast.replays_cut,
             flushed=flushed,
         )
 
     def _after_fork(self) -> None:
-        self._buffer.forget_lock()
+        self._broadcast.forget_locks()
         self._become_child(f"it belongs to process {self._pid}, of which this one is a fork; make a publisher of your own here")
 
 
@@ -355,18 +336,3 @@ def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 0:
             raise ConfigError(f"{name} is {value}; it cannot be negative")
-
-
-def _choose_context(
-    given: zmq.Context[Any] | None, endpoint: str, replay_endpoint: str | None
-) -> tuple[zmq.Context[Any], bool]:
-    """The context to use and whether it is ours to end.
-
-    `inproc://` is only reachable within a context, so there it is the process's, as in the engines. Otherwise one of our own,
-    which can be flushed and ended; with replay it has a second I/O thread, so that a long reply does not delay live batches.
-    """
-    if given is not None:
-        return given, False
-    if any(item.startswith("inproc://") for item in (endpoint, replay_endpoint or "")):
-        return zmq.Context.instance(), False
-    return zmq.Context(io_threads=1 if replay_endpoint is None else 2), True

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from kvevents.config import Curve
-from kvevents.index import Applied, Match, MultiModal, Namespace, PrefixIndex, chain_hashes
+from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
 from kvevents.service.announcing import Announcer
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.follower import Follower, Listener, published_at
@@ -22,7 +22,7 @@ from kvevents.service.shapes import BatchesEvent, LossEvent, SourceEvent, Stream
 from kvevents.service.shapes import Gap as GapView
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import Subscriber
-from kvevents.wire import decode_batch
+from kvevents.wire import Rejected, decode_batch
 
 log = logging.getLogger(__name__)
 
@@ -294,11 +294,11 @@ class Fleet(Listener):
         log.warning("%s: %s%s", member.registration.label, sentence, more)
         member.silent_until, member.untold = time.monotonic() + LOSS_SECONDS, 0
 
-    def rejected(self, batch: RawBatch, applied: Applied) -> None:
+    def rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """See `Listener`."""
         known = decode_batch(batch.payload).dialect
         dialect = "unknown" if known is None else f"{known.engine}-{known.since}"
-        for one in applied.rejected:
+        for one in events:
             self.counts[dialect, one.reason] = self.counts.get((dialect, one.reason), 0) + one.count
 
     def ticked(self) -> None:

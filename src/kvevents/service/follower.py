@@ -15,9 +15,10 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from kvevents.errors import KVEventsError
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import PrefixIndex
 from kvevents.stream import Gap, RawBatch, RawDelivery, Reset
 from kvevents.subscriber import Subscriber
+from kvevents.wire import Rejected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class Listener:
     def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """Deliveries that are in the index now: the newest batch of each stream, and every reset and gap."""
 
-    def rejected(self, batch: RawBatch, applied: Applied) -> None:
+    def rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """A batch with events that could not be read."""
 
     def ticked(self) -> None:
@@ -118,10 +119,10 @@ class Follower(threading.Thread):
                 continue
             count += 1
             newest[delivery.source, delivery.rank] = delivery
-            if applied.rejected or applied.cleared:
-                self.subscriber.report(delivery, applied.rejected, applied.cleared)
-                if applied.rejected:
-                    self._listener.rejected(delivery, applied)
+            if applied.findings is not None:
+                self.subscriber.report(delivery, applied.findings)
+                if applied.findings.rejected:
+                    self._listener.rejected(delivery, applied.findings.rejected)
         self._count(count)
         self._listener.delivered(list(newest.values()), losses)
 

@@ -41,6 +41,8 @@ _SECONDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.012
 _DEPTHS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _WAITING: Final = {"CONNECTING": "connecting", "REPLAYING": "replaying", "STALE": "disconnected"}
 """Reasons of sources that nothing else is known against."""
+_STALE_BY_WORD: Final = ("silent: ", "its sender is STALE")
+"""In the sentences of sources that are STALE though they are connected; a doubt says why."""
 _COMPLAINTS: Final = {
     "is registered with blocks of": "block-size",
     "for the memory limit": "evicted",
@@ -222,6 +224,9 @@ _COUNTS: Final = (
     _Count("malformed_messages", "Messages that are no batch", lambda counted: sum(counted.malformed.values())),
     _Count("rejected_events", "Events that could not be read", lambda counted: sum(counted.rejected.values())),
     _Count("replay_requests", "Replays that were asked for", lambda counted: counted.requests),
+    _Count("heartbeats", "Batches that say what their sender holds", lambda counted: counted.heartbeats),
+    _Count("digest_agreements", "Heartbeats after which the index held the same", lambda counted: counted.agreements),
+    _Count("divergences", "Heartbeats after which it did not, with nothing to explain it", lambda counted: counted.divergences),
 )
 _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]]], ...]] = (
     (
@@ -254,7 +259,7 @@ def reasons_of(member: Member) -> list[str]:
     ]
     if member.fault is not None:
         found.append("unreachable")
-    elif state in _WAITING:
+    elif state in _WAITING and not any(told in member.trusted.reason for told in _STALE_BY_WORD):
         found.append(_WAITING[state])
     return list(dict.fromkeys(found or ["other"]))
 

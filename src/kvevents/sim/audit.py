@@ -10,18 +10,18 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from msgspec.structs import replace
+import msgspec
 
 from kvevents.errors import UsageError
-from kvevents.events import KVEvent, KVEventBatch
+from kvevents.events import BlockRemoved, KVEvent, KVEventBatch
 from kvevents.index import Applied, Namespace, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.results import Difference
 from kvevents.sim.sequence import Sequence
-from kvevents.stream import Batch, Gap, RawBatch, Reset
+from kvevents.stream import Batch, Gap, RawBatch, Reset, findings_of
 from kvevents.wire.encode import batch_encoder
 
 MAX_EXAMPLES: Final = 10
@@ -127,7 +127,7 @@ class Audit:
         if isinstance(delivery, Gap):
             self._move(worker, stream, Mark(stream.life, delivery.last + 1, 0))
             stream.numbered += 1
-            return self.index.apply(replace(delivery, first=stream.numbered - 1, last=stream.numbered - 1))
+            return self.index.apply(msgspec.structs.replace(delivery, first=stream.numbered - 1, last=stream.numbered - 1))
         return self._batch(worker, stream, delivery, stream.life if life is None else life)
 
     def settle(self, worker: Worker) -> None:
@@ -168,13 +168,17 @@ class Audit:
         stream.life, stream.next = mark.life, mark.seq
 
     def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> Applied:
-        cleared, start = False, 0
+        told, start = findings_of(batch.events, batch.rejected), 0
         for split in splits:
-            cleared |= self._give(stream, _part(batch, batch.events[start:split])).cleared
+            self._give(stream, _part(batch, batch.events[start:split]))
             start = split
             self._compare_until(worker, stream, Mark(stream.life, batch.seq, split))
-        applied = self._give(stream, _part(batch, batch.events[start:]))
-        return Applied(applied.status, batch.rejected, cleared or applied.cleared)
+        heartbeat = told.heartbeat if told is not None else None
+        # Its digest is of the whole batch, wherever in it it stands.
+        last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
+        applied = self._give(stream, _part(batch, [*batch.events[start:], *last]))
+        agrees = applied.findings.agrees if applied.findings is not None else None
+        return Applied(applied.status, told and replace(told, agrees=agrees))
 
     def _give(self, stream: _Stream, batch: Batch | RawBatch) -> Applied:
         number = stream.numbered

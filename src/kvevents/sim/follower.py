@@ -81,7 +81,7 @@ class Follower:
 
     def _take(self, subscriber: Subscriber[RawBatch], delivery: RawDelivery) -> None:
         applied = self.audit.apply(delivery, self._life(delivery) if isinstance(delivery, RawBatch) else None)
-        subscriber.report(delivery, applied.rejected, applied.cleared)
+        subscriber.report(delivery, applied.findings)
 
     def _life(self, batch: RawBatch) -> int:
         worker = (batch.source, batch.rank)

@@ -2,6 +2,7 @@
 
 from kvevents.stream.checkpoint import Checkpoint, Fingerprint
 from kvevents.stream.deliveries import Batch, Delivery, Gap, RawBatch, RawDelivery, Reset
+from kvevents.stream.findings import Findings, findings_of
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.machine import Stream
 from kvevents.stream.source import Source
@@ -16,6 +17,7 @@ __all__ = [
     "Checkpoint",
     "Delivery",
     "Doubt",
+    "Findings",
     "Fingerprint",
     "Gap",
     "Phase",
@@ -27,4 +29,5 @@ __all__ = [
     "StreamCounters",
     "StreamLimits",
     "Trust",
+    "findings_of",
 ]

@@ -105,7 +105,7 @@ class Standing(NamedTuple):
                     doubts[Doubt.REJECTED] = last_seq
         if incarnation == now.incarnation:
             # What ended a doubt was handed out, or waits and will be delivered again. Reports arrive without a delivery.
-            told = {Doubt.REJECTED, Doubt.REPLAY_UNCONFIRMED}
+            told = {Doubt.REJECTED, Doubt.REPLAY_UNCONFIRMED, Doubt.DIVERGED, Doubt.SENDER}
             doubts = {doubt: doubts.get(doubt, last) for doubt, last in now.doubts.items() if doubt in doubts or doubt in told}
         return Standing(incarnation, last_seq, anchor, now.replay_seen, doubts)
 

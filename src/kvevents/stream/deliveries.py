@@ -60,7 +60,10 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reset(msgspec.Struct, frozen=True, gc=False):
-    """Forget everything this stream told you: the publisher began a new life, or its identity cannot be proven."""
+    """Forget everything this stream told you; what its publisher holds comes anew.
+
+    The publisher began a new life, or its identity cannot be proven, or what it holds is not what was delivered.
+    """
 
     source: str
     rank: int

@@ -16,7 +16,7 @@ class Doubts:
 
     def __init__(self) -> None:
         self._through: dict[Doubt, int] = {}
-        self._cleared = -1
+        self._cleared = self._agreed = -1
 
     def __bool__(self) -> bool:
         return bool(self._through)
@@ -42,18 +42,38 @@ class Doubts:
         self._heal(seq)
 
     def reject(self, seq: int) -> None:
-        """Events of batch `seq` could not be read; that matters unless a later batch is known to clear everything."""
-        if seq >= self._cleared:
+        """Events of batch `seq` could not be read; that matters unless later it is known to make no difference."""
+        if seq >= self._cleared and seq > self._agreed:
             self.add(Doubt.REJECTED, seq)
+
+    def agree(self, seq: int) -> None:
+        """After batch `seq` the state is the sender's: what was doubted up to there has made no difference."""
+        self._agreed = max(seq, self._agreed)
+        self._heal(seq)
+        if self._through.get(Doubt.REJECTED) == seq:
+            self.discard(Doubt.REJECTED)
+
+    def diverge(self, seq: int) -> bool:
+        """After batch `seq` the state is not the sender's. False where a later clear or agreement has ended that already."""
+        matters = seq >= self._cleared and seq > self._agreed
+        if matters:
+            self.add(Doubt.DIVERGED, seq)
+        return matters
+
+    def explains(self, seq: int) -> bool:
+        """Whether it is known already why the state after batch `seq` may not be the sender's."""
+        return any(doubt in HEALED_BY_CLEAR and through <= seq for doubt, through in self._through.items())
 
     def kept(self) -> dict[Doubt, int]:
         """Those that outlive a process, each with the last number in doubt."""
         return {doubt: self._through[doubt] for doubt in self if doubt in KEPT_BY_CHECKPOINT}
 
     def begin_life(self) -> None:
-        """What was doubted about events is about a life that has ended."""
-        self._cleared = -1
+        """What was doubted about events, or told by the sender, is about a life that has ended."""
+        self._cleared = self._agreed = -1
         self._heal(None)
+        self.discard(Doubt.SENDER)
+        self.discard(Doubt.SILENT)
 
     def _heal(self, before: int | None) -> None:
         for doubt in HEALED_BY_CLEAR & self._through.keys():

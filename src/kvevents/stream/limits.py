@@ -32,6 +32,12 @@ class StreamLimits:
     """Contradictions between replay and live stream in a row after which the replay endpoint is no longer believed."""
     max_recent: int = 256
     """Replayed batches remembered to recognise the same ones arriving live a moment later."""
+    silent_intervals: float = 3.0
+    """Times the interval that a sender has told in its heartbeats, after which it is silent when nothing is heard of it: one
+    heartbeat may be lost and the next be late."""
+    max_diverged_restarts: int = 2
+    """How often in a row, with no agreement between, a stream starts over because of a heartbeat's digest, or of its life.
+    What a second history from 0 does not mend, a third does not either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

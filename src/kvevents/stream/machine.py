@@ -19,6 +19,12 @@ One request for replay at a time is open (`OpenAsk`). It either *catches up* (hi
 A stream that an earlier process followed is one whose connection is gone: `restore` brings back its number, its anchor and its
 doubts, and connecting is then a reconnect. Live frames are all of the new connection: a number not above its last is a restart.
 
+A sender of ours says of itself, in heartbeats, what it holds after this very batch, how far it trusts that, in which life it is
+and how soon it speaks again. Whether the state here is the same only a consumer can say (`report`); an agreement ends all doubt
+about what came before. If it is another, or the life is, the stream starts over, which is a restart: a sender of ours answers a
+request from 0 with all that it holds. Heartbeats are read in the midst of other things: what is `_due` because of them is done
+when deliveries are taken.
+
 The phases, and what leads from one to the next, are a table: `kvevents.stream.state.TRANSITIONS`.
 """
 
@@ -30,12 +36,14 @@ from struct import Struct
 from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
-from kvevents.events import AllBlocksCleared
+from kvevents.events import Heartbeat
 from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
+from kvevents.stream.findings import Findings, findings_of
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.pending import Pending
+from kvevents.stream.sender import Sender
 from kvevents.stream.source import Source
 from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters
 from kvevents.stream.trust import Doubt, Trust
@@ -44,7 +52,6 @@ from kvevents.wire import (
     Decoded,
     Live,
     Malformed,
-    Rejected,
     ReplayBatch,
     ReplayEnd,
     decode_batch,
@@ -53,6 +60,8 @@ from kvevents.wire import (
 )
 
 _pack_seq: Final = Struct(">Q").pack
+_APART: Final = (Phase.CONNECTING, Phase.DOWN, Phase.RESTORED)
+"""Phases without a connection."""
 
 
 class Stream(Generic[B]):
@@ -61,7 +70,8 @@ class Stream(Generic[B]):
     `now` is any monotone clock in seconds. After each feeding call take the deliveries; send what `ask()` returns; call `tick`
     at `deadline()`. While `asking` is false no replay connection is needed.
 
-    With `decode=None` it delivers `RawBatch`, and what decoding would have told it, whoever decodes must `report`.
+    With `decode=None` it delivers `RawBatch`, and what decoding would have told it, whoever decodes must `report`. Whether
+    what was delivered is what the sender holds has to be reported in either case.
     """
 
     @overload
@@ -101,6 +111,7 @@ class Stream(Generic[B]):
         self._old_suspects = 0
         self._ask: OpenAsk | None = None
         self._doubts = Doubts()
+        self._sender = Sender(limits)
         self._now = 0.0
         self._heard_at = 0.0
         self._probed_at = 0.0
@@ -123,6 +134,9 @@ class Stream(Generic[B]):
         self._unconfirmed = False
         self._recent: dict[int, bytes] = {}
         self._emitted = False
+        self._silent = False
+        self._due: str | None = None
+        self._sender.begin_life()
         self._doubts.begin_life()
 
     # --- what can be observed --------------------------------------------------------------------------------------------
@@ -139,8 +153,14 @@ class Stream(Generic[B]):
         if self.phase is not Phase.FOLLOWING:
             return Trust.REPLAYING.because(self.phase.value)
         if self._doubts:
-            return Trust.DEGRADED.because("; ".join(doubt.value for doubt in self._doubts))
+            stale = self._silent or (Doubt.SENDER in self._doubts and self._sender.trust == Trust.STALE)
+            return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, self._doubts)))
         return Trust.EXACT
+
+    def _sentence(self, doubt: Doubt) -> str:
+        if doubt is Doubt.SENDER:
+            return self._sender.trust.reason or doubt.value
+        return self._sender.silence if doubt is Doubt.SILENT else doubt.value
 
     @property
     def doubts(self) -> frozenset[Doubt]:
@@ -166,6 +186,8 @@ class Stream(Generic[B]):
 
     def deliveries(self) -> list[B | Reset | Gap]:
         """What became deliverable since the last call, in order."""
+        if self._due is not None and self.phase not in _APART:
+            self._start_over(self._due)
         out, self._out = self._out, []
         return out
 
@@ -187,6 +209,10 @@ class Stream(Generic[B]):
 
     def deadline(self) -> float | None:
         """When `tick` is due, unless something arrives before."""
+        silent, due = self._silent_at(), self._replay_due()
+        return due if silent is None else silent if due is None else min(due, silent)
+
+    def _replay_due(self) -> float | None:
         if self._ask is not None:
             return self._patience_ends(self._ask) if self._ask.sent else None
         if self.phase is Phase.FOLLOWING and self._can_replay:
@@ -246,9 +272,11 @@ class Stream(Generic[B]):
 
     def disconnected(self) -> None:
         """The subscription is down. Frames fed from now until `connected` may be from before or after."""
-        if self.phase in (Phase.CONNECTING, Phase.DOWN, Phase.RESTORED):
+        if self.phase in _APART:
             return
         self._ask = None
+        self._sender.disconnected()
+        self._heard()
         self._enter(Phase.DOWN)
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
@@ -283,6 +311,8 @@ class Stream(Generic[B]):
             self.counters.live += count
             self._heard_at = now
             self._probes = 0
+            if self._silent:
+                self._heard()
             self._deliver_run(first, payloads)
             self._last_live = first + count - 1
             if self._unconfirmed:
@@ -292,6 +322,8 @@ class Stream(Generic[B]):
         self.counters.live += 1
         self._now = self._heard_at = now
         self._probes = 0
+        if self._silent:
+            self._heard()
         self.topic = live.topic
         if self.phase is Phase.FOLLOWING or self.phase is Phase.CATCHING_UP:
             self._follow(live)
@@ -321,8 +353,12 @@ class Stream(Generic[B]):
                 self._unanswered(ask)
 
     def tick(self, now: float) -> None:
-        """Let time pass: requests that went unanswered, checks that are due."""
+        """Let time pass: requests that went unanswered, checks that are due, a sender that is silent."""
         self._now = now
+        silent = self._silent_at()
+        if silent is not None and now >= silent:
+            self._silent = True
+            self._doubt(Doubt.SILENT)
         ask = self._ask
         if ask is not None:
             if ask.sent and now >= self._patience_ends(ask):
@@ -330,20 +366,78 @@ class Stream(Generic[B]):
         elif self.phase is Phase.FOLLOWING and self._can_replay and now >= self._probe_due():
             self._probe()
 
-    def report(self, incarnation: int, seq: int, rejected: Sequence[Rejected] = (), *, cleared: bool = False) -> None:
-        """What reading a delivered batch has shown: events that could not be read, or that it clears everything.
+    def report(self, delivery: Batch | RawBatch, findings: Findings) -> None:
+        """What reading and applying a delivered batch has shown; of a decoded one only whether the state agrees is news.
 
-        It may come late and in any order: a clear heals the doubts that are older than its batch, and no newer ones.
+        It may come late and in any order: a clear or an agreement heals the doubts that are older than its batch, and no newer
+        ones. Take the deliveries afterwards: they may begin with a `Reset`.
         """
+        incarnation, seq = delivery.incarnation, delivery.seq
         if (incarnation, seq) >= (self.incarnation, self._expected):
             return
-        for each in rejected:
+        if isinstance(delivery, RawBatch):
+            self._found(delivery, findings)
+        if findings.agrees is not None and incarnation == self.incarnation:
+            self._compared(seq, agrees=findings.agrees, live=not delivery.replayed)
+
+    def _found(self, delivery: Batch | RawBatch, findings: Findings) -> None:
+        seq, heartbeat = delivery.seq, findings.heartbeat
+        for each in findings.rejected:
             self._count(self.counters.rejected, each.reason, each.count)
-        if incarnation == self.incarnation:
-            if cleared:
-                self._doubts.clear(seq)
-            if any(each.costs_events for each in rejected):
-                self._doubts.reject(seq)
+        self.counters.heartbeats += heartbeat is not None
+        if delivery.incarnation != self.incarnation:
+            return
+        if findings.cleared:
+            self._doubts.clear(seq)
+        if any(each.costs_events for each in findings.rejected):
+            self._doubts.reject(seq)
+        if heartbeat is not None:
+            self._take_heartbeat(seq, heartbeat, live=not delivery.replayed and self.phase not in _APART)
+
+    # --- the sender's heartbeats -----------------------------------------------------------------------------------------
+
+    def _take_heartbeat(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> None:
+        sender = self._sender
+        if sender.is_another(heartbeat, live=live):
+            self._doubts.add(Doubt.IDENTITY, seq - 1)
+            if sender.may_be_reborn():
+                self._due = f"publisher restarted: it is of another life at number {seq} than before"
+        if sender.says(seq, heartbeat, live=live):
+            self._doubts.discard(Doubt.SENDER)
+            if sender.trust != Trust.EXACT:
+                self._doubts.add(Doubt.SENDER, seq)
+
+    def _compared(self, seq: int, *, agrees: bool, live: bool) -> None:
+        """A consumer's state after batch `seq` is what the sender held then, or something else."""
+        if agrees:
+            self.counters.agreements += 1
+            self._sender.agreed(seq, live=live)
+            self._doubts.agree(seq)
+            return
+        explained = self._doubts.explains(seq)
+        if self._doubts.diverge(seq):
+            self.counters.divergences += not explained
+            if self._sender.may_send_again(seq) and self._can_replay:
+                self._due = f"what was delivered up to number {seq} is not what its sender holds"
+
+    def _start_over(self, reason: str) -> None:
+        """Begin from nothing, as a heartbeat has shown that it is needed."""
+        doubted = Doubt.SENDER in self._doubts
+        if self.phase is Phase.VERIFYING:
+            self._restart_with_suspects(reason)
+        else:
+            self._restart(reason)
+        if doubted:
+            # What it said of itself it has not taken back.
+            self._doubts.add(Doubt.SENDER, -1)
+
+    def _silent_at(self) -> float | None:
+        """When a sender that promised to speak counts as silent; None where it did not, or does already."""
+        return None if self._silent else self._sender.silent_at(self._heard_at)
+
+    def _heard(self) -> None:
+        self._silent = False
+        self._doubts.discard(Doubt.SILENT)
 
     # --- life and identity -----------------------------------------------------------------------------------------------
 
@@ -725,26 +819,28 @@ class Stream(Generic[B]):
     def _read(self, decoded: Decoded, seq: int, payload: bytes, replayed: bool) -> None:
         """Hand out what was decoded, and note what it says about the stream."""
         batch, rejected = decoded.batch, decoded.rejected
-        self._out.append(
-            Batch(
-                self._name,
-                self._rank,
-                self.incarnation,
-                seq,
-                batch.ts,
-                batch.events,
-                replayed,
-                payload,
-                self.topic,
-                rejected,
-            )
+        delivery = Batch(
+            self._name,
+            self._rank,
+            self.incarnation,
+            seq,
+            batch.ts,
+            batch.events,
+            replayed,
+            payload,
+            self.topic,
+            rejected,
         )
-        if self._doubts or rejected:
-            cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in batch.events)
-            self.report(self.incarnation, seq, rejected, cleared=cleared)
+        self._out.append(delivery)
+        findings = findings_of(batch.events, rejected)
+        if findings is not None:
+            self._found(delivery, findings)
 
     def _remember(self, seq: int, payload: bytes) -> None:
         self.counters.replayed += 1
+        self._sender.replayed(self._now)
+        if self._silent:
+            self._heard()
         self._unconfirmed = not self._agreed
         self._recent[seq] = payload
         if len(self._recent) > self._limits.max_recent:

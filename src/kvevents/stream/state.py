@@ -25,7 +25,7 @@ TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
         Phase.FOLLOWING: "connected, without a replay endpoint",
     },
     Phase.CATCHING_UP: {
-        Phase.CATCHING_UP: "the publisher restarted; from 0 again",
+        Phase.CATCHING_UP: "the publisher restarted, or holds something else; from 0 again",
         Phase.FOLLOWING: "nothing is missing, or what is missing was given up",
         Phase.DOWN: "disconnected",
     },
@@ -35,7 +35,7 @@ TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
         Phase.DOWN: "disconnected",
     },
     Phase.FOLLOWING: {
-        Phase.CATCHING_UP: "a number is missing, or the publisher restarted",
+        Phase.CATCHING_UP: "a number is missing; or the publisher restarted, or holds something else: from 0",
         Phase.FOLLOWING: "the publisher restarted, without a replay endpoint",
         Phase.DOWN: "disconnected",
     },
@@ -135,6 +135,13 @@ class StreamCounters:
     """Live batches that found no room to wait; they are replayed later."""
     discarded: int = 0
     """Waiting batches of a life that ended."""
+    heartbeats: int = 0
+    """Batches with a heartbeat of the sender; of raw ones those that were reported."""
+    agreements: int = 0
+    """Of those, how many found here what the sender holds."""
+    divergences: int = 0
+    """Of those, how many found something else where nothing was known against the stream: 0, unless something is broken. A
+    difference that is explained, as by a gap, is not counted; nor is the same one again at the next heartbeat."""
 
     def copy(self) -> StreamCounters:
         """The counters as they are now."""

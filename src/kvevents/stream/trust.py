@@ -16,11 +16,14 @@ class Doubt(enum.Enum):
     IDENTITY = "after a reconnect it could not be proven that the publisher is still the same process"
     LOST = "batches are lost for good, or history is truncated"
     REJECTED = "a batch held events that could not be read"
+    DIVERGED = "what was delivered is not what its sender holds"
+    SENDER = "its sender does not trust what it tells"
+    SILENT = "its sender is not heard, although it said that it speaks regularly"
 
 
-HEALED_BY_CLEAR: Final = frozenset({Doubt.IDENTITY, Doubt.LOST, Doubt.REJECTED})
-"""After AllBlocksCleared nothing older matters: these doubts were about older events."""
-KEPT_BY_CHECKPOINT: Final = HEALED_BY_CLEAR | {Doubt.REPLAY_UNCONFIRMED}
+HEALED_BY_CLEAR: Final = frozenset({Doubt.IDENTITY, Doubt.LOST, Doubt.REJECTED, Doubt.DIVERGED})
+"""After AllBlocksCleared nothing older matters: these doubts were about older events. An agreement ends them as well."""
+KEPT_BY_CHECKPOINT: Final = HEALED_BY_CLEAR | {Doubt.REPLAY_UNCONFIRMED, Doubt.SENDER}
 """These are about what was delivered, or about who delivered it. The others are about an endpoint, and arise anew."""
 
 
@@ -29,7 +32,7 @@ class Trust:
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
     Two values are equal when their states are; `reason` is for people. EXACT says that every batch since the publisher's start,
-    or since a clear, up to the newest one known, was delivered.
+    or since a clear or an agreement, up to the newest one known, was delivered, and that the sender says no less of itself.
     """
 
     __slots__ = ("name", "reason")
@@ -45,7 +48,8 @@ class Trust:
     DEGRADED: ClassVar[Trust]
     """Following, but not exact; `reason` says why."""
     STALE: ClassVar[Trust]
-    """The connection is gone, or not yet there after a restart of this process: what was delivered ages."""
+    """What was delivered ages: the connection is gone, or not yet there after a restart of this process; or the sender, though
+    it promised to speak, is silent, or says STALE of itself."""
 
     def __init__(self, name: str, reason: str = "") -> None:
         object.__setattr__(self, "name", name)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypedDict
 
 from kvevents.errors import ClosedError, ConfigError
-from kvevents.stream import DEFAULT_STREAM_LIMITS, Batch, Checkpoint, Gap, RawBatch, Reset, Source, StreamLimits, Trust
+from kvevents.stream import (
+    DEFAULT_STREAM_LIMITS,
+    Batch,
+    Checkpoint,
+    Findings,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    StreamLimits,
+    Trust,
+)
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.hub import DEFAULT_CONCURRENT_REPLAYS, Hub, StreamStatus
 from kvevents.subscriber.transport import Transport
 from kvevents.subscriber.zmq import ZmqTransport
-from kvevents.wire import Rejected
 
 Sources: TypeAlias = Source | str | Iterable[Source | str]
 
@@ -66,16 +76,15 @@ class BaseSubscriber(Generic[B]):
         self._check_open()
         self._hub.remove(name, rank)
 
-    def report(
-        self, delivery: Batch | RawBatch | Reset | Gap, rejected: Sequence[Rejected] = (), cleared: bool = False
-    ) -> None:
-        """Say what reading a `RawBatch` has shown; without it, trust knows of neither.
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings | None) -> None:
+        """Say what reading and applying a batch has shown; without it, trust does not know. None says nothing.
 
-        `rejected` are its events that could not be read, `cleared` says whether it holds an AllBlocksCleared for all tiers and
-        groups. Once for each batch that has either, at any time after it was delivered: doubts newer than the batch stay.
-        There is nothing to say of other deliveries, nor of sources that were removed; for them this does nothing.
+        Once for each batch of which there is something to say, at any time after it was delivered: doubts newer than the batch
+        stay. Of a `Batch`, which the subscriber has read itself, only `findings.agrees` counts; where that is False, a `Reset`
+        may come next. There is nothing to say of other deliveries, nor of sources that were removed; it does nothing then.
         """
-        self._hub.report(delivery, rejected, cleared=cleared)
+        if findings is not None:
+            self._hub.report(delivery, findings)
 
     def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
         """What to keep of a stream to `resume` it in a later process: how far its deliveries were handed out, no further.

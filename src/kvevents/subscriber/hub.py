@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Generic
 
@@ -13,6 +13,7 @@ from kvevents.stream import (
     Batch,
     Checkpoint,
     Doubt,
+    Findings,
     Gap,
     RawBatch,
     Reset,
@@ -24,7 +25,7 @@ from kvevents.stream import (
 )
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.transport import Link, Transport
-from kvevents.wire import Rejected, decode_batch
+from kvevents.wire import decode_batch
 
 MESSAGES_PER_TURN: Final = 32
 """Messages read from one stream before the next gets its turn; more of them at once fall out of the processor's cache."""
@@ -155,11 +156,15 @@ class Hub(Generic[B]):
         """Trust of one stream."""
         return self._entry(name, rank).stream.trust
 
-    def report(self, delivery: Batch | RawBatch | Reset | Gap, rejected: Sequence[Rejected], *, cleared: bool) -> None:
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings) -> None:
         """What a consumer found in a batch."""
         entry = self._entries.get((delivery.source, delivery.rank))
-        if isinstance(delivery, RawBatch) and entry is not None:
-            entry.stream.report(delivery.incarnation, delivery.seq, rejected, cleared=cleared)
+        if entry is None or not isinstance(delivery, Batch | RawBatch):
+            return
+        entry.stream.report(delivery, findings)
+        if findings.heartbeat is not None or findings.agrees is not None:
+            # It may have brought a delivery, a request or a deadline, for which the next turn looks.
+            self._hungry[entry] = None
 
     # --- time
 

@@ -30,6 +30,10 @@ class LaneCounts:
     messages: int = 0
     """Complete messages that arrived; commands (subscriptions of ZMTP 3.1, heartbeats) are not counted."""
     dropped: int = 0
+    swapped: int = 0
+    """Passed on behind the message that came after them."""
+    injected: int = 0
+    """Sent by the proxy itself."""
     held: int = 0
     """Waiting at this moment for `release`, or for their delay to pass."""
     bytes: int = 0
@@ -53,14 +57,40 @@ class Lane:
         self.books = books
         self.rule: Rule = None
         self.random = random.Random()  # noqa: S311  a fault, not a secret
+        self.swap = 0.0
         self.hold = False
         self.delay = 0.0
         self._gates: deque[asyncio.Future[None]] = deque()
+        self._ways: set[Way] = set()
 
     def heal(self) -> None:
-        """Drop nothing, hold nothing, and let go what is held."""
-        self.rule, self.hold, self.delay = None, False, 0.0
+        """Drop, swap and hold nothing, and let go what is held."""
+        self.rule, self.swap, self.hold, self.delay = None, 0.0, False, 0.0
         self.release(None)
+
+    def join(self, way: Way) -> None:
+        """A connection was made."""
+        self._ways.add(way)
+
+    def leave(self, way: Way) -> None:
+        """A connection has ended."""
+        self._ways.discard(way)
+
+    def inject(self, raw: bytes) -> None:
+        """Pass a message of the proxy's own on, on every connection that has carried one before."""
+        sent = sum(way.inject(raw) for way in self._ways)
+        with self.books:
+            self.counts.injected += sent
+            self.books.notify_all()
+
+    def swaps(self) -> bool:
+        """Whether the next message changes places with the one behind it."""
+        chosen = bool(self.swap) and self.random.random() < self.swap
+        if chosen:
+            with self.books:
+                self.counts.swapped += 1
+                self.books.notify_all()
+        return chosen
 
     def release(self, n: int | None) -> None:
         """Let the `n` messages go that were held the longest; None for all."""
@@ -138,21 +168,30 @@ class Way:
         self._commands = 0
         self._queued = 0
         self._ended = False
+        self._greeted = False
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
 
     async def run(self) -> None:
         """Carry everything until the sender has closed and all of it was passed on."""
         halves = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._send())]
+        self._lane.join(self)
         try:
             await asyncio.gather(*halves)
         finally:
+            self._lane.leave(self)
             for half in halves:
                 half.cancel()
             await asyncio.gather(*halves, return_exceptions=True)
             for parcel in self._parcels:
                 if parcel.gate is not None:
                     parcel.gate.cancel()
+
+    def inject(self, raw: bytes) -> bool:
+        """Send these bytes between two messages; False, and nothing done, before the first one."""
+        if self._greeted:
+            self._add(Parcel(raw))
+        return self._greeted
 
     async def _receive(self) -> None:
         splitter = ZmtpSplitter()
@@ -167,8 +206,9 @@ class Way:
     def _parcels_of(self, pieces: list[Piece]) -> Iterator[Parcel]:
         """What may pass; without a delay it goes together, which saves a switch of tasks for each message."""
         free = bytearray()
-        for piece in pieces:
+        for piece in self._in_turn(pieces):
             parcel = self._lane.admit(piece)
+            self._greeted = self._greeted or piece.kind == "message"
             if parcel is not None and parcel.gate is None and not parcel.command:
                 free += parcel.raw
             elif parcel is not None:
@@ -176,6 +216,20 @@ class Way:
                 free.clear()
                 yield parcel
         yield Parcel(bytes(free))
+
+    def _in_turn(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """Messages that change places do so among those that arrived together, so none waits for one that never comes."""
+        late: Piece | None = None
+        for piece in pieces:
+            if late is None and piece.kind == "message" and self._lane.swaps():
+                late = piece
+                continue
+            yield piece
+            if late is not None:
+                yield late
+                late = None
+        if late is not None:
+            yield late
 
     async def _put(self, parcel: Parcel) -> None:
         if not parcel.raw:
@@ -185,6 +239,9 @@ class Way:
             await self._room.wait()
         if parcel.gate is not None:
             parcel.gate.add_done_callback(lambda _: self._wake.set())
+        self._add(parcel)
+
+    def _add(self, parcel: Parcel) -> None:
         self._parcels.append(parcel)
         self._commands += parcel.command
         self._queued += len(parcel.raw)

@@ -9,9 +9,9 @@ Put one in front of each socket of an engine, or of a `TapePlayer`::
         live.cut()                  # and now the connection goes
         live.heal()
 
-Bytes pass unchanged. Only whole messages are dropped or held, so that the peers' connection stays valid; handshakes,
-subscriptions and heartbeats always pass, except while stalled. Messages can be told apart in ZMTP 3 with the NULL mechanism;
-anything else, CURVE too, can be stalled and cut, but not dropped or held.
+Bytes pass unchanged. Only whole messages are dropped, swapped, held or injected, so that the peers' connection stays valid;
+handshakes, subscriptions and heartbeats always pass, except while stalled. Messages can be told apart in ZMTP 3 with the NULL
+mechanism; anything else, CURVE too, can be stalled and cut, but not dropped or held.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -29,11 +29,15 @@ from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.lanes import Lane, LaneCounts, Rule, Way
 from kvevents.testing.ports import HeldPort, hold_port
+from kvevents.testing.zmtp import message
 
 MAX_CONNECTIONS: Final = 1_024
 """Open at once; each is two file descriptors. Further ones are closed as soon as they are accepted."""
 LINGER_SECONDS: Final = 1.0
 """How long the last bytes of a peer that has closed may take to reach the other one."""
+
+TURNS_TO_CONNECT: Final = 4
+"""Of the event loop, in which what a listener has accepted becomes a connection; asyncio needs two."""
 
 Direction: TypeAlias = Literal["down", "up"]
 """`down`: from the upstream endpoint to those who connected to the proxy. `up`: the other way."""
@@ -127,6 +131,35 @@ class FaultProxy:
 
         self._ask(act)
 
+    def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
+        """Let a share of the messages, from 0.0 to 1.0, change places with the one behind it, where both arrive together.
+
+        TCP never does, but what stands between two sockets may. Draws from `seed`; raises `ConfigError` for another share.
+        """
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"reorder takes a share from 0.0 to 1.0, not {share}")
+
+        async def act() -> None:
+            lane = self._lanes[direction]
+            lane.swap = float(share)
+            lane.random.seed(seed)
+
+        self._ask(act)
+
+    def inject(self, frames: Sequence[bytes], *, direction: Direction = "down") -> None:
+        """Send a message of these frames, whatever they are, on every connection that has carried one that way before.
+
+        Raises `ConfigError` for a message without frames.
+        """
+        if not frames:
+            raise ConfigError("a message has at least one frame")
+        raw = message(frames)
+
+        async def act() -> None:
+            self._lanes[direction].inject(raw)
+
+        self._ask(act)
+
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
         """Hold every message for some seconds, or until `release`; they stay in order. 0 ends it for the messages to come."""
         if seconds is not None and seconds < 0:
@@ -154,6 +187,21 @@ class FaultProxy:
 
         self._ask(act)
 
+    def half_open(self) -> None:
+        """Carry nothing any more on the connections there are, and keep them open; new ones work.
+
+        As when a peer, or what stands between, was replaced without a word. `heal` does not bring them back; `cut` ends them.
+        """
+
+        async def act() -> None:
+            stalled = not self._flow.is_set()
+            self._flow.clear()
+            self._flow = asyncio.Event()
+            if not stalled:
+                self._flow.set()
+
+        self._ask(act)
+
     def resume(self) -> None:
         """End a stall, and nothing else."""
 
@@ -166,15 +214,17 @@ class FaultProxy:
         """Close every connection at once; what was held is lost. With `refuse` nobody can connect until `heal`."""
 
         async def act() -> None:
-            if refuse and self._server is not None:
-                self._server.close()
-                self._server = None
+            if refuse:
+                await self._refuse()
             await self._end_links()
 
         self._ask(act)
 
     def heal(self) -> None:
-        """End every fault: nothing is dropped, what is held goes out, stalled connections go on, clients can connect."""
+        """End every fault: nothing is dropped, what is held goes out, stalled connections go on, clients can connect.
+
+        But those that `half_open` has left stay as they are.
+        """
 
         async def act() -> None:
             for lane in self._lanes.values():
@@ -224,9 +274,20 @@ class FaultProxy:
         await self._serve(listener)
         ready.set_result(None)
         await self._stop.wait()
-        if self._server is not None:
-            self._server.close()
+        await self._refuse()
         await self._end_links()
+        await asyncio.sleep(0)  # in which the last connections are closed
+
+    async def _refuse(self) -> None:
+        """Close the listener, once what it has accepted is a connection: asyncio loses one whose server is closed meanwhile."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        for listener in server.sockets:
+            self._loop.remove_reader(listener.fileno())
+        for _ in range(TURNS_TO_CONNECT):
+            await asyncio.sleep(0)
+        server.close()
 
     async def _serve(self, listener: socket.socket) -> None:
         self._server = await asyncio.start_server(self._accept, sock=listener)

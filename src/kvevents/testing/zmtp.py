@@ -6,7 +6,7 @@ a flags byte (bit 0: more frames follow, bit 1: 8-byte size, bit 2: command), th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
@@ -25,6 +25,17 @@ _COMMAND: Final = 0x04
 Kind: TypeAlias = Literal["message", "command", "raw"]
 """`raw` is the greeting, or anything of a connection that is not ZMTP 3 with the NULL mechanism: only NULL has messages that
 can be told apart, under CURVE they are encrypted and numbered."""
+
+
+def message(frames: Sequence[bytes]) -> bytes:
+    """The bytes of a message of these frames, of which there is at least one."""
+    raw = bytearray()
+    for left, frame in zip(range(len(frames) - 1, -1, -1), frames, strict=True):
+        long = len(frame) > 255
+        raw.append((_MORE if left else 0) | (_LONG if long else 0))
+        raw += len(frame).to_bytes(8 if long else 1, "big")
+        raw += frame
+    return bytes(raw)
 
 
 class Piece(NamedTuple):

@@ -5,6 +5,9 @@ use std::collections::HashMap;
 use crate::compacting::blocks::{Blocks, NONE, bits};
 use crate::compacting::state::State;
 
+/// Blocks without tokens that one event tells.
+const MAX_KEYED: usize = 4096;
+
 /// Blocks that share their hash with others, dead ones too, in the order in which they are to be told.
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
@@ -62,6 +65,8 @@ pub struct Order<'a> {
     opens: HashMap<u32, Vec<u32>>,
     /// Twins whose parents are told, and that wait for others.
     held: Vec<u32>,
+    /// Blocks that runs may begin with, the next one last.
+    ready: Vec<u32>,
 }
 
 impl<'a> Order<'a> {
@@ -77,6 +82,7 @@ impl<'a> Order<'a> {
             blockers: HashMap::new(),
             opens: HashMap::new(),
             held: Vec::new(),
+            ready: Vec::new(),
         };
         let numbers: Vec<u32> = blocks.numbers().collect();
         for &number in numbers.iter().rev() {
@@ -93,6 +99,8 @@ impl<'a> Order<'a> {
         for pair in lists.iter().flat_map(|(_, list)| list.windows(2)) {
             order.bind(pair[0], pair[1]);
         }
+        let roots: Vec<u32> = order.along(order.roots).collect();
+        order.reach(roots);
         order
     }
 
@@ -115,42 +123,19 @@ impl<'a> Order<'a> {
         })
     }
 
-    /// The runs in an order in which parents come first.
-    pub fn units(mut self) -> Vec<Vec<u32>> {
-        let mut units = Vec::new();
-        let mut ready: Vec<u32> = Vec::new();
-        let roots: Vec<u32> = self.along(self.roots).collect();
-        self.reach(roots, &mut ready);
-        loop {
-            while let Some(head) = ready.pop() {
-                let unit = self.run(head);
-                let inside = unit.iter().skip(1).map(Some).chain([None]);
-                let rest = (unit.iter().zip(inside))
-                    .flat_map(|(&number, inside)| self.children(number).filter(move |child| Some(child) != inside));
-                let rest: Vec<u32> = rest.collect();
-                self.reach(rest, &mut ready);
-                self.open(&unit, &mut ready);
-                units.push(unit);
-            }
-            // No order is right: any other is as good, and will be tried.
-            let Some(stuck) = self.held.pop() else { return units };
-            ready.push(stuck);
-        }
-    }
-
     /// Blocks whose parents are told; the first is to be the next.
-    fn reach(&mut self, heads: Vec<u32>, ready: &mut Vec<u32>) {
+    fn reach(&mut self, heads: Vec<u32>) {
         for head in heads.into_iter().rev() {
             if self.blockers.get(&head).is_some_and(|&left| left > 0) {
                 self.held.push(head);
             } else {
-                ready.push(head);
+                self.ready.push(head);
             }
         }
     }
 
     /// Lets come what waited for the first block of a run; others nobody waits for.
-    fn open(&mut self, unit: &[u32], ready: &mut Vec<u32>) {
+    fn open(&mut self, unit: &[u32]) {
         if self.opens.is_empty() {
             return;
         }
@@ -161,16 +146,25 @@ impl<'a> Order<'a> {
                 && let Some(at) = self.held.iter().rposition(|&held| held == later)
             {
                 self.held.remove(at);
-                ready.push(later);
+                self.ready.push(later);
             }
         }
     }
 
-    /// A block and those behind it that one event tells with it.
-    fn run(&self, head: u32) -> Vec<u32> {
+    /// A block and those behind it that one event tells with it; of blocks that were told by their keys those that come next.
+    fn run(&mut self, head: u32) -> Vec<u32> {
         let blocks = &self.state.blocks;
         let mut unit = vec![head];
         if self.twins.has(blocks.get(head).hash) {
+            return unit;
+        }
+        if blocks.identity(head).is_keyed() {
+            while let Some(&next) = self.ready.last()
+                && unit.len() < MAX_KEYED
+                && self.joins(head, next)
+            {
+                unit.extend(self.ready.pop());
+            }
             return unit;
         }
         let mut last = head;
@@ -190,5 +184,23 @@ impl<'a> Order<'a> {
                 || (blocks.identity(parent) == blocks.identity(child)
                     && blocks.spelled(parent).with(None) == blocks.spelled(child).with(None)))
             && (blocks.extra() == 0 || bits(one.mask).all(|manner| blocks.count(parent, manner) == blocks.count(child, manner)))
+    }
+}
+
+/// The runs in an order in which parents come first.
+impl Iterator for Order<'_> {
+    type Item = Vec<u32>;
+
+    fn next(&mut self) -> Option<Vec<u32>> {
+        // Where only blocks are left that wait for each other no order is right: any is as good, and will be tried.
+        let head = self.ready.pop().or_else(|| self.held.pop())?;
+        let unit = self.run(head);
+        let inside = unit.iter().skip(1).map(Some).chain([None]);
+        let rest = (unit.iter().zip(inside))
+            .flat_map(|(&number, inside)| self.children(number).filter(move |child| Some(child) != inside));
+        let rest: Vec<u32> = rest.collect();
+        self.reach(rest);
+        self.open(&unit);
+        Some(unit)
     }
 }

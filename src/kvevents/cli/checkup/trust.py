@@ -16,7 +16,12 @@ _ADVICE: Final[dict[Doubt, str]] = {
     Doubt.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
     Doubt.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     Doubt.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
+    Doubt.DIVERGED: "exact again once a digest agrees; do relay and doctor run the same release? record it, and report it",
+    Doubt.SENDER: "ask the relay itself: it does not trust what it tells",
+    Doubt.SILENT: "is the relay still running? it sends no heartbeats any more",
 }
+
+_STALE_THOUGH_CONNECTED: Final = frozenset({Doubt.SENDER, Doubt.SILENT})
 
 
 def check_trust(status: StreamStatus, seconds: float) -> Finding:
@@ -26,8 +31,9 @@ def check_trust(status: StreamStatus, seconds: float) -> Finding:
     text = f"{status.trust}, {so_far}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
+    advice = "; ".join(_ADVICE[doubt] for doubt in Doubt if doubt in status.doubts)
     if status.trust == Trust.DEGRADED:
-        return warn("trust", text, "; ".join(_ADVICE[doubt] for doubt in Doubt if doubt in status.doubts))
+        return warn("trust", text, advice)
     if status.trust == Trust.REPLAYING:
         return warn("trust", text, "give it more time with --seconds")
-    return fail("trust", text, "see what failed above")
+    return fail("trust", text, advice if status.doubts & _STALE_THOUGH_CONNECTED else "see what failed above")

@@ -1,0 +1,274 @@
+"""`python -m benchmarks.relaying`: what a relay costs beside a bare ZeroMQ forwarder, and how soon a killed one is back.
+
+One process publishes what an engine with a full cache does, each batch storing some blocks and removing as many; one consumer
+counts. Between them is nothing, ZeroMQ's own `zmq.proxy`, or a relay with its journal on the disk, in turns. Told are batches
+per second, the CPU time of what is between for each batch (all threads, user and system), and at a steady pace what it adds to
+the time from sending to receiving. Then a relay whose journal holds a million live blocks is killed, and its return is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from benchmarks.history import Engine
+from benchmarks.processes import Peer, free_ports, heed, say
+from benchmarks.report import machine
+
+ROOM: Final = 4_000
+WAYS: Final = ("direct", "proxy", "relay")
+PACE: Final = 1_000
+"""Batches per second while latency is measured."""
+WINDOW: Final = 2_000
+"""Batches on the way at most while the rate is measured: nothing may be lost, or there would be replays to pay for."""
+TICKS: Final = os.sysconf("SC_CLK_TCK")
+_STAMP: Final = struct.Struct(">d")
+
+
+# --- roles: each in a process of its own ------------------------------------------------------------------------------------
+
+
+def source(port: int, blocks: int) -> None:
+    """Publish when told to: `[count, pace]`, as fast as the consumer's credit allows where the pace is 0."""
+    from kvevents.wire import encode_batch  # noqa: PLC0415 - each process loads only what its role is about
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    events, credit = context.socket(zmq.XPUB), context.socket(zmq.PULL)
+    events.set_hwm(0)
+    events.bind(f"tcp://127.0.0.1:{port}")
+    credit_port = credit.bind_to_random_port("tcp://127.0.0.1")
+    engine = Engine(blocks, ROOM)
+    for _ in engine.batches(ROOM // blocks):
+        pass
+    seq = 0
+    say(credit_port)
+    while events.recv()[:1] != b"\1":
+        pass
+    say("subscribed")
+    while (order := heed()) is not None:
+        count, pace = order
+        payloads = [encode_batch(batch) for batch in engine.batches(count)]
+        say("ready")
+        heed()
+        granted = WINDOW
+        began = time.monotonic()
+        for number, payload in enumerate(payloads):
+            if pace:
+                time.sleep(max(0.0, began + number / pace - time.monotonic()))
+            while not pace and number >= granted:
+                granted += int(credit.recv())
+            stamped = payload[:2] + _STAMP.pack(time.time()) + payload[10:]
+            events.send_multipart([b"", seq.to_bytes(8, "big"), stamped])
+            seq += 1
+        while not pace and credit.poll(0):
+            credit.recv()
+        say("sent")
+
+
+def proxy(port: int, out: int) -> None:
+    """ZeroMQ's own forwarder."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    front, back = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
+    front.set_hwm(0)
+    back.set_hwm(0)
+    front.connect(f"tcp://127.0.0.1:{port}")
+    back.bind(f"tcp://127.0.0.1:{out}")
+    say(out)
+    zmq.proxy(front, back)
+
+
+def relay(port: int, out: int, journal: str) -> None:
+    """Ours."""
+    from kvevents.relay import Relay, RelaySettings  # noqa: PLC0415 - as above
+    from kvevents.stream import Source  # noqa: PLC0415 - as above
+
+    upstream = Source(f"tcp://127.0.0.1:{port}", name="engine")
+    settings = RelaySettings(
+        upstreams=(upstream,), endpoint=f"tcp://127.0.0.1:{out}", replay_endpoint=f"tcp://127.0.0.1:{out + 1}", journal=journal
+    )
+    with Relay(settings) as found:
+        say(found.status().recovery_seconds)
+        found.run(lambda: False)
+
+
+def consumer(port: int, credit_port: int) -> None:
+    """Count batches; give credit as they come; tell how old they were."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    events, credit = context.socket(zmq.SUB), context.socket(zmq.PUSH)
+    events.set_hwm(0)
+    events.connect(f"tcp://127.0.0.1:{port}")
+    events.subscribe(b"")
+    credit.connect(f"tcp://127.0.0.1:{credit_port}")
+    say("there")
+    while (count := heed()) is not None:
+        ages: list[float] = []
+        first = last = 0.0
+        while len(ages) < count:
+            payload = events.recv_multipart()[2]
+            if len(payload) < 140 and b"heartbeat" in payload:
+                continue
+            last = time.time()
+            first = first or last
+            ages.append(last - _STAMP.unpack_from(payload, 2)[0])
+            if len(ages) % 500 == 0:
+                credit.send(b"500")
+        say({"seconds": last - first, "ages": sorted(ages)})
+
+
+# --- the harness ------------------------------------------------------------------------------------------------------------
+
+
+def cpu_of(pid: int) -> float:
+    """Seconds that a process has had, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class Line:
+    """Source, what is between, consumer."""
+
+    def __init__(self, way: str, blocks: int, folder: Path, closing: ExitStack) -> None:
+        port, out = free_ports(2)
+        self.source = closing.enter_context(Peer("relaying", "source", port, blocks))
+        credit = self.source.hear()
+        self.between: Peer | None = None
+        if way != "direct":
+            more = [folder] if way == "relay" else []
+            self.between = closing.enter_context(Peer("relaying", way, port, out, *more))
+            closing.callback(self.between.kill)
+            self.between.hear()
+        self.consumer = closing.enter_context(Peer("relaying", "consumer", port if way == "direct" else out, credit))
+        self.consumer.hear()
+        self.source.hear()
+        time.sleep(1.0)  # subscriptions travel; nothing is measured yet
+
+    def send(self, count: int, pace: int) -> tuple[dict[str, Any], float]:
+        """What the consumer saw, and the CPU seconds of what is between."""
+        self.source.tell([count, pace])
+        self.source.hear()
+        self.consumer.tell(count)
+        before = 0.0 if self.between is None else cpu_of(self.between.pid)
+        self.source.tell("go")
+        seen = self.consumer.hear()
+        after = 0.0 if self.between is None else cpu_of(self.between.pid)
+        self.source.hear()
+        return seen, after - before
+
+
+def trial(way: str, blocks: int, count: int) -> dict[str, float]:
+    """One way, in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+        line = Line(way, blocks, Path(folder) / "journal", closing)
+        line.send(count // 5, 0)
+        flow, cpu = line.send(count, 0)
+        paced, paced_cpu = line.send(4 * PACE, PACE)
+        ages = paced["ages"]
+        return {
+            "rate": count / flow["seconds"],
+            "cpu": cpu / count * 1e6,
+            "paced_cpu": paced_cpu / len(ages) * 1e6,
+            "p50": ages[len(ages) // 2] * 1e3,
+            "p99": ages[len(ages) * 99 // 100] * 1e3,
+        }
+
+
+def recovery(live: int) -> tuple[float, float]:
+    """Seconds until a killed relay with so many live blocks is back: of reading its journal, and until it answers."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+        port, out = free_ports(2)
+        journal = Path(folder) / "journal"
+        fed = closing.enter_context(Peer("relaying", "fill", port, live))
+        fed.hear()
+        first = closing.enter_context(Peer("relaying", "relay", port, out, journal))
+        first.hear()
+        fed.tell("go")
+        fed.hear()
+        time.sleep(2.0)  # until the relay has taken the last of it, and said so in its journal
+        first.kill()
+        began = time.monotonic()
+        second = closing.enter_context(Peer("relaying", "relay", port, out, journal))
+        closing.callback(second.kill)
+        reading = second.hear()
+        return reading, time.monotonic() - began
+
+
+def fill(port: int, live: int) -> None:
+    """An engine whose cache fills up with so many blocks, and that answers replay requests."""
+    from kvevents.publisher import ZmqEventPublisher  # noqa: PLC0415 - as above
+
+    publisher = ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{port}", bind=True, hwm=0)
+    say("there")
+    heed()
+    engine = Engine(32, live)
+    for number, batch in enumerate(engine.batches(live // 32 + 20_000)):
+        publisher.publish(batch)
+        while number % 200 == 0 and publisher.stats().queued > 1_000:
+            time.sleep(0.002)
+    while publisher.stats().queued:
+        time.sleep(0.01)
+    say("full")
+    heed()
+    publisher.shutdown()
+
+
+ROLES: Final[dict[str, Callable[..., None]]] = {
+    "source": source,
+    "proxy": proxy,
+    "relay": relay,
+    "consumer": consumer,
+    "fill": fill,
+}
+
+
+def main() -> int:
+    """Print the figures. Returns 0 when all that is judged was met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.relaying", description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="of each way (default: %(default)s)")
+    parser.add_argument("--live", type=int, default=1_000_000, help="blocks of the relay that is killed (default: %(default)s)")
+    options = parser.parse_args()
+    print(machine())
+    met = True
+    for blocks, count in ((1, 40_000), (32, 10_000)):
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for _ in range(options.runs):
+            for way in WAYS:
+                runs[way].append(trial(way, blocks, count))
+        middle = {
+            way: {name: statistics.median(run[name] for run in found) for name in found[0]} for way, found in runs.items()
+        }
+        for way, found in middle.items():
+            told = ", ".join(f"{name} {value:,.2f}" for name, value in found.items())
+            print(f"{blocks:>2} stored and removed, {way:>6}: {told}")
+        ratio = middle["relay"]["cpu"] / middle["proxy"]["cpu"]
+        met &= ratio <= 2.0
+        added = [middle["relay"][name] - middle["direct"][name] for name in ("p50", "p99")]
+        print(
+            f"   CPU of the relay over that of the forwarder: {ratio:.2f} (<= 2): {'met' if ratio <= 2 else 'MISSED'}; "
+            f"latency added p50 {added[0]:.2f} ms, p99 {added[1]:.2f} ms"
+        )
+    reading, back = recovery(options.live)
+    met &= back < 3.0
+    print(
+        f"killed with {options.live:,} live blocks: back after {back:.2f} s (< 3), {reading:.2f} s of it the journal: "
+        f"{'met' if back < 3 else 'MISSED'}"
+    )
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2 and sys.argv[1] in ROLES:
+        role, *rest = sys.argv[1:]
+        ROLES[role](*(int(each) if each.isdecimal() else each for each in rest))
+    else:
+        sys.exit(main())

@@ -1,0 +1,201 @@
+"""How a relay begins: with what its journal holds, where that is the same stream, or anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.events import KVEventBatch
+from kvevents.index import Applied
+from kvevents.publisher.buffer import Collapsed, ReplayBuffer
+from kvevents.relay.journal import Journal, Recovered, Relayed
+from kvevents.relay.merging import Residents
+from kvevents.relay.mirror import Mirror
+from kvevents.relay.output import BACK, OWN
+from kvevents.relay.rewriting import places
+from kvevents.relay.settings import RelaySettings
+from kvevents.relay.spelling import Spelling, payloads_of
+from kvevents.relay.upstreams import Position, agreeing
+from kvevents.stream import Checkpoint
+from kvevents.wire import decode_batch
+
+CHUNK: Final = 1_000
+"""Batches of a journal that are read before they are taken in."""
+_ASIDE: Final = b"\xc1aside"
+"""How the part of a snapshot begins that is not of its state; no payload begins like this."""
+
+
+class Beginning(NamedTuple):
+    """Where a relay stands when it begins."""
+
+    incarnation: int
+    number: int = 0
+    checkpoints: tuple[Checkpoint, ...] = ()
+    known: Mapping[int, Position] = {}
+    residents: Mapping[int, Residents] = {}
+    resumed: bool = False
+    told: str = "began anew"
+    """For an operator."""
+    seconds: float = 0.0
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What the relay writes into its journal, again and again."""
+
+    fingerprint: str
+    checkpoints: list[Checkpoint]
+    """By ordinal of the upstream."""
+    form: str = ""
+    """See `Spelling.form`."""
+
+
+class _Found(NamedTuple):
+    """What a journal holds, where the relay can go on with it."""
+
+    recovered: Recovered
+    mark: Mark
+    parts: list[bytes]
+    aside: Aside
+
+
+def begin(
+    settings: RelaySettings,
+    journal: Journal | None,
+    buffer: ReplayBuffer,
+    mirror: Mirror,
+    plain: Mapping[int, Mirror],
+    spelling: Spelling,
+) -> Beginning:
+    """Fill `buffer` and the mirrors from the journal, or begin anew. The journal is ready to be appended to afterwards.
+
+    `mirror` is of what consumers have, `plain` of what upstreams have told, by ordinal. Raises `JournalError` where the journal
+    was found to be whole, and cannot be read a second time.
+    """
+    if journal is None:
+        return Beginning(_incarnation_after(None))
+    began = time.monotonic()
+    recovered = journal.recover()
+    found = _usable(settings, recovered)
+    if isinstance(found, str):
+        incarnation = _incarnation_after(recovered.incarnation)
+        journal.begin(incarnation)
+        return Beginning(incarnation, told=f"began anew: {found}", seconds=time.monotonic() - began)
+    spelling.assume(found.mark.form)
+    residents = _restore(settings, found, buffer, mirror, plain)
+    journal.resume()
+    told = f"went on with number {recovered.next_number} of incarnation {recovered.incarnation}"
+    known = {at: place for at, place in recovered.positions.items() if at < len(settings.upstreams)}
+    return Beginning(
+        recovered.incarnation or 0,
+        recovered.next_number,
+        tuple(agreeing(each, known.get(at)) for at, each in enumerate(found.mark.checkpoints)),
+        known,
+        residents,
+        True,
+        f"{told}; {recovered.because}" if recovered.because else told,
+        time.monotonic() - began,
+    )
+
+
+def _incarnation_after(before: int | None) -> int:
+    """Higher than any before, and told apart in a log: milliseconds since the epoch, unless the clock went back."""
+    return max(int(time.time() * 1000), 0 if before is None else before + 1)
+
+
+def _usable(settings: RelaySettings, recovered: Recovered) -> _Found | str:
+    """What there is to go on with, or why there is nothing."""
+    if recovered.incarnation is None:
+        return recovered.because or "the journal is new"
+    if not recovered.resumable:
+        return recovered.because
+    try:
+        mark = msgspec.convert(recovered.mark, Mark)
+    except msgspec.ValidationError:
+        return "the journal says nothing of its upstreams"
+    if mark.fingerprint != settings.fingerprint():
+        return "the journal is of other upstreams, or of another dialect or treatment of tokens"
+    try:
+        return _Found(recovered, mark, *_parts(recovered))
+    except msgspec.MsgspecError as error:
+        return f"the journal's snapshot is not one of this release: {error}"
+
+
+def _restore(
+    settings: RelaySettings, found: _Found, buffer: ReplayBuffer, mirror: Mirror, plain: Mapping[int, Mirror]
+) -> dict[int, Residents]:
+    """Native code takes in the same payloads for the buffer and for each mirror, which goes on side by side."""
+    recovered, parts = found.recovered, found.parts
+    mirrors = [mirror, *plain.values()]
+    snapshot = recovered.snapshot
+    number, partial = (-1, False) if snapshot is None else (snapshot.number, snapshot.partial)
+    with ThreadPoolExecutor(max(1, len(mirrors))) as pool:
+        doing = [pool.submit(mirror.apply, parts) for mirror in mirrors]
+        buffer.resume(number, parts, partial, rank=settings.upstreams[0].rank)
+        batches = (record for record in recovered.records() if isinstance(record, Relayed))
+        while chunk := list(islice(batches, CHUNK)):
+            _finish(doing)
+            payloads = [each.payload for each in chunk]
+            doing = [pool.submit(mirror.apply, payloads) for mirror in mirrors]
+            buffer.extend([(each.number, each.payload) for each in chunk])
+        _finish(doing)
+    if len(settings.upstreams) == 1:
+        return {}
+    residents = _residents(settings, recovered, found.aside)
+    _part(plain, residents)
+    return residents
+
+
+def _finish(doing: list[Future[list[Applied]]]) -> None:
+    for each in doing:
+        each.result()
+
+
+def _residents(settings: RelaySettings, recovered: Recovered, aside: Aside) -> dict[int, Residents]:
+    """Whose blocks are whose: what a reset takes back was written down as the upstream's own, too."""
+    fields = places(settings.spelling)
+    found = {at: Residents(fields) for at in range(len(settings.upstreams))}
+    for at, piece in aside.residents:
+        found[at].restore(piece)
+    for record in recovered.records():
+        if isinstance(record, Relayed) and record.number > aside.number and record.upstream != OWN:
+            found[record.upstream % BACK].settle(decode_batch(record.payload).batch.events)
+    return found
+
+
+def _part(plain: Mapping[int, Mirror], residents: Mapping[int, Residents]) -> None:
+    """Of mirrors that have taken in everybody's blocks, each is left with those of its upstream."""
+    for at, mirror in plain.items():
+        others = [event for other, each in residents.items() if other != at for event in each.removals()]
+        mirror.apply(payloads_of(KVEventBatch(0.0, others), None))
+
+
+# --- snapshots ---------------------------------------------------------------------------------------------------------------
+
+
+class Aside(msgspec.Struct, frozen=True):
+    """What a journal's snapshot holds besides its state."""
+
+    number: int = -1
+    """As of which number it is known whose blocks are whose."""
+    residents: list[tuple[int, Any]] = []
+    """Ordinals of upstreams, and pieces of what `Residents.kept` told."""
+
+
+def parts_of(collapsed: Collapsed | None, number: int, residents: Mapping[int, Residents]) -> list[bytes]:
+    """A snapshot as the journal keeps it: of what has left the buffer, and whose blocks are whose as of `number`."""
+    asides = [Aside(number), *(Aside(number, [(at, piece)]) for at, each in residents.items() for piece in each.kept())]
+    payloads = [] if collapsed is None else collapsed.payloads
+    return [*payloads, *(_ASIDE + msgspec.msgpack.encode(aside) for aside in asides)]
+
+
+def _parts(recovered: Recovered) -> tuple[list[bytes], Aside]:
+    parts = [] if recovered.snapshot is None else list(recovered.snapshot.parts())
+    asides = [msgspec.msgpack.decode(part.removeprefix(_ASIDE), type=Aside) for part in parts if part.startswith(_ASIDE)]
+    number = asides[0].number if asides else -1
+    whole = Aside(number, [piece for aside in asides for piece in aside.residents])
+    return [part for part in parts if not part.startswith(_ASIDE)], whole

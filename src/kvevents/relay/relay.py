@@ -1,0 +1,424 @@
+"""The relay: what upstreams say goes in, and comes out under numbers of its own.
+
+Theory of operation. One thread takes deliveries from the subscriber, in order and each exactly once. A batch gets the next
+number, is applied to the mirror (an index of what consumers have, whose digest goes into heartbeats), written into the journal,
+and then sent: so whatever a consumer saw, the journal has, and a killed relay goes on with the same bytes under the same
+numbers. What leaves the replay buffer is collapsed into what is live, which is what a consumer that comes late is told first.
+
+- An upstream's *reset* takes back what it told: a clear in the relay's stream, or removals where several share it. The numbers
+  go on.
+- An upstream's *gap* leaves a number out, so that every consumer sees that something is missing, whatever it knows of relays.
+- The journal says how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is the
+  same, and brings what was missed; otherwise there is a reset.
+
+A relay may be killed between any two steps, and what it has not written down it does not know afterwards. So each step is
+written down before what it leads to: a reset before what it takes back, or the upstream could go on where it was; the doubt of
+a gap before the batches behind it, or these would be known, what was lost passed over, and nothing said of it.
+
+A turn that is broken off by an exception may have taken deliveries that were not sent. There is no other turn then; a relay
+that begins anew goes on with what was written down.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import msgspec
+
+from kvevents.endpoints import should_bind
+from kvevents.errors import ClosedError
+from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher.broadcast import Broadcast
+from kvevents.publisher.buffer import Numbered, ReplayBuffer
+from kvevents.publisher.history import History
+from kvevents.relay.beginning import Mark, begin, parts_of
+from kvevents.relay.forwarding import Forwarding, Passing, Rewriting, plain_mirrors
+from kvevents.relay.journal import Disk, Hole, Journal, JournalSettings, JournalStats, Record, Relayed
+from kvevents.relay.mirror import Mirror
+from kvevents.relay.output import BACK, OWN, Output
+from kvevents.relay.settings import RelaySettings
+from kvevents.relay.spelling import Spelling, payloads_of
+from kvevents.relay.status import RelayStatus
+from kvevents.relay.upstreams import Upstreams, is_less, least
+from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Trust
+from kvevents.stream.deliveries import RawDelivery
+from kvevents.subscriber import StreamStatus
+from kvevents.subscriber.transport import Transport
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS: Final = 0.25
+"""How long a turn waits for something to do; also how late a heartbeat can be."""
+MARK_SECONDS: Final = 1.0
+"""Between two notes of how far the upstreams were followed: what is asked for again after a kill, and left out."""
+BEAT_AGAIN_SECONDS: Final = 0.5
+"""Between two heartbeats at least, when trust changes quickly."""
+COLLAPSE_AGAIN_SECONDS: Final = 2.0
+"""Between two attempts to give the journal a snapshot: what cannot be told now may be later."""
+CLOSE_SECONDS: Final = 2.0
+"""For consumers to get what was sent, when a relay ends."""
+
+
+class _Seen(NamedTuple):
+    """What only the relay's own thread may look at, as of its last turn."""
+
+    upstreams: tuple[StreamStatus, ...]
+    journal: JournalStats | None
+
+
+class Relay:
+    """Repeats one upstream, or several as one, to any number of consumers; a context manager.
+
+    Call `run`, or `turn` again and again from one thread; `status` and `trust` may be asked from any, and are as of the last
+    turn. `transport` and `disk` take the place of sockets towards upstreams, and of the journal's files.
+
+    Raises `ConfigError` for settings that cannot work, `EndpointError` for endpoints that cannot be bound, `JournalError` for a
+    folder that an operator must mend.
+    """
+
+    def __init__(
+        self,
+        settings: RelaySettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        transport: Transport | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        self.settings: Final = settings
+        self._clock: Final = clock
+        self._rank: Final = settings.upstreams[0].rank
+        self._shared: Final = len(settings.upstreams) > 1
+        self._closed = False
+        self._broken_off = False
+        """Whether something that was received may not have been sent, or sent by half."""
+        self._carried = self._diverged = 0
+        self._told: tuple[str, str] | None = None
+        """Trust as of the last heartbeat."""
+        self._beat_at = self._mark_at = self._collapse_at = -math.inf
+        self._marked = -1
+        self._doubts: list[frozenset[Doubt]] = []
+        """Of upstreams, as of the last mark."""
+        with ExitStack() as undo:
+            self._journal = _journal(settings, disk)
+            if self._journal is not None:
+                undo.callback(self._journal.close)
+            self._open(undo, transport)
+            undo.pop_all()
+
+    def _open(self, undo: ExitStack, transport: Transport | None) -> None:
+        settings, index = self.settings, PrefixIndex()
+        self._mirror = Mirror(index, "relay")
+        self._spelling = spelling = Spelling(settings.spelling, known=settings.rewrites)
+        plain = plain_mirrors(settings, index)
+        self._buffer = ReplayBuffer(settings.buffer_steps, History.create(), spelling.encode)
+        self._beginning = began = begin(settings, self._journal, self._buffer, self._mirror, plain, spelling)
+        # Not before the buffer has its history: consumers may ask at once.
+        self._broadcast = _broadcast(settings, self._buffer, began.incarnation)
+        undo.callback(self._broadcast.close, 0.0)
+        self._output = Output(self._broadcast, self._mirror, self._journal, spelling, began.number, settings.heartbeat)
+        if settings.rewrites:
+            self._forwarding: Forwarding = Rewriting(settings, self._output, plain, began.residents, self._report)
+        else:
+            self._forwarding = Passing(self._output, self._report)
+        self._upstreams = Upstreams(settings.upstreams, began.checkpoints, began.known, self._clock, transport)
+        undo.callback(self._upstreams.close)
+        self._begun = self._holed = began.resumed
+        self._checkpoints: list[Checkpoint] = list(began.checkpoints)
+        """As they were written down last."""
+        self._look()
+        if began.resumed:
+            # Consumers that were there before must not take what they have for the newest.
+            self._beat(self._clock())
+        else:
+            self._mark()
+        log.info("relaying to %s: %s", self.endpoint, began.told)
+
+    # --- what is known about it
+
+    @property
+    def endpoint(self) -> str:
+        """Where consumers on this host subscribe."""
+        return self._broadcast.endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where they ask for replay."""
+        return self._broadcast.replay_endpoint
+
+    def trust(self) -> Trust:
+        """The least of its upstreams'."""
+        return least(self._seen.upstreams)
+
+    def status(self) -> RelayStatus:
+        """Everything at once."""
+        batches, size = self._buffer.size()
+        seen = self._seen
+        return RelayStatus(
+            endpoint=self.endpoint,
+            replay_endpoint=self.replay_endpoint,
+            trust=least(seen.upstreams),
+            incarnation=self._beginning.incarnation,
+            last_number=self._output.number - 1,
+            carried=self._carried,
+            holes=self._output.holes,
+            heartbeats=self._output.heartbeats,
+            resumed=self._beginning.resumed,
+            began=self._beginning.told,
+            recovery_seconds=self._beginning.seconds,
+            blocks=self._mirror.blocks,
+            digest=self._mirror.digest(),
+            diverged=self._diverged,
+            subscribers=self._broadcast.subscribers,
+            buffered_batches=batches,
+            buffered_bytes=size,
+            history=self._buffer.history_stats(),
+            replay=self._broadcast.replay_stats(),
+            journal=seen.journal,
+            upstreams=seen.upstreams,
+        )
+
+    # --- what it does
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Relay until `stop` says so, at which it looks a few times a second."""
+        while not stop():
+            self.turn()
+
+    def turn(self, timeout: float = TURN_SECONDS) -> int:
+        """Wait for deliveries, at most `timeout` seconds, and send them on; how many there were.
+
+        Raises `ClosedError`, also after a turn that has raised anything else.
+        """
+        if self._closed:
+            raise ClosedError("the relay is closed")
+        if self._broken_off:
+            raise ClosedError("a turn was broken off, and what it had received may be lost: close the relay, and begin another")
+        self._broken_off = True
+        deliveries = self._upstreams.receive(timeout)
+        self._begin(deliveries)
+        self._forward(deliveries)
+        now = self._clock()
+        self._look()
+        self._broadcast.look_around()
+        if self._broadcast.wants_cut:
+            self._output.cut(self._rank)
+        self._heal()
+        self._beat(now)
+        self._output.show(self._rank)
+        self._keep(now)
+        self._broken_off = False
+        return len(deliveries)
+
+    def _begin(self, deliveries: list[RawDelivery]) -> None:
+        """A new life begins with a clear: whoever has something of another one forgets it, and no hole comes first."""
+        if self._begun or not deliveries:
+            return
+        self._begun = True
+        payloads = [delivery.payload for delivery in deliveries if isinstance(delivery, RawBatch)]
+        if payloads:
+            self._spelling.note(payloads)
+        self._output.say([AllBlocksCleared()], self._rank)
+
+    def _forward(self, deliveries: list[RawDelivery]) -> None:
+        """Batches in a row of one upstream together: most often that is all."""
+        run: list[RawBatch] = []
+        ordinal = 0
+        for delivery in deliveries:
+            place = self._upstreams.ordinal(delivery)
+            if run and (place != ordinal or not isinstance(delivery, RawBatch)):
+                self._carry(ordinal, run)
+                run = []
+            ordinal = place
+            if isinstance(delivery, RawBatch):
+                run.append(delivery)
+            elif isinstance(delivery, Reset):
+                self._reset(ordinal, delivery)
+            else:
+                self._gap(ordinal, delivery)
+        if run:
+            self._carry(ordinal, run)
+
+    def _carry(self, ordinal: int, batches: list[RawBatch]) -> None:
+        self._carried += len(batches)
+        if self._checkpoints[ordinal].anchor is None:
+            self._mark_at = -math.inf  # soon there is something by which the upstream can be recognised
+        self._forwarding.carry(ordinal, batches)
+
+    def _reset(self, ordinal: int, reset: Reset) -> None:
+        log.warning("%s rank %d: %s; what it told is taken back", reset.source, reset.rank, reset.reason)
+        if self._journal is not None:
+            # Before what it leads to. From here on no checkpoint of before counts: see `upstreams.agreeing`.
+            self._journal.reset(ordinal, reset.incarnation)
+        events = self._forwarding.forget(ordinal)
+        if events:
+            self._take_back(ordinal, reset.rank, events)
+        self._spelling.renew()
+        self._mark_at = -math.inf  # soon, but not before what was received with it has been sent
+
+    def _take_back(self, ordinal: int, rank: int, events: list[KVEvent]) -> None:
+        if self._shared:
+            batch = KVEventBatch(time.time(), events, rank)
+            self._output.tell(payloads_of(batch, self.settings.spelling), BACK + ordinal)
+        else:
+            self._output.say(events, rank)
+
+    def _gap(self, ordinal: int, gap: Gap) -> None:
+        log.warning("%s rank %d: numbers %d to %d are lost; consumers are told", gap.source, gap.rank, gap.first, gap.last)
+        self._output.lose()
+        self._holed = True
+        checkpoint = self._checkpoints[ordinal]
+        if checkpoint.incarnation == gap.incarnation:
+            doubts = {**checkpoint.doubts, Doubt.LOST.name: gap.last}
+            self._checkpoints[ordinal] = msgspec.structs.replace(checkpoint, doubts=doubts)
+            self._write_mark()
+
+    def _report(self, batch: RawBatch, findings: Findings) -> None:
+        self._diverged += findings.agrees is False
+        self._holed |= bool(findings.rejected)
+        self._upstreams.subscriber.report(batch, findings)
+        if findings.cleared:
+            self._heal()
+
+    # --- now and then
+
+    def _look(self) -> None:
+        """Take note of what other threads may ask for."""
+        journal = None if self._journal is None else self._journal.stats()
+        self._seen = _Seen(tuple(self._upstreams.statuses()), journal)
+
+    def _heal(self) -> None:
+        """In a shared stream no upstream's clear ends what consumers doubt; it is over when nobody holds anything."""
+        if not (self._shared and self._holed):
+            return
+        if not any(map(len, self._forwarding.residents().values())) and self._upstreams.trust() == Trust.EXACT:
+            self._holed = False
+            self._output.say([AllBlocksCleared()], self._rank)
+
+    def _beat(self, now: float) -> None:
+        """When it is time, and when there is something else to say of trust: at once where that is less."""
+        every = self.settings.heartbeat
+        if every is None:
+            return
+        trust = self.trust()
+        told = (trust.name, trust.reason)
+        if now >= self._beat_at + self._pause(told, every):
+            self._beat_at, self._told = now, told
+            self._output.beat(trust, self._rank)
+
+    def _pause(self, news: tuple[str, str], every: float) -> float:
+        if self._told is None or is_less(news[0], self._told[0]):
+            return 0.0
+        return every if news == self._told else min(every, BEAT_AGAIN_SECONDS)
+
+    def _keep(self, now: float) -> None:
+        journal = self._journal
+        if journal is None:
+            return
+        due = now >= self._mark_at + MARK_SECONDS and self._output.number != self._marked
+        if due or [each.doubts for each in self._seen.upstreams] != self._doubts:
+            self._mark_at = now
+            self._mark()
+        journal.tick(now)
+        if journal.wants_snapshot and now >= self._collapse_at:
+            self._collapse_at = now + COLLAPSE_AGAIN_SECONDS
+            self._collapse(journal)
+
+    def _mark(self) -> None:
+        """How far the upstreams were followed: when everything received has been sent."""
+        self._marked = self._output.number
+        self._doubts = [each.doubts for each in self._seen.upstreams]
+        self._checkpoints = self._upstreams.checkpoints()
+        self._write_mark()
+
+    def _write_mark(self) -> None:
+        if self._journal is not None:
+            mark = Mark(self.settings.fingerprint(), self._checkpoints, self._spelling.form)
+            self._journal.mark(msgspec.to_builtins(mark, builtin_types=(bytes,)))
+
+    def _collapse(self, journal: Journal) -> None:
+        """Have the journal begin with what has left the buffer; in memory, tell it what has not as well."""
+        last = self._output.number - 1
+        found = self._buffer.collapsed_at(last)
+        if found is None:
+            return
+        collapsed, kept = found
+        if collapsed is None and (journal.state == "disk" or self._has_history()):
+            return
+        number = -1 if collapsed is None else collapsed.number
+        parts = parts_of(collapsed, last, self._forwarding.residents())
+        partial = collapsed is not None and collapsed.partial
+        if journal.snapshot(number, parts, partial=partial, tail=_tail(kept, number, last)):
+            self._mark()
+
+    def _has_history(self) -> bool:
+        """Whether something has left the buffer."""
+        history = self._buffer.history_stats()
+        return history is None or history.batches > 0
+
+    # --- the end
+
+    def close(self) -> None:
+        """Write down how far the upstreams were followed, and end; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._broken_off:
+            self._mark()
+        self._upstreams.close()
+        self._broadcast.close(CLOSE_SECONDS)
+        if self._journal is not None:
+            self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else str(self.trust())
+        return f"<Relay at {self.endpoint}: {state}, number {self._output.number - 1}, {self._carried} carried>"
+
+
+def _tail(kept: list[Numbered], number: int, last: int) -> Iterator[Record]:
+    """What was sent after `number` up to `last`, for a journal that has missed it.
+
+    Which upstream said what is not known any more, nor needed: the mark that follows says how far each was followed.
+    """
+    after = number
+    for each, payload in kept:
+        if each > after + 1:
+            yield Hole(after + 1, each - 1)
+        yield Relayed(each, OWN, 0, 0, payload)
+        after = each
+    if last > after:
+        yield Hole(after + 1, last)
+
+
+def _journal(settings: RelaySettings, disk: Disk | None) -> Journal | None:
+    return None if settings.journal is None else Journal(settings.journal, JournalSettings(fsync=settings.fsync), disk=disk)
+
+
+def _broadcast(settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
+    topic = settings.upstreams[0].topic if settings.topic is None else settings.topic
+    dialect = settings.spelling
+    return Broadcast(
+        settings.endpoint,
+        settings.replay_endpoint,
+        buffer=buffer,
+        hwm=settings.hwm,
+        topic=topic,
+        bind=should_bind(settings.endpoint) or settings.endpoint.startswith("tcp://"),
+        replay_topic=dialect is None or dialect.replay_topic,
+        curve=settings.curve,
+        snapshot_endpoint=settings.snapshot_endpoint,
+        rank=settings.upstreams[0].rank,
+        incarnation=incarnation,
+    )

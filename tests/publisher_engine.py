@@ -1,0 +1,47 @@
+"""A small engine for the publisher tests: what it stores and removes, and what it holds."""
+
+from __future__ import annotations
+
+import random
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+WORKER = ("engine", 0)
+SIZE = 4
+
+
+class Engine:
+    """A small cache with chains of blocks, of which the one that was stored first goes when it is full."""
+
+    def __init__(self, seed: int = 0, room: int = 12) -> None:
+        self._random = random.Random(seed)
+        self._room = room
+        self._chains: dict[int, int | None] = {}
+        self._next = 1
+        self.live: set[int] = set()
+
+    def clear(self) -> list[KVEvent]:
+        self.live.clear()
+        self._chains.clear()
+        return [AllBlocksCleared()]
+
+    def events(self) -> list[KVEvent]:
+        found: list[KVEvent] = self.clear() if self._random.random() < 0.02 else []
+        parent = self._random.choice([None, *self._chains])
+        count = self._random.randrange(1, 4)
+        hashes = list(range(self._next, self._next + count))
+        self._next += count
+        tokens = [token for value in hashes for token in range(value, value + SIZE)]
+        found.append(BlockStored(hashes, parent, tokens, SIZE, medium="GPU"))
+        for place, value in enumerate(hashes):
+            self._chains[value] = hashes[place - 1] if place else parent
+        self.live.update(hashes)
+        while len(self.live) > self._room:
+            # A leaf, as the tail of a sequence goes first; now and then a middle block.
+            parents = {self._chains[value] for value in self.live}
+            leaves = [value for value in self.live if value not in parents]
+            gone = min(self.live if self._random.random() < 0.1 else leaves or self.live)
+            self.live.remove(gone)
+            self._chains.pop(gone)
+            found.append(BlockRemoved([gone], "GPU"))
+        return found

@@ -1,0 +1,285 @@
+"""What the relay's tests share: a relay between engines and consumers that are all in memory, and ends where a test says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.index import Applied, PrefixIndex
+from kvevents.publisher.buffer import Numbered, ReplayBuffer
+from kvevents.publisher.stats import ReplayStats
+from kvevents.relay import Relay, RelaySettings, relay
+from kvevents.relay.journal import Disk
+from kvevents.stream import Batch, Gap, RawBatch, Reset, Source, Trust
+from kvevents.subscriber import Subscriber
+from kvevents.testing import FakeEngine, FakeTransport, VirtualClock
+from kvevents.testing.transport import FakeLink
+from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
+from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
+
+SIZE = 4
+"""Tokens of a block."""
+MANY_TURNS = 150
+"""Of a tenth of a second each: longer than anybody waits for an answer."""
+
+Held = Counter[tuple[int, str]]
+
+
+def block(number: int, *, parent: int | None = None, medium: str = "GPU", **fields: Any) -> BlockStored:
+    """One block, of tokens that no other number has."""
+    return BlockStored([number], parent, list(range(number * SIZE, (number + 1) * SIZE)), SIZE, medium=medium, **fields)
+
+
+class Upstream:
+    """An engine in memory that counts what it holds."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.held: Held = Counter()
+
+    def say(self, *events: KVEvent, lost: bool = False) -> int:
+        """Publish a batch; `lost` keeps it from those who listen, until they ask."""
+        for event in events:
+            self._take(event)
+        return self.engine.publish(*events, lost=lost)
+
+    def store(self, *numbers: int, medium: str = "GPU", lost: bool = False, **fields: Any) -> int:
+        return self.say(*(block(number, medium=medium, **fields) for number in numbers), lost=lost)
+
+    def remove(self, *numbers: int, medium: str = "GPU", lost: bool = False) -> int:
+        return self.say(BlockRemoved(list(numbers), medium), lost=lost)
+
+    def clear(self) -> int:
+        return self.say(AllBlocksCleared())
+
+    def restart(self, *unseen: KVEvent) -> None:
+        """Another life, in which something happened before anybody was connected again."""
+        self.held.clear()
+        for event in unseen:
+            self._take(event)
+        self.engine.restart(list(unseen))
+
+    def forget(self) -> None:
+        """Its replay buffer is empty from here on."""
+        self.engine._buffer.clear()
+
+    def _take(self, event: KVEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            scope = event.unrecognised or {}
+            for each in [each for each in self.held if scope.get("medium", each[1]) == each[1]]:
+                del self.held[each]
+            return
+        places = [(each, str(event.medium)) for each in event.block_hashes]
+        if isinstance(event, BlockStored):
+            self.held.update(places)
+        else:
+            self.held -= Counter(places)
+
+
+class Station(FakeEngine):
+    """Where consumers hear the relay that is there at the moment."""
+
+    buffer: ReplayBuffer
+
+    def answer(self, link: FakeLink, start: int) -> None:
+        self.requests.append(start)
+        if self.up:
+            link.replies.extend(replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.since(start))
+            link.replies.append(replay_end_frames(with_topic=True))
+
+
+class FakeBroadcast:
+    """In the place of sockets. `before` may end the relay: it is told `keep` and `send`, each before it is done."""
+
+    endpoint, replay_endpoint, wants_cut, subscribers = "fake://relay", None, False, 0
+
+    def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, before: Callable[[str], None]) -> None:
+        self.incarnation = buffer.incarnation = incarnation
+        self.sent: list[Numbered] = []
+        self._station, self._buffer, self._before = station, buffer, before
+
+    def send(self, batches: Sequence[Numbered]) -> None:
+        self._before("keep")
+        self._buffer.extend(batches)
+        for seq, payload in batches:
+            self._before("send")
+            self.sent.append((seq, payload))
+            self._station.send_raw(live_frames(b"", seq, payload))
+
+    def look_around(self) -> None:
+        """Nobody subscribes."""
+
+    def replay_stats(self) -> ReplayStats:
+        return ReplayStats()
+
+    def close(self, seconds: float) -> None:
+        """Nothing to close."""
+
+
+class Consumer:
+    """A subscriber of the relay with an index."""
+
+    def __init__(self, station: Station, transport: FakeTransport, *, heeds: bool = True) -> None:
+        self.index = PrefixIndex()
+        self.seen: list[Batch | RawBatch | Reset | Gap] = []
+        self.applied: list[Applied] = []
+        self.heeds = heeds
+        source = Source(station.endpoint, station.replay_endpoint, name="relay")
+        self._subscriber = Subscriber(source, transport=transport, clock=transport.clock, decode=False)
+
+    def turn(self) -> None:
+        """Take what there is. One that does not heed heartbeats is as one that knows nothing of them."""
+        for delivery in self._subscriber.receive_many(timeout=0):
+            self.seen.append(delivery)
+            applied = self.index.apply(delivery)
+            self.applied.append(applied)
+            findings = applied.findings
+            if findings is not None and (self.heeds or findings.heartbeat is None):
+                self._subscriber.report(delivery, findings)
+
+    @property
+    def trust(self) -> Trust:
+        return self._subscriber.trust()
+
+    @property
+    def held(self) -> Held:
+        if not any(info.source == "relay" for info in self.index.workers()):
+            return Counter()
+        tiers = {"gpu": "GPU", "cpu": "CPU", "disk": "DISK"}
+        return Counter({(each.hash, tiers[each.tier]): each.copies for each in self.index.blocks("relay")})
+
+    @property
+    def resets(self) -> int:
+        return self._subscriber.status().counters.resets
+
+    def agreements(self) -> list[bool]:
+        return [found.findings.agrees for found in self.applied if found.findings and found.findings.agrees is not None]
+
+    def close(self) -> None:
+        self._subscriber.close()
+
+
+class World:
+    """Upstreams, one relay at a time in the same folder, and consumers, all of one clock."""
+
+    def __init__(self, folder: Path | None, stack: ExitStack, count: int = 1, buffer_steps: int = 10_000) -> None:
+        self.clock = VirtualClock()
+        self._below, self._above = FakeTransport(self.clock), FakeTransport(self.clock)
+        self.upstreams = [
+            Upstream(self._below.engine(f"tcp://e:{at}", f"tcp://r:{at}", buffer_steps=buffer_steps)) for at in range(count)
+        ]
+        self.station = Station(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
+        self._above._engines[self.station.endpoint] = self.station
+        self.station.buffer = ReplayBuffer(1)
+        self.station.disconnect()
+        self.relay: Relay
+        self.broadcast: FakeBroadcast
+        self.before: Callable[[str], None] = lambda _: None
+        """Called before each step that a kill may come before: those of the disk, `keep` and `send`."""
+        self._folder = folder
+        self._stack = stack
+        self._consumers: list[Consumer] = []
+
+    @property
+    def upstream(self) -> Upstream:
+        return self.upstreams[0]
+
+    def settings(self, **more: Any) -> RelaySettings:
+        sources = tuple(
+            Source(each.engine.endpoint, each.engine.replay_endpoint, name=f"u{at}") for at, each in enumerate(self.upstreams)
+        )
+        journal = None if self._folder is None else str(self._folder)
+        return RelaySettings(upstreams=sources, **{"journal": journal, "heartbeat": 1.0, **more})
+
+    def begin(self, disk: Disk | None = None, **settings: Any) -> Relay:
+        """A relay, to which consumers are connected once it is open."""
+        found = disk or WatchedDisk(lambda call, _: self.before(call))
+        self.relay = Relay(self.settings(**settings), clock=self.clock, transport=self._transport(), disk=found)
+        self.station.buffer = self.relay._buffer
+        self.station.reconnect()
+        return self.relay
+
+    def _transport(self) -> FakeTransport:
+        """Each relay has connections of its own to the same engines."""
+        made = FakeTransport(self.clock)
+        made._engines = self._below._engines
+        return made
+
+    def make_broadcast(self, _settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) -> FakeBroadcast:
+        self.broadcast = FakeBroadcast(self.station, buffer, incarnation, self._step)
+        return self.broadcast
+
+    def _step(self, name: str) -> None:
+        self.before(name)
+
+    def kill(self) -> None:
+        """The relay's process is gone, with whatever it had in memory."""
+        self.station.disconnect()
+        self.relay._upstreams.close()
+        if self.relay._journal is not None:
+            crash(self.relay._journal)
+
+    def end(self) -> None:
+        """The relay is told to end."""
+        self.relay.close()
+        self.station.disconnect()
+
+    def consumer(self, *, heeds: bool = True) -> Consumer:
+        made = Consumer(self.station, self._above_transport(), heeds=heeds)
+        self._stack.callback(made.close)
+        self._consumers.append(made)
+        return made
+
+    def _above_transport(self) -> FakeTransport:
+        made = FakeTransport(self.clock)
+        made._engines = self._above._engines
+        return made
+
+    def turn(self, count: int = 1) -> None:
+        """The relay takes its turn, then each consumer."""
+        for _ in range(count):
+            self.relay.turn(0.1)
+            for consumer in self._consumers:
+                consumer.turn()
+
+    def settle(self) -> None:
+        self.turn(MANY_TURNS)
+
+    @property
+    def truth(self) -> Held:
+        return sum((each.held for each in self.upstreams), Counter())
+
+
+@contextmanager
+def world(folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000) -> Iterator[World]:
+    """A world whose journals have tiny files, and whose relays have no sockets."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        made = World(folder, stack, count, buffer_steps)
+        patch.setattr(relay, "_broadcast", made.make_broadcast)
+        patch.setattr(
+            relay,
+            "_journal",
+            lambda settings, disk: None if settings.journal is None else open_journal(Path(settings.journal), TINY, disk),
+        )
+        yield made
+
+
+def killing(world: World, step: str, after: int = 0) -> None:
+    """Have the relay die before it does a step, the next one or that `after` so many."""
+    left = after
+
+    def before(each: str) -> None:
+        nonlocal left
+        if each == step:
+            left -= 1
+            if left < 0:
+                world.before = lambda _: None
+                raise Killed
+
+    world.before = before

@@ -1,0 +1,141 @@
+"""Faults of `kvevents.testing.FaultProxy` that came with the chaos rounds: half-open, out of order, injected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import zmq
+
+from kvevents.errors import ConfigError
+from kvevents.testing import FaultProxy
+from kvevents.testing.zmtp import ZmtpSplitter, message
+
+SECONDS = 10
+"""Deadline of every wait."""
+
+Socket = zmq.Socket[bytes]
+
+
+class Line:
+    """A PUSH socket behind a proxy, and PULL sockets that connect through it."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self.pulling: list[Socket] = []
+        self.sender = self.context.socket(zmq.PUSH)
+        self.sender.bind("tcp://127.0.0.1:*")
+        self.proxy = FaultProxy(self.sender.get_string(zmq.LAST_ENDPOINT))
+
+    def pull(self) -> Socket:
+        puller = self.context.socket(zmq.PULL)
+        self.pulling.append(puller)
+        puller.connect(self.proxy.endpoint)
+        return puller
+
+    def close(self) -> None:
+        self.proxy.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.close()
+
+
+def receive(socket: Socket) -> list[bytes]:
+    assert socket.poll(1000 * SECONDS), "nothing came"
+    return socket.recv_multipart()
+
+
+@pytest.mark.parametrize("frames", [[b"a"], [b"", b"b" * 255, b"c" * 256], [b"x" * 70_000]])
+def test_a_message_is_made_as_it_is_read(frames: list[bytes]) -> None:
+    """What `message` writes, the splitter reads as one message of these frames."""
+    splitter = ZmtpSplitter()
+    splitter.feed(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    (piece,) = splitter.feed(message(frames))
+    assert list(piece.frames) == frames
+
+
+def test_half_open_connections_carry_nothing_and_new_ones_work(line: Line) -> None:
+    """The old connection stays open and silent, even once healed; whoever connects anew is served."""
+    old = line.pull()
+    line.sender.send(b"before")
+    assert receive(old) == [b"before"]
+    line.proxy.half_open()
+    fresh = line.pull()
+    assert line.proxy.wait_until(lambda counts: counts.connections == 2, SECONDS)
+    line.proxy.heal()
+    deadline = time.monotonic() + SECONDS
+    while not fresh.poll(10):
+        # PUSH takes turns once the handshake is done: of what goes to both, the old one's share never arrives.
+        assert time.monotonic() < deadline
+        line.sender.send(b"after")
+    assert not old.poll(0)
+    assert line.proxy.counts.open == 2
+
+
+def test_a_stall_is_not_ended_by_half_open(line: Line) -> None:
+    """Connections made while stalled wait for `resume`, as ever."""
+    line.proxy.stall()
+    line.proxy.half_open()
+    puller = line.pull()
+    assert not line.proxy.wait_until(lambda counts: counts.connections > 0, 0.05)
+    line.proxy.resume()
+    line.sender.send(b"late")
+    assert receive(puller) == [b"late"]
+
+
+def test_messages_change_places(line: Line) -> None:
+    """Each that is chosen comes after the one behind it; nothing is lost, and the counters know how many."""
+    puller = line.pull()
+    line.sender.send(b"first")
+    assert receive(puller) == [b"first"]
+    line.proxy.stall()
+    sent = [b"%03d" % number for number in range(100)]
+    for frame in sent:
+        line.sender.send(frame)
+    line.proxy.reorder(0.3, seed=7)
+    line.proxy.resume()
+    came = [receive(puller)[0] for _ in sent]
+    assert sorted(came) == sent
+    assert came != sent
+    assert line.proxy.counts.down.swapped >= sum(early > late for early, late in pairwise(came)) > 0
+
+
+def test_all_change_places_two_by_two(line: Line) -> None:
+    """Of those that arrive together; the last of an odd number has nobody to change with."""
+    puller = line.pull()
+    line.sender.send(b"first")
+    assert receive(puller) == [b"first"]
+    line.proxy.reorder(1.0)
+    line.sender.send(b"alone")
+    assert receive(puller) == [b"alone"]
+    line.proxy.heal()
+    line.sender.send(b"a")
+    assert receive(puller) == [b"a"]
+    assert line.proxy.counts.down.swapped == 1
+
+
+def test_a_message_is_injected_between_others(line: Line) -> None:
+    """On connections that have carried one; before that it would break a handshake, and is not sent."""
+    puller = line.pull()
+    assert line.proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
+    line.proxy.inject([b"too early"])
+    line.sender.send(b"before")
+    assert receive(puller) == [b"before"]
+    line.proxy.inject([b"", b"of", b"x" * 300])
+    line.sender.send(b"after")
+    assert [receive(puller), receive(puller)] == [[b"", b"of", b"x" * 300], [b"after"]]
+    assert line.proxy.counts.down.injected == 1
+
+
+def test_impossible_orders_are_refused(line: Line) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        line.proxy.reorder(1.5)
+    with pytest.raises(ConfigError, match="at least one frame"):
+        line.proxy.inject([])

@@ -1,0 +1,347 @@
+"""Stores that say keys in the place of tokens lead where the tokens lead: to one digest, the same blocks, the same answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest as xxh3
+
+from index_cases import (
+    Adversary,
+    Choices,
+    Engine,
+    Feed,
+    Traffic,
+    answer,
+    blocks_of,
+    cleared,
+    namespace,
+    refused_of,
+    removal,
+    store,
+    tokens_of,
+    waiting_of,
+)
+from index_keys import DENSE, Scope
+from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
+from kvevents.index import MultiModal, Namespace, PrefixIndex, block_keys
+from kvevents.wire import encode_batch
+
+SIZE = 2
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9], [9, 9, 1, 2], [1, 2]]
+SCOPES = [Scope(), Scope(lora="adapter"), Scope(salt="tenant"), Scope(lora=7, salt="tenant"), Scope(mm=(("image", 1, 3),))]
+KEY = 0x1234_5678_9ABC_DEF0
+
+
+def examples(count: int) -> settings:
+    asked = settings.default.max_examples if settings.default else 0
+    return settings(max_examples=asked if asked > 100 else count)
+
+
+def keyed(
+    hashes: Sequence[int], keys: Sequence[int], size: int = SIZE, *, parent: int | None = None, **fields: Any
+) -> BlockStored:
+    return store(hashes, [], size, parent, block_keys=list(keys), **fields)
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    return PrefixIndex()
+
+
+@pytest.fixture
+def feed(index: PrefixIndex) -> Feed:
+    return Feed(index)
+
+
+# --- the same as tokens -----------------------------------------------------------------------------------------------------
+
+
+def hashes_of(tokens: Sequence[int], scope: Scope) -> list[int]:
+    """An engine's: of the whole prefix."""
+    return [xxh3(repr((scope, tokens[: end + SIZE])).encode()) for end in range(0, len(tokens) - SIZE + 1, SIZE)]
+
+
+class Pair:
+    """An index that is told tokens, and one that is told keys."""
+
+    def __init__(self) -> None:
+        self.plain, self.redacted = PrefixIndex(), PrefixIndex()
+        self.feeds = {name: (Feed(self.plain, name), Feed(self.redacted, name)) for name in ("a", "b")}
+        for feed in (feed for both in self.feeds.values() for feed in both):
+            feed()
+
+    def say(self, name: str, plain: KVEvent, redacted: KVEvent | None = None) -> None:
+        for feed, event in zip(self.feeds[name], (plain, redacted or plain), strict=True):
+            assert feed(event).status == "applied"
+
+    def check(self, name: str) -> None:
+        assert self.plain.digest(name) == self.redacted.digest(name)
+        assert blocks_of(self.plain, (name, 0)) == blocks_of(self.redacted, (name, 0))
+
+
+steps = st.tuples(
+    st.sampled_from(["a", "b"]),
+    st.sampled_from(["store", "store", "store", "move", "window", "remove", "clear"]),
+    st.sampled_from(PROMPTS),
+    st.sampled_from(SCOPES),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.sampled_from(["GPU", "GPU", "CPU"]),
+)
+
+
+@examples(150)
+@given(st.lists(steps, max_size=25))
+def test_true_keys_lead_where_tokens_lead(history: list[Any]) -> None:
+    """Chains cut anywhere, copies, moves between tiers, windows, removals and clears, in every namespace: after each event both
+    indexes have one digest and one list of blocks, and at the end one answer to every prompt."""
+    pair = Pair()
+    for name, what, prompt, scope, first, count, medium in history:
+        hashes, keys = hashes_of(prompt, scope), block_keys(prompt, SIZE, namespace(scope))
+        part = slice(first, first + count)
+        if not hashes[part]:
+            continue
+        if what == "store" and (first == 0 or pair.plain._key_of(name, 0, hashes[first - 1]) is not None):
+            whole = said(hashes, prompt, scope, part, medium)
+            redacted = keyed(hashes[part], keys[part], parent=whole.parent_block_hash, medium=medium)
+            pair.say(name, whole, redacted)
+            assert [pair.redacted._key_of(name, 0, value) for value in hashes[part]] == keys[part]
+        elif what == "move":
+            pair.say(name, store(hashes[part], [], 0, medium=medium))
+        elif what == "window":
+            kind: dict[str, Any] = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3, "group_idx": 1}
+            whole = store(hashes[part], prompt, SIZE, **kind)
+            pair.say(name, whole, keyed(hashes[part], keys[part], **kind))
+        elif what == "remove":
+            pair.say(name, removal(*hashes[part], medium=medium, group_idx=count % 2))
+        elif what == "clear":
+            pair.say(name, cleared() if first else cleared(medium=medium))
+        pair.check(name)
+    for prompt in PROMPTS:
+        for scope in SCOPES:
+            expected = answer(pair.plain.match(prompt, namespace(scope)))
+            assert answer(pair.redacted.match(prompt, namespace(scope))) == expected
+            keys = block_keys(prompt, SIZE, namespace(scope))
+            assert answer(pair.redacted.match_keys(keys, SIZE)) == answer(pair.plain.match_keys(keys, SIZE))
+
+
+def said(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium: str) -> BlockStored:
+    """As vLLM says it: the salt at the root, items by the block that they begin before."""
+    first, end = part.start, min(part.stop, len(hashes))
+    lora = scope.lora if isinstance(scope.lora, str) else None
+    extra: list[list[Any]] = [[lora] if lora else [] for _ in range(first, end)]
+    for item, start, length in scope.mm:
+        for at in range(first, end):
+            if start < (at + 1) * SIZE and start + length > at * SIZE:
+                extra[at - first].append([item, start - at * SIZE])
+    if first == 0 and scope.salt is not None:
+        extra[0].append(scope.salt)
+    fields: dict[str, Any] = {"lora_name": lora, "lora_id": scope.lora if isinstance(scope.lora, int) else None}
+    if any(extra):
+        fields["extra_keys"] = [tuple(keys) or None for keys in extra]
+    parent = hashes[first - 1] if first else None
+    return store(hashes[part], prompt[first * SIZE : end * SIZE], SIZE, parent, medium=medium, **fields)
+
+
+@examples(40)
+@given(st.binary(min_size=400, max_size=2500))
+def test_a_stream_behind_a_relay_that_takes_tokens_out_has_the_same_digest(data: bytes) -> None:
+    """Engines that follow no rule but that of distinct hashes; keys are asked of the index that knows the tokens."""
+    adversary, pair = Adversary(Choices(data)), Pair()
+    stream = adversary.streams[0]
+    stream.hashing, stream.digests, stream.keyed = "opaque", False, False
+    while not adversary.choices.over:
+        event = adversary._event(stream)
+        if not is_dense(event):
+            pair.say("a", event, without_tokens(event))
+        elif event.parent_block_hash is None or pair.plain._key_of("a", 0, event.parent_block_hash) is not None:
+            pair.feeds["a"][0](event)
+            keys = [pair.plain._key_of("a", 0, value) for value in event.block_hashes]
+            assert None not in keys
+            bare = msgspec.structs.replace(event, token_ids=[], extra_keys=None, lora_name=None, lora_id=None, cache_salt=None)
+            pair.feeds["a"][1](msgspec.structs.replace(bare, block_keys=keys))
+        else:
+            continue
+        pair.check("a")
+    if not stream.eagle:
+        for _ in range(6):
+            tokens, scope = adversary.prompt()
+            expected = answer(pair.plain.match(tokens, namespace(scope)))
+            assert answer(pair.redacted.match(tokens, namespace(scope))) == expected
+
+
+def is_dense(event: KVEvent) -> TypeGuard[BlockStored]:
+    if not isinstance(event, BlockStored) or event.kv_cache_spec_kind not in DENSE:
+        return False
+    return 0 < len(event.token_ids) == event.block_size * len(event.block_hashes)
+
+
+def without_tokens(event: KVEvent) -> KVEvent:
+    window = isinstance(event, BlockStored) and event.kv_cache_spec_kind == "sliding_window"
+    return msgspec.structs.replace(event, token_ids=[]) if window else event
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 9), (None, 6, 17)], ids=repr)
+def test_an_engine_behind_a_relay_is_matched_as_it_matches_itself(windows: tuple[int | None, ...]) -> None:
+    """vLLM's cache under load, with salts, evictions, resets and windows, told by keys alone."""
+    engine = Engine(7, 4, 40 * len(windows), windows)
+    traffic = Traffic(engine, Choices(random.Random(5).randbytes(4000)), salts=(None, None, "t"), longest=56)
+    pair = Pair()
+    for number in range(60):
+        if number % 25 == 24:
+            traffic.drain()
+            engine.reset()
+        tokens, salt = traffic.arrive()
+        traffic.admit(tokens, salt)
+        for event in engine.take_events():
+            if isinstance(event, BlockStored) and event.token_ids:
+                pair.feeds["a"][0](event)
+                keys = [pair.plain._key_of("a", 0, value) or 0 for value in event.block_hashes]
+                pair.feeds["a"][1](msgspec.structs.replace(event, token_ids=[], extra_keys=None, block_keys=keys))
+            else:
+                pair.say("a", event)
+        pair.check("a")
+        found = tokens_of(pair.redacted, tokens[:-1], Scope(salt=salt))
+        assert found == engine.cached(tokens, salt) * engine.size
+
+
+# --- what they are to other events --------------------------------------------------------------------------------------------
+
+
+def test_a_block_of_a_key_needs_no_parent_and_is_credited_from_the_root_on(index: PrefixIndex, feed: Feed) -> None:
+    keys = block_keys(PROMPTS[0], SIZE)
+    feed(keyed([3, 4], keys[2:], parent=2))
+    assert (waiting_of(index), index.stats().blocks, tokens_of(index, PROMPTS[0])) == (0, 2, 0)
+    feed(keyed([1], keys[:1]))
+    assert tokens_of(index, PROMPTS[0]) == SIZE
+    feed(keyed([2], keys[1:2]))
+    assert tokens_of(index, PROMPTS[0]) == len(PROMPTS[0])
+    assert [index._key_of("a", 0, value) for value in (1, 2, 3, 4, 5)] == [*keys, None]
+    assert index._key_of("nobody", 0, 1) is None
+
+
+def test_a_child_with_tokens_goes_on_from_a_key(index: PrefixIndex, feed: Feed) -> None:
+    """Whether it comes behind its parent, or has waited for it."""
+    keys = block_keys(PROMPTS[0], SIZE, Namespace(lora="adapter"))
+    feed(store([3], PROMPTS[0][4:6], SIZE, 2, lora_name="adapter"))
+    assert waiting_of(index) == 1
+    feed(keyed([1, 2], keys[:2]), store([4], PROMPTS[0][6:], SIZE, 3, lora_name="adapter"))
+    assert waiting_of(index) == 0
+    assert tokens_of(index, PROMPTS[0], Scope(lora="adapter")) == len(PROMPTS[0])
+    assert tokens_of(index, PROMPTS[0]) == 0
+
+
+def test_hashes_without_tokens_and_removals_find_blocks_of_keys(index: PrefixIndex, feed: Feed) -> None:
+    keys = block_keys(PROMPTS[0], SIZE)
+    feed(store([1, 2], [], 0, medium="CPU"), keyed([1, 2], keys[:2]))
+    assert answer(index.match(PROMPTS[0])) == {("a", 0): (4, 4, 4, 4)}
+    feed(removal(1, 2))
+    assert answer(index.match(PROMPTS[0])) == {("a", 0): (0, 4, 4, 4)}
+    feed(removal(1, 2, medium="CPU"))
+    assert (index.stats().blocks, index.stats().unknown_removals) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        keyed([1, 2], [KEY]),
+        keyed([1], [KEY, KEY]),
+        keyed([1], []),
+        keyed([1], [KEY], 0),
+        keyed([1], [KEY], 2**32),
+        store([1], [1, 2], SIZE, block_keys=[KEY]),
+    ],
+    ids=repr,
+)
+def test_keys_that_do_not_fit_are_set_aside_and_counted(index: PrefixIndex, feed: Feed, event: BlockStored) -> None:
+    feed(event)
+    assert (index.stats().blocks, waiting_of(index), refused_of(index)) == (0, 0, 1)
+    assert index.stats().rejected == {("none", "length-mismatch"): 1}
+
+
+def test_a_group_of_an_unknown_kind_gives_no_credit_for_keys_either(index: PrefixIndex, feed: Feed) -> None:
+    feed(keyed([1], [KEY], kv_cache_spec_kind="mamba", group_idx=2))
+    assert (index.stats().blocks, index.stats().rejected) == (0, {("mamba", "unknown-kind"): 1})
+
+
+def test_numbers_that_mean_nothing_match_nothing_but_are_counted(index: PrefixIndex, feed: Feed) -> None:
+    """As a relay tells them that keeps even keys to itself."""
+    feed(keyed([1, 2], [7, 8]))
+    assert (tokens_of(index, PROMPTS[0]), index.stats().blocks) == (0, 2)
+    feed(removal(2), AllBlocksCleared())
+    assert index.stats().blocks == 0
+
+
+# --- beside others ----------------------------------------------------------------------------------------------------------
+
+
+@examples(60)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.integers(0, 4)), max_size=12), st.sampled_from(SCOPES))
+def test_workers_told_by_keys_and_by_tokens_are_found_together(held: list[tuple[str, bool, int]], scope: Scope) -> None:
+    """Of one prompt, in any namespace, some workers by both: blocks of one key are not hidden behind each other, whichever came
+    first and whichever went."""
+    prompt = PROMPTS[0]
+    index, keys, hashes = PrefixIndex(), block_keys(prompt, SIZE, namespace(scope)), hashes_of(prompt, scope)
+    feeds = {name: Feed(index, name) for name in "abcd"}
+    expected: dict[str, list[int]] = {name: [0, 0] for name in "abcd"}
+    for name, by_key, count in held:
+        before = expected[name][by_key]
+        part = slice(0, count)
+        shift = 1 << 40 if by_key else 0
+        own = [(value + shift) % 2**64 for value in hashes]
+        if before:
+            feeds[name](removal(*own[:before]))
+        if count:
+            feeds[name](keyed(own[part], keys[part]) if by_key else said(own, prompt, scope, part, "GPU"))
+        expected[name][by_key] = count
+    depths = {(name, 0): (max(counts) * SIZE,) * 4 for name, counts in expected.items() if max(counts)}
+    assert answer(index.match(prompt, namespace(scope))) == depths
+    assert answer(index.match_keys(keys, SIZE)) == depths
+
+
+def test_a_snapshot_of_an_index_has_blocks_of_keys(tmp_path: Any) -> None:
+    index, other = PrefixIndex(), PrefixIndex()
+    scope = Namespace(lora="adapter", mm=[MultiModal("image", 1, 3)])
+    keys = block_keys(PROMPTS[0], SIZE, scope)
+    Feed(index, "a")(keyed([1, 2, 3, 4], keys), keyed([1], keys[:1]))
+    Feed(index, "b")(keyed([1, 2], keys[:2]), store([7], PROMPTS[2][:2], SIZE))
+    index.snapshot(tmp_path / "snapshot")
+    other.restore(tmp_path / "snapshot")
+    assert (
+        answer(other.match(PROMPTS[0], scope))
+        == answer(index.match(PROMPTS[0], scope))
+        == {
+            ("a", 0): (8,) * 4,
+            ("b", 0): (4,) * 4,
+        }
+    )
+    assert [other.digest(name) for name in "ab"] == [index.digest(name) for name in "ab"]
+
+
+def test_memory_returns_to_the_baseline() -> None:
+    index = PrefixIndex()
+    feed = Feed(index)
+    feed(keyed([1], [1]), removal(1))
+    baseline = index.stats().bytes
+    for first in range(10, 5010, 100):
+        hashes = range(first, first + 100)
+        feed(keyed(hashes, [7 * value for value in hashes], 1 + first % 7))
+    assert index.stats().bytes > baseline + 5000 * 16
+    feed(*(removal(*range(first, first + 100)) for first in range(4910, -90, -100)))
+    assert index.stats().blocks == 0
+    assert index.stats().bytes <= baseline + 4096
+
+
+def test_a_payload_of_a_dialect_with_maps_is_read_natively(index: PrefixIndex) -> None:
+    keys = block_keys(PROMPTS[0], SIZE)
+    payload = encode_batch(KVEventBatch(1.0, [keyed([1, 2], keys[:2])]))
+    assert index._scan(payload) is not None
+    index.apply_payload("a", 0, 0, payload)
+    assert tokens_of(index, PROMPTS[0]) == 2 * SIZE

@@ -1,0 +1,338 @@
+"""What stands for batches that have left the buffer: never taken for more than it is, whoever asks, whenever, from wherever."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher.buffer import Collapsed, Numbered, ReplayBuffer
+from kvevents.publisher.parts import MAX_PARTS
+from kvevents.stream import Batch, Source, Stream
+from kvevents.wire import decode_batch, encode_batch
+from kvevents.wire.framing import live_frames, replay_batch_frames, replay_end_frames
+from publisher_engine import WORKER, Engine
+
+NOTHING = f"{0:032x}"
+
+
+def digest(index: PrefixIndex) -> str:
+    return index.digest(WORKER) if index.workers() else NOTHING
+
+
+def indexed(batches: list[Numbered]) -> str:
+    index = PrefixIndex()
+    for seq, payload in batches:
+        index.apply_payload(WORKER, 0, seq, payload)
+    return digest(index)
+
+
+def numbers(batches: list[Numbered]) -> list[int]:
+    return [seq for seq, _ in batches]
+
+
+class Sent:
+    """Everything that was sent, what it leaves resident after each number, and the buffer under test."""
+
+    def __init__(self, seed: int, steps: int, limit: int | None = None, holes: float = 0.0) -> None:
+        self._random = random.Random(seed)
+        self._engine = Engine(seed)
+        self._holes = holes
+        self.buffer = ReplayBuffer.collapsing(steps, limit=limit)
+        self.batches: list[Numbered] = []
+        self.digests: list[str] = []
+        self.whole: list[bool] = []
+        """By number: what is resident, and whether nothing is missing since the last clear."""
+        self._index = PrefixIndex()
+
+    def publish(self) -> Numbered | None:
+        """One more number; None where no batch has it."""
+        number = len(self.digests)
+        if self._random.random() < self._holes:
+            self.digests.append(digest(self._index))
+            self.whole.append(False)
+            return None
+        events = self._engine.clear() if self._random.random() < 0.03 else self._engine.events()
+        batch = (number, encode_batch(KVEventBatch(float(number), events, 3)))
+        self._index.apply_payload(WORKER, 0, *batch)
+        self.digests.append(digest(self._index))
+        before = not self.whole or self.whole[-1]
+        self.whole.append(before or any(isinstance(event, AllBlocksCleared) for event in events))
+        self.batches.append(batch)
+        self.buffer.extend([batch])
+        return batch
+
+    def publish_many(self, count: int) -> Sent:
+        for _ in range(count):
+            self.publish()
+        return self
+
+
+class Consumer:
+    """A stream and an index behind connections that lose, lag and break."""
+
+    def __init__(self, sent: Sent, seed: int, loss: float) -> None:
+        self._sent = sent
+        self._random = random.Random(seed)
+        self._loss = loss
+        self._live: deque[Numbered] = deque()
+        self._reply: deque[list[bytes]] = deque()
+        self._now = 0.0
+        self._up = False
+        self.stream = Stream(Source("tcp://a:1", "tcp://a:2", name="engine"))
+        self.index = PrefixIndex()
+
+    def hear(self, batch: Numbered) -> None:
+        if self._up:
+            self._live.append(batch)
+
+    def act(self) -> None:
+        """One thing that may happen to a consumer, and what follows from it."""
+        chance = self._random.random()
+        if not self._up:
+            self._up = True
+            self.stream.connected(self._now)
+        elif chance < 0.02:
+            self._up = False
+            self._live.clear()
+            self.stream.disconnected()
+        elif chance < 0.45:
+            self._receive_live(self._random.randrange(1, 6))
+        elif chance < 0.85:
+            self._receive_replies(self._random.randrange(1, 6))
+        elif chance < 0.88:
+            self._reply.clear()  # in the middle of it
+        else:
+            self._now += self._random.choice([0.1, 0.6, 2.5])
+            self.stream.tick(self._now)
+        self._settle()
+
+    def _receive_live(self, count: int) -> None:
+        for _ in range(min(count, len(self._live))):
+            seq, payload = self._live.popleft()
+            if self._random.random() >= self._loss:
+                self.stream.receive_live(live_frames(b"", seq, payload), self._now)
+                self._settle()
+
+    def _receive_replies(self, count: int) -> None:
+        for _ in range(min(count, len(self._reply))):
+            if self._reply:
+                self.stream.receive_replay(self._reply.popleft(), self._now)
+                self._settle()
+
+    def _settle(self) -> None:
+        ask = self.stream.ask(self._now)
+        if ask is not None:
+            if ask.fresh:
+                self._reply.clear()
+            self._reply.extend(replay_batch_frames(b"", *batch) for batch in self._sent.buffer.since(ask.start))
+            self._reply.append(replay_end_frames(with_topic=True))
+        for delivery in self.stream.deliveries():
+            findings = self.index.apply(delivery).findings
+            if isinstance(delivery, Batch) and findings is not None:
+                self.stream.report(delivery, findings)
+        if self.stream.trust.name == "EXACT" and self.stream.last_seq >= 0:
+            number = self.stream.last_seq
+            assert self._sent.whole[number], f"EXACT at {number}, though something is missing"
+            assert digest(self.index) == self._sent.digests[number], f"EXACT and wrong at {number}"
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.sampled_from([1, 3, 10]),
+    limit=st.sampled_from([None, 900, 600]),
+    holes=st.sampled_from([0.0, 0.03]),
+    loss=st.sampled_from([0.0, 0.05]),
+)
+def test_nobody_is_exact_and_wrong(seed: int, steps: int, limit: int | None, holes: float, loss: float) -> None:
+    """Random histories with numbers missing, snapshots of one batch and of several, and a consumer that lags behind the whole
+    buffer, loses live batches, and loses its connections in the middle of replies: whenever it is EXACT it is right."""
+    sent = Sent(seed, steps, limit, holes)
+    draw = random.Random(seed + 1)
+    consumer = Consumer(sent, seed + 2, loss)
+    sent.publish_many(draw.randrange(40))
+    for _ in range(150):
+        for _ in range(draw.choice([0, 0, 0, 1, 1, 3])):
+            batch = sent.publish()
+            if batch is not None:
+                consumer.hear(batch)
+        consumer.act()
+
+
+@pytest.mark.parametrize("limit", [None, 600])
+@pytest.mark.parametrize("seed", range(8))
+def test_who_is_left_in_peace_becomes_exact(seed: int, limit: int | None) -> None:
+    """The property above is not for want of anybody who is exact: with nothing lost, a late joiner is in the end."""
+    sent = Sent(seed, 3, limit).publish_many(50)
+    consumer = Consumer(sent, seed, loss=0.0)
+    for _ in range(400):
+        consumer.act()
+        if consumer.stream.trust.name == "EXACT" and consumer.stream.last_seq == 49:
+            return
+    pytest.fail(f"never exact: {consumer.stream.trust}")
+
+
+# --- something is missing
+
+
+def test_what_is_missing_is_behind_the_snapshot() -> None:
+    """The snapshot ends before the number that was never sent, and another content of its last batch follows."""
+    sent = Sent(0, 2).publish_many(4)
+    batches = [(seq + (seq > 1), payload) for seq, payload in sent.batches]  # nobody has number 2
+    buffer = ReplayBuffer.collapsing(1)
+    buffer.extend(batches)
+    assert numbers(buffer.since(0)) == [1, 3, 4]
+    assert numbers(buffer.since(1)) == [1, 3, 4]
+    assert numbers(buffer.since(2)) == [4]
+    assert numbers(buffer.since(3)) == [4]
+    stand_in = decode_batch(buffer.since(0)[1][1]).batch
+    assert (stand_in.events, stand_in.data_parallel_rank) == ([], 3)
+    assert indexed(buffer.since(0)) == sent.digests[-1]
+
+
+def test_where_the_first_number_is_missing_there_is_no_place_for_a_snapshot() -> None:
+    """Who asks gets what is kept, and statistics say why that is all."""
+    buffer = ReplayBuffer.collapsing(1)
+    buffer.extend([(seq + 1, payload) for seq, payload in Sent(0, 2).publish_many(4).batches])
+    assert numbers(buffer.since(0)) == [4]
+    history = buffer.history_stats()
+    assert history is not None
+    assert (history.partial, history.lost) == (True, "batches")
+
+
+def test_numbers_may_begin_anywhere() -> None:
+    """With a clear in the first batch nothing is missing, whatever its number."""
+    clear = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()], 3))
+    batches = [(1000, clear), *((1001 + seq, payload) for seq, payload in Sent(1, 2).publish_many(6).batches)]
+    buffer = ReplayBuffer.collapsing(2)
+    buffer.extend(batches)
+    assert numbers(buffer.since(0)) == [1004, 1005, 1006]
+    assert indexed(buffer.since(0)) == indexed(batches)
+
+
+# --- more than one batch
+
+
+def test_a_large_snapshot_is_several_batches_for_those_who_ask_from_before_all_of_them() -> None:
+    """They end with the number of the last one they stand for; each is small enough; only the first one has a clear."""
+    sent = Sent(2, 3, limit=600).publish_many(60)
+    reply = sent.buffer.since(0)
+    first = reply[0][0]
+    parts = [batch for batch in reply if batch[0] < 57]
+    assert len(parts) > 1
+    assert numbers(reply) == list(range(first, 60))
+    assert all(len(payload) <= 600 for _, payload in parts)
+    clears = [AllBlocksCleared in map(type, decode_batch(payload).batch.events) for _, payload in parts]
+    assert clears == [True] + [False] * (len(parts) - 1)
+    assert indexed(reply) == sent.digests[-1]
+    for start in range(60):
+        found = sent.buffer.since(start)
+        assert found == (reply if start < first else sent.batches[max(start, 57) :])
+
+
+def test_two_snapshots_share_no_number() -> None:
+    """Until the next one can have numbers of its own the last one is sent, and then what has left the buffer since."""
+    sent = Sent(2, 3, limit=600).publish_many(60)
+    before = sent.buffer.since(0)
+    parts = {seq: payload for seq, payload in before if seq < 57}
+    for _ in range(3 * MAX_PARTS):
+        sent.publish()
+        reply = sent.buffer.since(0)
+        assert indexed(reply) == sent.digests[-1]
+        assert numbers(reply) == list(range(reply[0][0], len(sent.digests)))
+        shared = [batch for batch in reply if batch[0] in parts]
+        assert all(parts[seq] == payload for seq, payload in shared)
+        if not shared:
+            return
+    pytest.fail("the first snapshot was never replaced")
+
+
+def test_without_numbers_for_all_its_batches_there_is_no_snapshot() -> None:
+    """Two batches need a number each, and one before them from which to ask; there is one when more batches have left."""
+    blocks = BlockStored(list(range(1, 401)), None, list(range(1_600)), 4, medium="GPU")
+    buffer = ReplayBuffer.collapsing(1, limit=2_000)
+    payloads = [encode_batch(KVEventBatch(0.0, [blocks])), *[encode_batch(KVEventBatch(0.0, []))] * 20]
+    buffer.extend(list(enumerate(payloads[:2])))
+    assert numbers(buffer.since(0)) == [1]
+    history = buffer.history_stats()
+    assert history is not None
+    assert history.lost == "oversized"
+    buffer.extend(list(enumerate(payloads))[2:])
+    reply = buffer.since(0)
+    assert reply[0][0] > 0
+    assert indexed(reply) == indexed(list(enumerate(payloads)))
+
+
+# --- another life
+
+
+@pytest.mark.parametrize("limit", [None, 900])
+@pytest.mark.parametrize("missing", [False, True])
+@given(st.integers(0, 2**16), st.integers(0, 12))
+def test_another_buffer_goes_on(limit: int | None, missing: bool, seed: int, more: int) -> None:
+    """With what the first one had collapsed and the batches since, it answers as the first one would have."""
+    sent = Sent(seed, 4, limit, holes=0.1 if missing else 0.0).publish_many(30)
+    collapsed = sent.buffer.collapse()
+    assert collapsed is not None
+    sent.publish_many(more)
+    other = ReplayBuffer.collapsing(4, limit=limit)
+    other.resume(*collapsed, [batch for batch in sent.batches if batch[0] > collapsed.number], rank=3)
+    assert other.size() == sent.buffer.size()
+    mine, theirs = other.history_stats(), sent.buffer.history_stats()
+    assert mine is not None
+    assert theirs is not None
+    assert (mine.batches, mine.blocks, mine.partial) == (theirs.batches, theirs.blocks, theirs.partial)
+    reply = other.since(0)
+    assert reply[-len(other) :] == sent.batches[-len(other) :]
+    if mine.lost is None and numbers(reply)[0] < sent.batches[-len(other)][0]:
+        assert indexed(reply) == sent.digests[-1]
+        assert {decode_batch(payload).batch.data_parallel_rank for _, payload in reply} == {3}
+
+
+def test_a_snapshot_has_the_time_of_the_last_batch_in_either_life() -> None:
+    """Also right after the second one began, when only its state is known."""
+    sent = Sent(0, 2).publish_many(9)
+    collapsed = sent.buffer.collapse()
+    assert collapsed is not None
+    assert collapsed.number == 6
+    other = ReplayBuffer.collapsing(2)
+    other.resume(*collapsed, sent.batches[7:], rank=3)
+    for buffer in (sent.buffer, other):
+        batch = decode_batch(buffer.since(0)[0][1]).batch
+        assert (batch.ts, batch.data_parallel_rank) == (6.0, 3)
+
+
+def test_nothing_collapses_where_nothing_has_left() -> None:
+    assert Sent(0, 10).publish_many(5).buffer.collapse() is None
+    assert ReplayBuffer(0).collapse() is None
+
+
+def test_any_thread_may_collapse_while_another_one_sends() -> None:
+    """Each time what it gets is the state after the number it gets."""
+    sent = Sent(5, 3)
+    ended = threading.Event()
+    found: list[Collapsed] = []
+
+    def collapse() -> None:
+        while not ended.is_set() or not found:
+            collapsed = sent.buffer.collapse()
+            if collapsed is not None:
+                found.append(collapsed)
+
+    thread = threading.Thread(target=collapse)
+    thread.start()
+    sent.publish_many(300)
+    ended.set()
+    thread.join(20.0)
+    assert found
+    for collapsed in found[:: max(1, len(found) // 20)]:
+        other = ReplayBuffer.collapsing(1)
+        other.resume(*collapsed, [(collapsed.number + 1, encode_batch(KVEventBatch(0.0, [])))])
+        assert indexed(other.since(0)) == sent.digests[collapsed.number]

@@ -1,0 +1,107 @@
+"""Snapshots spelled as batches: each small enough, and together what was told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.events import BlockStored, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher.history import History
+from kvevents.publisher.parts import MAX_PARTS, spelled
+from kvevents.wire import decode_batch, dialects, encode_batch
+from publisher_engine import WORKER, Engine
+
+Digest = Callable[[list[bytes]], str]
+
+
+def digest(payloads: list[bytes]) -> str:
+    index = PrefixIndex()
+    for seq, payload in enumerate(payloads):
+        index.apply_payload(WORKER, 0, seq, payload)
+    return index.digest(WORKER)
+
+
+def folded(payloads: list[bytes]) -> History:
+    history = History.create()
+    assert history is not None
+    history.fold_many(payloads)
+    return history
+
+
+def batches_of(seed: int, count: int) -> list[bytes]:
+    engine = Engine(seed, room=40)
+    return [encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dialect", [dialects()[0], dialects()[-1], None], ids=str)
+@given(st.integers(0, 2**16), st.integers(0, 80), st.integers(700, 4_000))
+def test_every_part_fits_and_all_of_them_are_what_was_told(dialect: object, seed: int, count: int, limit: int) -> None:
+    """In any spelling; after each of several parts its heartbeat agrees, and only the last one is EXACT."""
+
+    def encode(batch: KVEventBatch) -> bytes:
+        return encode_batch(batch, dialect)  # type: ignore[arg-type]
+
+    payloads = batches_of(seed, count)
+    told = folded(payloads).told()
+    assert told is not None
+    parts = spelled(told, 1.0, 0, encode, limit, incarnation=7)
+    if parts is None:
+        return
+    assert len(parts) <= MAX_PARTS
+    assert max(map(len, parts)) <= limit
+    if payloads:
+        assert digest(parts) == digest(payloads)
+    beats = [decode_batch(part).batch.events[-1] for part in parts] if len(parts) > 1 else []
+    for number, event in enumerate(beats, 1):
+        beat = getattr(event, "heartbeat", None)
+        assert beat is not None
+        assert (beat.digest, beat.incarnation) == (digest(parts[:number]), 7)
+        assert beat.trust == ("EXACT" if number == len(parts) else "DEGRADED")
+
+
+def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
+    numbers = random.Random(0)
+    tokens: list[int | tuple[int, int]] = [numbers.randrange(2**32) for _ in range(4 * blocks)]
+    if pairs:
+        tokens = [(numbers.randrange(2**32), numbers.randrange(2**32)) for _ in range(4 * blocks)]
+        tokens = [(one[0], other[0]) for one, other in zip(tokens, [*tokens[1:], (0, 0)], strict=True)]  # type: ignore[index]
+    keys: list[tuple[str, ...] | None] | None = [(f"salt {block}",) for block in range(blocks)] if extra else None
+    return [BlockStored(list(range(1, blocks + 1)), None, tokens, 4, medium="GPU", extra_keys=keys)]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_chain_longer_than_a_batch_is_cut_between_blocks(pairs: bool, extra: bool) -> None:
+    """Blocks keep their tokens, parents, pairs and extra keys, so that an index has the same keys for them."""
+    payload = encode_batch(KVEventBatch(1.0, long_chain(100, pairs=pairs, extra=extra), 0))
+    told = folded([payload]).told()
+    assert told is not None
+    parts = spelled(told, 1.0, 0, encode_batch, 2_000)
+    assert parts is not None
+    assert len(parts) > 1
+    assert max(map(len, parts)) <= 2_000
+    assert digest(parts) == digest([payload])
+
+
+def test_a_cut_of_keyed_blocks_cuts_their_keys() -> None:
+    keyed = BlockStored(list(range(1, 1001)), None, [], 16, block_keys=list(range(2**63, 2**63 + 1000)))
+    payloads = [encode_batch(KVEventBatch(1.0, [keyed], 0))]
+    told = folded(payloads).told()
+    assert told is not None
+    parts = spelled(told, 1.0, 0, encode_batch, 5_000, incarnation=7)
+    assert parts is not None
+    assert len(parts) > 1
+    assert digest(parts) == digest(payloads)
+
+
+def test_there_is_an_end_to_how_many() -> None:
+    """And a block that takes more than a batch by itself cannot be told at all."""
+    told = folded([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).told()
+    assert told is not None
+    assert spelled(told, 1.0, 0, encode_batch, 700) is None
+    assert spelled(told, 1.0, 0, encode_batch, 20) is None

@@ -1,0 +1,167 @@
+"""Heartbeats: a publisher says what its stream has left resident, and consumers agree."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents import Source, Subscriber
+from kvevents.config import KVEventsConfig
+from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
+from kvevents.publisher.resident import Resident
+from kvevents.wire import decode_batch, encode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    consumers_context,
+    publishing,
+    quick_publishers,
+    receive,
+    subscribe,
+    wait_until,
+)
+from publisher_engine import WORKER, Engine
+
+Context = zmq.Context[Socket]
+OFTEN = 0.01
+"""Seconds between heartbeats in tests."""
+
+
+def heartbeat_of(payload: bytes) -> Heartbeat | None:
+    events = decode_batch(payload).batch.events
+    return events[0].heartbeat if len(events) == 1 and isinstance(events[0], BlockRemoved) else None
+
+
+@given(st.integers(0, 2**16), st.lists(st.integers(1, 20), min_size=1, max_size=5))
+def test_the_digest_is_an_indexs(seed: int, bursts: list[int]) -> None:
+    """Of the same payloads, in whatever bursts they are taken."""
+    engine, resident, index = Engine(seed), Resident.create(), PrefixIndex()
+    number = 0
+    for burst in bursts:
+        batches = [(number + at, encode_batch(KVEventBatch(1.0, engine.events(), 0))) for at in range(burst)]
+        number += burst
+        resident.apply(batches)
+        for batch in batches:
+            index.apply_payload(WORKER, 0, *batch)
+        assert resident.digest() == index.digest(WORKER)
+
+
+def test_payloads_that_only_python_reads_count_as_well() -> None:
+    """A nested unknown field, which the native decoder leaves alone, among others that it reads."""
+    engine = Engine(1)
+    plain = [encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(3)]
+    beat = encode_batch(KVEventBatch(1.0, [BlockRemoved([], heartbeat=Heartbeat("0" * 32, 1.0))], 0))
+    resident, index = Resident.create(), PrefixIndex()
+    payloads = [plain[0], beat, plain[1], beat, beat, plain[2]]
+    resident.apply(list(enumerate(payloads)))
+    for seq, payload in enumerate(payloads):
+        index.apply_payload(WORKER, 0, seq, payload)
+    assert resident.digest() == index.digest(WORKER)
+
+
+def test_trust_is_gone_with_a_number_and_back_with_a_clear() -> None:
+    """Also where the missing number is the newest one; the digest is of what was sent all the same."""
+    resident = Resident.create()
+    assert resident.heartbeat(0, 1.0, 5) == Heartbeat("0" * 32, 1.0, incarnation=5)
+    payload = encode_batch(KVEventBatch(1.0, Engine().events(), 0))
+    resident.apply([(0, payload)])
+    assert resident.heartbeat(1, 1.0, 5).trust == "EXACT"
+    beat = resident.heartbeat(2, 1.0, 5)
+    assert (beat.trust, beat.digest) == ("DEGRADED", resident.digest())
+    assert "number 1 was never sent" in beat.reason
+    resident.apply([(2, payload)])
+    assert resident.heartbeat(3, 1.0, 5).trust == "DEGRADED"
+    resident.apply([(3, encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], 0)))])
+    assert resident.heartbeat(4, 1.0, 5).trust == "EXACT"
+
+
+@pytest.mark.parametrize("dialect", [None, "vllm-0.10.2", "sglang-latest"])
+def test_a_subscribers_index_agrees_at_each_heartbeat(dialect: str | None) -> None:
+    """Live and replayed, while batches come and while none do, whatever is spoken."""
+    with publishing(1, replay_endpoint=ANY, heartbeat=OFTEN, dialect=dialect) as publisher:
+        engine, index = Engine(3), PrefixIndex()
+        source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine")
+        seen: list[bool | None] = []
+        with Subscriber(source, decode=False) as subscriber:
+
+            def agreed() -> bool:
+                publisher.publish(KVEventBatch(0.0, engine.events()))
+                for delivery in subscriber.receive_many(timeout=0.01):
+                    findings = index.apply(delivery).findings
+                    if findings is not None:
+                        subscriber.report(delivery, findings)
+                        seen.extend([findings.agrees] if findings.heartbeat is not None else [])
+                return len(seen) >= 10
+
+            wait_until(agreed, "ten heartbeats")
+            assert subscriber.trust().name == "EXACT"
+    assert set(seen) == {True}
+
+
+def test_what_was_dropped_is_said(context: Context) -> None:
+    """Until everything is cleared; the numbers of heartbeats are among the others', and count nowhere else."""
+    with publishing(heartbeat=OFTEN) as publisher:
+        subscriber = subscribe(context, publisher)
+        publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
+
+        def trust_becomes(trust: str) -> Heartbeat:
+            while (beat := heartbeat_of(receive(subscriber)[1])) is None or beat.trust != trust:
+                pass
+            return beat
+
+        assert "was never sent" in trust_becomes("DEGRADED").reason
+        publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
+        assert trust_becomes("EXACT").reason == ""
+        stats = publisher.stats()
+        assert stats.heartbeats > 1
+        assert (stats.accepted, stats.published, stats.dropped["encode_failed"]) == (2, 1, 1)
+        wait_until(lambda: publisher.stats().next_seq >= stats.heartbeats + 2, "numbers for all of them")
+
+
+def test_each_life_of_a_publisher_is_another_incarnation(context: Context) -> None:
+    """So that a consumer can tell one from the next."""
+    found = set()
+    for _ in range(2):
+        with publishing(heartbeat=OFTEN) as publisher:
+            beats = [heartbeat_of(receive(subscribe(context, publisher))[1]) for _ in range(2)]
+            found |= {beat.incarnation for beat in beats if beat is not None}
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("every", [0, -1.0, 86_401.0, float("nan")])
+def test_heartbeats_are_some_seconds_apart(every: float) -> None:
+    """Refused where it is no such number, before any socket is opened."""
+    with pytest.raises(ConfigError, match="heartbeat is"):
+        ZmqEventPublisher(0, ANY, heartbeat=every)
+    with pytest.raises(ConfigError, match="heartbeat is"):
+        KVEventsConfig(heartbeat=every)
+
+
+def test_the_factory_passes_it_on() -> None:
+    """And there are none unless asked for."""
+    made: Any = EventPublisherFactory.create(KVEventsConfig(enable_kv_cache_events=True, endpoint=ANY, heartbeat=OFTEN))
+    wait_until(lambda: made.stats().heartbeats, "a heartbeat")
+    made.shutdown()
+    with publishing() as publisher:
+        publisher.publish(KVEventBatch(0.0, []))
+        wait_until(lambda: publisher.stats().published, "the batch")
+        assert publisher.stats().heartbeats == 0
+
+
+def test_they_need_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said with what to do about it."""
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(MissingDependencyError, match="heartbeat needs the compiled module"):
+        ZmqEventPublisher(0, ANY, heartbeat=1.0)

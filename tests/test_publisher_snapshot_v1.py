@@ -1,0 +1,286 @@
+"""SGLang's draft `snapshot-v1`, as its own consumers use it: they know what is resident, and go on from there."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents import Source, Subscriber
+from kvevents.config import KVEventsConfig
+from kvevents.errors import ConfigError, EndpointError, MissingDependencyError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
+from kvevents.publisher import snapshot_v1 as served
+from kvevents.wire import decode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    consumers_context,
+    open_consumer,
+    publishing,
+    quick_publishers,
+    subscribe,
+    wait_until,
+)
+from publisher_engine import WORKER, Engine
+
+Context = zmq.Context[Socket]
+REQUEST = [b"", b"snapshot-v1"]
+
+
+@pytest.fixture(autouse=True)
+def frequent_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "CUT_EVERY", 0.0)
+
+
+def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> None:
+    for number in range(count):
+        publisher.publish(KVEventBatch(float(number), engine.events()))
+
+
+def dealer(context: Context, publisher: ZmqEventPublisher) -> Socket:
+    socket = open_consumer(context, zmq.DEALER)
+    assert publisher.snapshot_endpoint is not None
+    socket.connect(publisher.snapshot_endpoint)
+    return socket
+
+
+def read(socket: Socket) -> tuple[list[Any], list[Any]]:
+    """Header and records, each reply checked as the draft's consumer does."""
+    kinds: list[bytes] = []
+    payloads: list[bytes] = []
+    while not kinds or kinds[-1] not in {b"end", b"error"}:
+        empty, kind, payload = socket.recv_multipart()
+        assert empty == b""
+        kinds.append(kind)
+        payloads.append(payload)
+    assert kinds == [b"header", *[b"chunk"] * (len(kinds) - 2), b"end"], payloads[-1]
+    assert payloads[-1] == b""
+    header = msgspec.msgpack.decode(payloads[0])
+    chunks = [msgspec.msgpack.decode(payload) for payload in payloads[1:-1]]
+    assert all(len(chunk) <= served.RECORDS_PER_CHUNK for chunk in chunks)
+    records = [record for chunk in chunks for record in chunk]
+    assert header[6] == len(records)
+    return header, records
+
+
+class Router:
+    """A consumer of the draft: subscribes, asks, waits for the barrier, takes the snapshot, and wants every number after it."""
+
+    def __init__(self, context: Context, publisher: ZmqEventPublisher) -> None:
+        self._live = subscribe(context, publisher)
+        asking = dealer(context, publisher)
+        asking.send_multipart(REQUEST)
+        (version, epoch, self.rank, resume, barrier, barrier_id, _), records = read(asking)
+        assert (version, resume) == (1, barrier + 1)
+        self._epoch = b"\0sgl-kv-epoch=" + epoch.encode()
+        while True:
+            topic, seq, payload = self._receive()
+            assert seq <= barrier
+            if seq == barrier:
+                break
+        assert topic.partition(b"\0sgl-kv-snapshot=")[2] == barrier_id.encode()
+        assert decode_batch(payload).batch.events == []
+        self.held = {value for _, hashes in records for value in hashes}
+        parents = {hashes[0]: parent for parent, hashes in records}
+        assert all(parent is None or parent not in self.held or parent in parents for parent in parents.values())
+        self.number = barrier
+
+    def _receive(self) -> tuple[bytes, int, bytes]:
+        topic, seq, payload = self._live.recv_multipart()
+        assert self._epoch in topic
+        return topic, int.from_bytes(seq, "big"), payload
+
+    def follow(self, last: int) -> None:
+        while self.number < last:
+            _, seq, payload = self._receive()
+            assert seq == self.number + 1
+            self.number = seq
+            for event in decode_batch(payload).batch.events:
+                if isinstance(event, AllBlocksCleared):
+                    self.held.clear()
+                else:
+                    change = self.held.update if isinstance(event, BlockStored) else self.held.difference_update
+                    change(event.block_hashes)
+
+
+@pytest.mark.parametrize("steps", [3, 10_000])
+@pytest.mark.parametrize("chunk", [1, 5, 8_192])
+def test_a_consumer_of_the_draft_comes_out_exact(
+    context: Context, monkeypatch: pytest.MonkeyPatch, steps: int, chunk: int
+) -> None:
+    """Whether history has left the buffer or not, and however many chunks there are."""
+    monkeypatch.setattr(served, "RECORDS_PER_CHUNK", chunk)
+    engine = Engine(4)
+    with publishing(2, snapshot_endpoint=ANY, buffer_steps=steps) as publisher:
+        fill(publisher, engine, 40)
+        router = Router(context, publisher)
+        assert router.rank == 2
+        assert router.held == engine.live
+        fill(publisher, engine, 40)
+        wait_until(lambda: publisher.stats().queued == 0, "all to be sent")
+        router.follow(publisher.stats().next_seq - 1)
+        assert router.held == engine.live
+
+
+def test_several_at_once_share_one_cut(context: Context) -> None:
+    """Who asks while another one waits gets the same snapshot, and one barrier is enough."""
+    with publishing(snapshot_endpoint=ANY) as publisher:
+        fill(publisher, Engine(), 10)
+        readers = [dealer(context, publisher) for _ in range(5)]
+        for reader in readers:
+            reader.send_multipart(REQUEST)
+        headers = [read(reader)[0] for reader in readers]
+        assert len({header[1] for header in headers}) == 1
+        barriers = {header[4] for header in headers}
+        assert len(barriers) <= 5
+        assert publisher.stats().next_seq == 10 + len(barriers)
+        wait_until(lambda: publisher.stats().snapshots.finished == 5, "all to be counted")
+
+
+def test_only_what_device_memory_holds_is_told(context: Context) -> None:
+    """The draft has no tiers; its consumers take every record for device memory. Hashes are signed, as they keep them."""
+    events: list[KVEvent] = [
+        BlockStored([1, 2, 2**64 - 1], None, list(range(12)), 4, medium="GPU"),
+        BlockStored([1, 2], None, list(range(8)), 4, medium="CPU"),
+        BlockStored([9], None, list(range(50, 54)), 4, medium="CPU"),
+        BlockRemoved([1], "GPU"),
+    ]
+    with publishing(snapshot_endpoint=ANY) as publisher:
+        publisher.publish(KVEventBatch(0.0, events))
+        reader = dealer(context, publisher)
+        reader.send_multipart(REQUEST)
+        assert read(reader)[1] == [[1, [2]], [2, [-1]]]
+
+
+def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
+    """With a reason, until everything is cleared."""
+    with publishing(snapshot_endpoint=ANY) as publisher:
+        publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
+        fill(publisher, Engine(), 3)
+        reader = dealer(context, publisher)
+        reader.send_multipart(REQUEST)
+        _, kind, reason = reader.recv_multipart()
+        assert kind == b"error"
+        assert b"not known until everything is cleared" in reason
+        publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
+        wait_until(lambda: publisher.stats().queued == 0, "the clear")
+        reader.send_multipart(REQUEST)
+        assert read(reader)[1] == []
+
+
+@pytest.mark.parametrize("request_frames", [[b"", b"snapshot-v2"], [b"x", b"snapshot-v1"], [b"snapshot-v1"], [b"", b"", b""]])
+def test_another_request_is_refused(context: Context, request_frames: list[bytes]) -> None:
+    """With an error, as by the draft's provider, and no barrier."""
+    with publishing(snapshot_endpoint=ANY) as publisher:
+        reader = dealer(context, publisher)
+        reader.send_multipart(request_frames)
+        assert reader.recv_multipart() == [b"", b"error", b"invalid snapshot-v1 request"]
+        assert publisher.stats().next_seq == 0
+        assert publisher.stats().snapshots.malformed == 1
+
+
+def stalled_reader(context: Context, publisher: ZmqEventPublisher) -> Socket:
+    socket = open_consumer(context, zmq.DEALER)
+    socket.rcvhwm, socket.rcvbuf = 1, 4096
+    assert publisher.snapshot_endpoint is not None
+    socket.connect(publisher.snapshot_endpoint)
+    socket.send_multipart(REQUEST)
+    return socket
+
+
+def large(publisher: ZmqEventPublisher) -> None:
+    """So many blocks that no buffer on the way holds the answer."""
+    for number in range(70):
+        hashes = [(number << 32) + block + (1 << 60) for block in range(4_096)]
+        publisher.publish(KVEventBatch(0.0, [BlockStored(hashes, None, [0] * 4_096, 1, medium="GPU")]))
+    wait_until(lambda: publisher.stats().queued == 0, "all to be published")
+
+
+def test_who_does_not_read_is_given_up_and_others_are_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile a limited number of snapshots is in memory; who would need one more is told to come again."""
+    monkeypatch.setattr(served, "MAX_CUTS", 1)
+    with publishing(snapshot_endpoint=ANY) as publisher:
+        large(publisher)
+        stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().snapshots.active, "the answer to begin")
+        reader = dealer(context, publisher)
+        reader.send_multipart(REQUEST)
+        assert reader.recv_multipart() == [b"", b"error", b"snapshot provider busy"]
+        monkeypatch.setattr(served, "ANSWER_TIMEOUT", 0.05)
+        wait_until(lambda: publisher.stats().snapshots.abandoned, "the first one to be given up")
+        monkeypatch.setattr(served, "ANSWER_TIMEOUT", 30.0)
+        reader.send_multipart(REQUEST)
+        assert reader.recv_multipart()[1] == b"header"
+        publisher.shutdown(timeout=0.0)
+
+
+def test_asking_again_and_again_is_refused(context: Context) -> None:
+    """Nobody has several snapshots kept for him."""
+    with publishing(snapshot_endpoint=ANY) as publisher:
+        large(publisher)
+        reader = stalled_reader(context, publisher)
+        for _ in range(10):
+            reader.send_multipart(REQUEST)
+        wait_until(lambda: publisher.stats().snapshots.refused == 10, "all to be refused")
+        wait_until(lambda: publisher.stats().snapshots.active, "the answer to begin")
+        assert publisher.shutdown(timeout=0.1).replays_cut == 1
+
+
+def test_subscribers_that_know_nothing_of_it_stay_exact() -> None:
+    """Ours: barriers are batches without events, under topics that begin as before."""
+    with publishing(replay_endpoint=ANY, snapshot_endpoint=ANY, topic="kv") as publisher:
+        engine, index = Engine(9), PrefixIndex()
+        source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine", topic="kv")
+        with Subscriber(source, decode=False) as subscriber, zmq.Context() as context:
+            wait_until(lambda: subscriber.receive_many(timeout=0.0) or publisher.stats().subscribers, "the subscription")
+            reader = context.socket(zmq.DEALER)
+            assert publisher.snapshot_endpoint is not None
+            reader.connect(publisher.snapshot_endpoint)
+            for _ in range(3):
+                fill(publisher, engine, 5)
+                reader.send_multipart(REQUEST)
+                read(reader)
+            reader.close(linger=0)
+
+            def there() -> bool:
+                for delivery in subscriber.receive_many(timeout=0.05):
+                    index.apply(delivery)
+                return subscriber.status().last_seq == 17 and subscriber.trust().name == "EXACT"
+
+            wait_until(there, "EXACT at 17")
+        assert {block.hash for block in index.blocks(WORKER)} == engine.live
+        assert publisher.stats().published == 15
+
+
+def test_it_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rank's; and it needs what compaction needs."""
+    with pytest.raises(ConfigError, match="the snapshot port of rank 3"):
+        ZmqEventPublisher(3, "tcp://*:5557", snapshot_endpoint="tcp://*:5559")
+    with pytest.raises(ConfigError, match="the snapshot port of rank 3"):
+        ZmqEventPublisher(3, "tcp://*:5557", "tcp://*:5600", snapshot_endpoint="tcp://*:5602")
+    with pytest.raises(ConfigError, match="compact=False"):
+        ZmqEventPublisher(0, ANY, snapshot_endpoint=ANY, compact=False)
+    with pytest.raises(ConfigError, match="snapshot_endpoint is 'here'"):
+        KVEventsConfig(snapshot_endpoint="here")
+    with publishing(snapshot_endpoint=ANY) as publisher, pytest.raises(EndpointError, match="snapshot socket"):
+        ZmqEventPublisher(0, ANY, ANY, snapshot_endpoint=publisher.snapshot_endpoint)
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(MissingDependencyError, match="snapshot_endpoint needs the compiled module"):
+        ZmqEventPublisher(0, ANY, snapshot_endpoint=ANY)
+
+
+def test_the_factory_passes_it_on() -> None:
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=ANY, snapshot_endpoint=ANY)
+    made: Any = EventPublisherFactory.create(config)
+    assert made.snapshot_endpoint.startswith("tcp://127.0.0.1:")
+    made.shutdown()

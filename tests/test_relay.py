@@ -1,0 +1,716 @@
+"""One relay between engines and consumers in memory: what it says, what it remembers, and what it must never say."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from index_cases import tokens_of
+from index_keys import Scope
+from kvevents.config import resolve_dialect
+from kvevents.errors import ClosedError, ConfigError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
+from kvevents.index import block_keys
+from kvevents.relay import RelaySettings
+from kvevents.relay.beginning import _incarnation_after
+from kvevents.stream import Gap, RawBatch, Reset, Source
+from kvevents.wire import decode_batch, encode_batch
+from relay_cases import SIZE, Consumer, World, block, killing, world
+from relay_journal_cases import Killed, WatchedDisk
+
+SECRET = 1_234_567
+"""A token id that is nowhere but in prompts."""
+CLEAR = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))
+
+
+@pytest.fixture(name="made")
+def one_world(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path / "journal") as found:
+        yield found
+
+
+@pytest.fixture(name="two")
+def world_of_two(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path / "journal", 2) as found:
+        yield found
+
+
+def exact(made: World, *consumers: Consumer) -> None:
+    made.settle()
+    for consumer in consumers:
+        assert consumer.trust.name == "EXACT", consumer.trust
+        assert consumer.held == made.truth
+
+
+def honest(made: World, *consumers: Consumer) -> None:
+    """Who is wrong does not say EXACT."""
+    made.settle()
+    for consumer in consumers:
+        assert consumer.trust.name != "EXACT" or consumer.held == made.truth
+
+
+# --- what goes out ----------------------------------------------------------------------------------------------------------
+
+
+def test_payloads_go_on_as_they_came_behind_a_clear(made: World) -> None:
+    payloads = [encode_batch(KVEventBatch(float(number), [block(number)])) for number in range(5)]
+    for payload in payloads:
+        made.upstream.engine.publish_payload(payload)
+    made.begin(heartbeat=None)
+    made.turn(3)
+    assert [number for number, _ in made.broadcast.sent] == list(range(6))
+    first, *rest = [payload for _, payload in made.broadcast.sent]
+    assert decode_batch(first).batch.events == [AllBlocksCleared()]
+    assert rest == payloads
+
+
+def test_who_comes_late_is_told_what_is_live(made: World) -> None:
+    made.begin(buffer_steps=3)
+    early = made.consumer()
+    made.upstream.store(*range(1, 20))
+    for number in range(1, 15):
+        made.upstream.remove(number)
+    late = made.consumer()
+    exact(made, early, late)
+    assert late.agreements()
+    assert all(late.agreements())
+    assert late.index.digest("relay") == early.index.digest("relay") == made.relay.status().digest
+
+
+def test_a_restart_of_the_upstream_is_a_clear_and_numbers_go_on(made: World) -> None:
+    """Whoever knows nothing of relays is right after it."""
+    made.begin()
+    plain, ours = made.consumer(heeds=False), made.consumer()
+    made.upstream.store(1, 2, 3)
+    made.settle()
+    made.upstream.restart(block(7))
+    exact(made, plain, ours)
+    assert plain.resets == ours.resets == 0
+    assert not any(isinstance(each, Reset | Gap) for each in plain.seen)
+
+
+def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None:
+    made.begin()
+    plain, ours = made.consumer(heeds=False), made.consumer()
+    made.upstream.store(1)
+    made.upstream.engine.burn_number()
+    made.upstream.store(2)
+    made.settle()
+    late = made.consumer()
+    made.settle()
+    for consumer in (plain, ours, late):
+        assert consumer.trust.name == "DEGRADED", consumer.trust
+        assert sum(isinstance(each, Gap) for each in consumer.seen) == 1
+    assert made.relay.status().holes == 1
+    made.upstream.clear()
+    made.upstream.store(3)
+    exact(made, plain, ours, late)
+
+
+def test_history_that_was_truncated_before_the_relay_came_is_told_of_as_far_as_it_is_known(made: World) -> None:
+    """The clear that every life begins with leaves a number for a snapshot, although a hole comes at once."""
+    made.upstream.store(1)
+    made.upstream.forget()
+    made.upstream.store(2)
+    made.begin(buffer_steps=2)
+    for number in range(3, 9):
+        made.upstream.store(number)
+    made.settle()
+    late = made.consumer()
+    made.settle()
+    assert late.trust.name == "DEGRADED"
+    assert {number for number, _ in late.held} == set(range(2, 9))
+    made.upstream.clear()
+    exact(made, late)
+
+
+def test_a_hole_at_the_end_is_seen_before_anything_follows(made: World) -> None:
+    made.begin(heartbeat=None)
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.settle()
+    made.relay._output.lose()
+    made.kill()
+    made.begin(heartbeat=None)
+    made.settle()
+    assert any(isinstance(each, Gap) for each in consumer.seen)
+    assert consumer.trust.name == "DEGRADED"
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", b"\xc1" * (32 * 1024 * 1024 + 1)], ids=["unreadable", "oversized"])
+@pytest.mark.parametrize("tokens", ["keep", "drop"])
+def test_what_nobody_can_read_is_doubted_by_all_until_a_clear(made: World, payload: bytes, tokens: str) -> None:
+    """By those who were there, those who come late, and those who heed no heartbeats; also when the relay was killed since."""
+    made.begin(tokens=tokens, buffer_steps=3)
+    early = made.consumer(heeds=False)
+    made.upstream.store(1)
+    made.upstream.engine.publish_payload(payload)
+    made.upstream.store(2)
+    made.turn()
+    made.kill()
+    made.begin(tokens=tokens, buffer_steps=3)
+    for number in range(3, 10):
+        made.upstream.store(number)
+    made.settle()
+    late, ours = made.consumer(heeds=False), made.consumer()
+    made.settle()
+    assert {each.trust.name for each in (early, late, ours)} == {"DEGRADED"}
+    assert made.relay.trust().name == "DEGRADED"
+    made.upstream.clear()
+    made.upstream.store(4)
+    exact(made, early, late, ours)
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_trust_of_the_upstream_is_heard_of_and_comes_back(made: World) -> None:
+    made.begin()
+    consumer = made.consumer()
+    made.upstream.store(1)
+    exact(made, consumer)
+    made.upstream.engine.disconnect()
+    made.turn(2)
+    assert consumer.trust.name == "STALE", consumer.trust
+    assert "disconnected" in consumer.trust.reason
+    made.upstream.engine.reconnect()
+    exact(made, consumer)
+    assert all(consumer.agreements())
+
+
+def test_a_relay_that_is_back_says_so_before_it_has_caught_up(made: World) -> None:
+    """Consumers that were there must not take what they have for the newest."""
+    made.begin(heartbeat=60.0)
+    consumer = made.consumer()
+    made.upstream.store(1)
+    exact(made, consumer)
+    made.kill()
+    made.upstream.engine.disconnect()
+    made.upstream.store(2)
+    made.begin(heartbeat=60.0)
+    made.turn(5)
+    assert consumer.trust.name == "STALE", consumer.trust
+    made.upstream.engine.reconnect()
+    exact(made, consumer)
+
+
+def test_an_upstreams_digest_is_compared_and_its_heartbeats_go_no_further(made: World) -> None:
+    made.begin()
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.settle()
+    wrong = Heartbeat("f" * 32, 5.0, incarnation=7)
+    made.upstream.say(BlockRemoved([], heartbeat=wrong))
+    made.settle()
+    assert made.relay.status().diverged >= 1
+    told = [event for _, payload in made.broadcast.sent for event in decode_batch(payload).batch.events]
+    assert wrong not in [event.heartbeat for event in told if isinstance(event, BlockRemoved)]
+    assert consumer.trust.name != "EXACT"
+    assert consumer.held == made.truth
+
+
+@pytest.mark.parametrize("release", ["vllm-0.9", "vllm-0.22", "sglang-0.5.9", "vllm-0.24", "sglang-0.5.22", "vllm"])
+def test_what_the_relay_says_itself_is_spelled_as_its_stream_is(made: World, release: str) -> None:
+    """Heartbeats, clears and snapshots, also after a restart behind which nothing of the upstream is in the buffer."""
+    row = resolve_dialect(release)
+    assert row is not None
+    for number in range(1, 9):
+        high = BlockStored([number + (1 << 63)], None, [number] * SIZE, SIZE, medium="GPU")
+        for event in (high, BlockRemoved(high.block_hashes, "GPU")) if number < 5 else (block(number),):
+            made.upstream.engine.publish_payload(encode_batch(KVEventBatch(1.0, [event], 0), row))
+    made.begin(buffer_steps=3)
+    made.settle()
+    made.kill()
+    made.begin(buffer_steps=3)
+    made.settle()
+    spelled = [payload for _, payload in made.relay._buffer.since(0)]
+    events = [event for payload in spelled for event in msgspec.msgpack.decode(payload)[1]]
+    assert len(events) > 3
+    assert {type(event) for event in events} == {list if row.events == "array" else dict}
+    consumer = made.consumer()
+    made.settle()
+    assert consumer.trust.name == "EXACT"
+    assert {number for number, _ in _blocks(consumer)} == set(range(5, 9))
+
+
+def _blocks(consumer: Consumer) -> set[tuple[int, int]]:
+    return {(each.hash, each.copies) for each in consumer.index.blocks("relay")}
+
+
+# --- its end ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("step", ["write", "keep", "send"])
+@pytest.mark.parametrize("after", range(8))
+def test_a_kill_before_any_step_is_not_noticed(tmp_path: Path, count: int, step: str, after: int) -> None:
+    """Of a turn with batches and a restart of an upstream, which the next relay sees done or must do itself."""
+    with world(tmp_path / "journal", count) as made:
+        made.begin()
+        consumer = made.consumer()
+        for each in made.upstreams:
+            each.store(1, 2)
+        made.settle()
+        life = made.relay.status().incarnation
+        made.upstream.restart(block(3))
+        made.upstream.store(4)
+        killing(made, step, after)
+        with pytest.raises(Killed):
+            made.settle()
+        made.kill()
+        assert made.begin().status().incarnation == life
+        exact(made, consumer, made.consumer())
+        assert consumer.resets == 0
+
+
+def test_a_relay_that_dies_in_its_first_turns_goes_on(made: World) -> None:
+    made.begin()
+    life = made.relay.status().incarnation
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.turn()
+    made.kill()
+    made.begin()
+    assert made.relay.status().incarnation == life
+    made.upstream.store(2)
+    made.turn()
+    made.kill()
+    made.begin()
+    exact(made, consumer)
+    cleared = [each for each in consumer.seen if isinstance(each, RawBatch) and each.decode().events == [AllBlocksCleared()]]
+    assert len(cleared) == 1, "its upstream was recognised"
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_an_upstream_that_starts_over_in_one_life_is_not_passed_over(made: World, after: int) -> None:
+    """A wrong digest has the relay take everything back; killed in the middle, it must not go on behind what it took back."""
+    made.begin()
+    consumer, plain = made.consumer(), made.consumer(heeds=False)
+    for number in range(1, 7):
+        made.upstream.store(number)
+    made.settle()
+    killing(made, "send", after)
+    made.upstream.say(BlockRemoved([], heartbeat=Heartbeat("f" * 32, 5.0)))
+    with pytest.raises(Killed):
+        made.settle()
+    made.kill()
+    made.begin()
+    made.settle()
+    assert consumer.held == plain.held == made.truth
+
+
+def test_what_was_given_up_and_is_answered_later_is_not_taken_for_sent(made: World) -> None:
+    """The numbers behind a gap are known to the next relay, those in it are not; if nothing else, it knows that."""
+    made.begin()
+    ours, plain = made.consumer(), made.consumer(heeds=False)
+    made.upstream.store(1)
+    made.settle()
+    made.upstream.engine.answers_replay = False
+    made.upstream.store(2, lost=True)
+    made.upstream.store(3)
+    while not made.relay.status().holes:
+        made.turn()
+    made.upstream.store(4)
+    killing(made, "write", 3)  # the batch, and before the mark that comes with time
+    with pytest.raises(Killed):
+        made.settle()
+    made.kill()
+    made.upstream.engine.answers_replay = True
+    made.begin()
+    honest(made, ours)
+    assert plain.trust.name != "EXACT"
+    made.upstream.clear()
+    exact(made, ours, plain)
+
+
+def test_nothing_is_passed_over_of_an_upstream_that_is_not_proven_to_be_the_same(made: World) -> None:
+    """Another life has the numbers that were known, and begins with a clear among them; nobody answers replay at first."""
+    made.begin()
+    ours, plain = made.consumer(), made.consumer(heeds=False)
+    made.upstream.store(1)
+    made.settle()
+    for number in range(2, 30):
+        made.upstream.store(number)
+    made.turn()  # sent, and not marked yet
+    made.kill()
+    made.upstream.engine.answers_replay = False
+    made.upstream.restart()
+    made.begin()
+    for number in range(40, 44):
+        made.upstream.store(number)
+    made.turn(60)
+    made.upstream.clear()
+    made.upstream.store(50)
+    honest(made, ours)
+    made.upstream.engine.answers_replay = True
+    made.upstream.store(51)
+    exact(made, ours, plain)
+
+
+def test_a_turn_that_was_broken_off_is_the_last_and_nothing_is_lost(made: World) -> None:
+    made.begin()
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.settle()
+    made.upstream.store(2)
+
+    def fail(step: str) -> None:
+        if step == "keep":
+            raise RuntimeError("out of memory")
+
+    made.before = fail
+    with pytest.raises(RuntimeError):
+        made.turn()
+    made.before = lambda _: None
+    with pytest.raises(ClosedError, match="broken off"):
+        made.relay.turn(0)
+    made.end()
+    made.begin()
+    exact(made, consumer)
+    assert consumer.resets == 0
+
+
+def test_a_relay_that_was_ended_goes_on(made: World) -> None:
+    made.begin()
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.settle()
+    made.end()
+    with pytest.raises(ClosedError):
+        made.relay.turn(0)
+    made.relay.close()
+    made.upstream.store(2)
+    assert made.begin().status().resumed
+    exact(made, consumer)
+    assert consumer.resets == 0
+    assert "EXACT" in repr(made.relay)
+
+
+def test_other_settings_are_another_life(made: World) -> None:
+    made.begin()
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.settle()
+    made.end()
+    made.begin(tokens="drop")
+    assert not made.relay.status().resumed
+    assert "treatment of tokens" in made.relay.status().began
+    exact(made, consumer)
+    assert consumer.resets == 1
+
+
+def test_a_damaged_journal_is_another_life(made: World, tmp_path: Path) -> None:
+    made.begin()
+    consumer = made.consumer()
+    for number in range(1, 30):
+        made.upstream.store(number)
+    made.settle()
+    life = made.relay.status().incarnation
+    made.kill()
+    segment = min((tmp_path / "journal").glob("*.segment"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    made.begin()
+    assert made.relay.status().incarnation > life
+    assert made.relay.status().began.startswith("began anew: ")
+    exact(made, consumer)
+    assert consumer.resets == 1
+
+
+def test_lives_are_told_apart_though_the_clock_went_back() -> None:
+    assert _incarnation_after(1 << 60) == (1 << 60) + 1
+    assert _incarnation_after(None) > 1_700_000_000_000
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------------
+
+
+class FullDisk(WatchedDisk):
+    """Takes nothing while it is `full`."""
+
+    def __init__(self) -> None:
+        super().__init__(self._refuse)
+        self.full = False
+
+    def _refuse(self, call: str, _data: bytes) -> None:
+        if self.full and call in {"write", "create", "reserve"}:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_survived_in_memory_and_left_again(made: World) -> None:
+    disk = FullDisk()
+    made.begin(disk, buffer_steps=5)
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.settle()
+    disk.full = True
+    for number in range(2, 20):
+        made.upstream.store(number)
+    exact(made, consumer)
+    found = made.relay.status().journal
+    assert found is not None
+    assert (found.state, found.reason) == ("memory", "No space left on device")
+    assert found.dropped >= 18
+    disk.full = False
+    made.clock.advance(60)
+    made.settle()
+    found = made.relay.status().journal
+    assert found is not None
+    assert (found.state, found.reason) == ("disk", "")
+    made.kill()
+    made.begin(buffer_steps=5)
+    exact(made, consumer, made.consumer())
+    assert consumer.resets == 0
+
+
+def test_what_cannot_be_told_keeps_the_journal_in_memory(made: World) -> None:
+    """A journal that came back without what has left the buffer would have the next relay believe that there is no more."""
+    disk = FullDisk()
+    made.begin(disk, buffer_steps=5)
+    consumer = made.consumer()
+    for number in range(1, 20):
+        made.upstream.store(number)
+    made.settle()
+    disk.full = True
+    made.upstream.store(20)
+    made.settle()
+    history = made.relay._buffer._history
+    assert history is not None
+    history.lose("payloads")
+    disk.full = False
+    made.clock.advance(60)
+    made.settle()
+    found = made.relay.status().journal
+    assert found is not None
+    assert found.state == "memory"
+    made.kill()
+    made.begin(buffer_steps=5)
+    exact(made, consumer)
+    assert consumer.resets == 1, "it is another life"
+
+
+# --- several upstreams ------------------------------------------------------------------------------------------------------
+
+
+def test_tiers_of_one_worker_become_one_stream(two: World) -> None:
+    gpu, cpu = two.upstreams
+    two.begin()
+    consumer = two.consumer()
+    gpu.store(1, 2, 3)
+    cpu.store(2, 3, medium="CPU")
+    exact(two, consumer)
+    gpu.clear()
+    exact(two, consumer)
+    cpu.restart(block(3, medium="CPU"))
+    gpu.store(1)
+    exact(two, consumer, two.consumer())
+    assert consumer.resets == 0
+
+
+def test_ranks_with_equal_hashes_count_each_for_itself(two: World) -> None:
+    first, second = two.upstreams
+    two.begin(buffer_steps=3)
+    consumer = two.consumer()
+    first.store(1, 2)
+    second.store(1, 2)
+    first.remove(1)
+    first.remove(1)
+    two.settle()
+    two.kill()
+    two.begin(buffer_steps=3)
+    exact(two, consumer)
+    second.clear()
+    exact(two, consumer, two.consumer())
+    assert consumer.held == {(2, "GPU"): 1}
+
+
+def test_a_hole_of_a_shared_stream_is_healed_when_nobody_holds_anything(two: World) -> None:
+    """No upstream's clear is one of the stream, so those who heed no heartbeats would doubt for ever."""
+    first, second = two.upstreams
+    two.begin()
+    plain, ours = two.consumer(heeds=False), two.consumer()
+    first.store(1)
+    second.store(2)
+    first.engine.burn_number()
+    first.store(3)
+    two.settle()
+    assert plain.trust.name == "DEGRADED"
+    first.clear()
+    exact(two, ours)
+    assert plain.trust.name == "DEGRADED"
+    second.clear()
+    second.store(4)
+    exact(two, ours, plain)
+
+
+def test_a_clear_of_one_tier_that_cannot_be_told_clears_all_and_is_a_hole(made: World) -> None:
+    made.begin(dialect="vllm-0.22")
+    consumer = made.consumer()
+    made.upstream.store(1)
+    made.upstream.store(2, medium="CPU")
+    made.upstream.say(AllBlocksCleared({"medium": "GPU"}))
+    made.settle()
+    assert consumer.trust.name == "DEGRADED"
+    assert not consumer.held
+    made.upstream.clear()
+    made.upstream.store(5)
+    exact(made, consumer)
+
+
+def test_what_a_dialect_has_no_words_for_is_a_hole_and_not_the_end(made: World) -> None:
+    """Keys of another relay have no place in an array."""
+    made.begin(dialect="vllm-0.22")
+    consumer = made.consumer()
+    made.upstream.say(BlockStored([1], None, [], SIZE, medium="GPU", block_keys=[5]), block(2))
+    made.settle()
+    assert consumer.trust.name == "DEGRADED"
+    assert {number for number, _ in consumer.held} == {2}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "told"), [(None, {1, 2, 3}), ("vllm", {1, 3}), ("sglang", {1, 2}), ("vllm-0.10", {1}), ("vllm-0.17", {1, 3})]
+)
+def test_a_prompt_with_a_salt_is_never_taken_for_a_plain_one(two: World, dialect: str | None, told: set[int]) -> None:
+    """A dialect without room for it leaves the block out, and one with room does not lose it to a field that nobody knows."""
+    two.begin(dialect=dialect)
+    consumer = two.consumer()
+    two.upstream.say(BlockStored([1], None, prompt(1), SIZE, medium="GPU"))
+    strange = [SECRET + 99] * SIZE
+    salted = [
+        BlockStored([2], None, strange, SIZE, medium="GPU", unrecognised={"note": 1, "cache_salt": "tenant"}),
+        BlockStored([3], None, strange, SIZE, medium="GPU", extra_keys=[("tenant",)], unrecognised={"note": 1}),
+    ]
+    two.upstream.say(*salted)
+    two.settle()
+    assert {number for number, _ in consumer.held} == told
+    assert _matched(consumer, prompt(1)) == 1
+    assert _matched(consumer, strange) == 0
+    assert _matched(consumer, strange, Scope(salt="tenant")) == (told != {1})
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------------
+
+
+def prompt(blocks: int = 3) -> list[int]:
+    return [SECRET + place for place in range(blocks * SIZE)]
+
+
+def told_of(made: World, tmp_path: Path) -> bytes:
+    """Everything that anybody can read: what was sent, what is replayed, and what is on the disk."""
+    sent = [payload for _, payload in [*made.broadcast.sent, *made.relay._buffer.since(0)]]
+    files = [path.read_bytes() for path in (tmp_path / "journal").iterdir() if path.is_file()]
+    return b"".join((*sent, *files))
+
+
+@pytest.mark.parametrize("tokens", ["hash", "drop"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_tokens_are_nowhere_and_prompts_still_match_keys(tmp_path: Path, tokens: str, count: int) -> None:
+    """Nor is a salt, or an extra key; after a restart as well, and for who comes late."""
+    with world(tmp_path / "journal", count) as made:
+        made.begin(tokens=tokens, buffer_steps=3)
+        early = made.consumer()
+        for at, each in enumerate(made.upstreams):
+            tail = prompt()[SIZE:]
+            each.say(
+                BlockStored([1], None, prompt()[:SIZE], SIZE, medium="GPU", session_id="secret-session"),
+                BlockStored([2, 3], 1, tail, SIZE, medium="GPU", unrecognised={"note": "secret-note"}),
+            )
+            # Its own encoder has no room for a salt beside fields that it does not know.
+            each.say(
+                BlockStored([11 + at], None, prompt()[:SIZE], SIZE, medium="GPU", cache_salt="secret-salt"),
+                BlockStored([21 + at], None, prompt()[:SIZE], SIZE, medium="GPU", extra_keys=[("secret-key",)]),
+            )
+            for number in range(100, 110):
+                each.store(number)
+        made.settle()
+        for restarted in (False, True):
+            if restarted:
+                made.kill()
+                made.begin(tokens=tokens, buffer_steps=3)
+                made.settle()
+                made.upstream.say(BlockStored([4], 3, [SECRET] * SIZE, SIZE, medium="GPU"))
+            late = made.consumer()
+            exact(made, early, late)
+            told = told_of(made, tmp_path)
+            assert msgspec.msgpack.encode(SECRET) not in told
+            assert b"secret" not in told
+            wanted = (4 if restarted else 3) if tokens == "hash" else 0
+            for consumer in (early, late):
+                assert _matched(consumer, [*prompt(), *[SECRET] * SIZE]) == wanted
+                assert _matched(consumer, prompt(1), Scope(salt="secret-salt")) == (tokens == "hash")
+
+
+def _matched(consumer: Consumer, tokens: list[int], scope: Scope = Scope()) -> int:  # noqa: B008 - frozen
+    """Blocks of a prompt."""
+    return tokens_of(consumer.index, tokens, scope, ("relay", 0)) // SIZE
+
+
+def test_keys_of_another_relay_are_kept(made: World) -> None:
+    """The tokens are gone already; that must not make the blocks unknown."""
+    made.begin(tokens="hash")
+    consumer = made.consumer()
+    made.upstream.say(BlockStored([1, 2], None, [], SIZE, medium="GPU", block_keys=block_keys(prompt(2), SIZE)))
+    exact(made, consumer)
+    assert _matched(consumer, prompt()) == 2
+
+
+# --- settings and status ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"upstreams": ()}, "at least one upstream"),
+        ({"upstreams": (Source("tcp://a:1"), Source("tcp://a:1"))}, "same name and rank"),
+        ({"heartbeat": 0}, "heartbeat is 0"),
+        ({"heartbeat": float("nan")}, "heartbeat is nan"),
+        ({"heartbeat": 1e9}, "heartbeat is 1000000000"),
+        ({"buffer_steps": 0}, "buffer_steps is 0"),
+        ({"hwm": -1}, "hwm is -1"),
+        ({"tokens": "hash", "dialect": "vllm-0.22"}, "has no room"),
+        ({"dialect": "vllm-0.1"}, "older than"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_said_in_a_sentence(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=told):
+        RelaySettings(**{"upstreams": (Source("tcp://a:1"),), **wrong})
+
+
+def test_status_may_be_asked_from_any_thread(made: World) -> None:
+    made.begin(buffer_steps=5)
+    failed: list[BaseException] = []
+    stop, asked = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        try:
+            while not stop.is_set():
+                assert made.relay.status().blocks >= 0
+                repr(made.relay)
+                asked.set()
+        except BaseException as error:  # noqa: BLE001 - whatever it is
+            failed.append(error)
+            asked.set()
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(200):
+        made.upstream.store(number)
+        if number % 20 == 0:
+            made.upstream.engine.disconnect()
+            made.turn()
+            made.upstream.engine.reconnect()
+        made.turn()
+    assert asked.wait(20)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert not failed

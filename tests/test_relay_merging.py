@@ -1,0 +1,84 @@
+"""Several upstreams in one stream: what one of them clears leaves the blocks of the others alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.relay.merging import Residents
+
+MEDIA = st.sampled_from([None, "GPU", "CPU"])
+GROUPS = st.sampled_from([None, 0, 1])
+HASHES = st.lists(st.integers(0, 5), min_size=1, max_size=3)
+STORES = st.builds(
+    lambda hashes, medium, group: BlockStored(hashes, None, [], 4, medium=medium, group_idx=group), HASHES, MEDIA, GROUPS
+)
+REMOVALS = st.builds(BlockRemoved, HASHES, MEDIA, GROUPS)
+CLEARS = st.sampled_from([None, {"medium": "GPU"}, {"group_idx": 1}, {"medium": "CPU", "group_idx": 0}]).map(
+    lambda scope: AllBlocksCleared(unrecognised=scope)
+)
+EVENTS = st.lists(st.one_of(STORES, REMOVALS, CLEARS), max_size=40)
+
+
+def held(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
+    """Copies by block and place, as whoever applies the events counts them."""
+    copies: Counter[tuple[object, ...]] = Counter()
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            scope = event.unrecognised or {}
+            for place in list(copies):
+                if scope.get("medium", place[1]) == place[1] and scope.get("group_idx", place[2]) == place[2]:
+                    del copies[place]
+            continue
+        for each in event.block_hashes:
+            place = (each, event.medium, event.group_idx)
+            copies[place] += 1 if isinstance(event, BlockStored) else -1
+            if copies[place] <= 0:
+                del copies[place]
+    return copies
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=12))
+def test_a_shared_stream_holds_what_all_its_upstreams_hold(history: list[tuple[int, list[KVEvent]]]) -> None:
+    upstreams = (Residents(), Residents())
+    alone: tuple[list[KVEvent], list[KVEvent]] = ([], [])
+    shared: list[KVEvent] = []
+    for which, events in history:
+        alone[which].extend(events)
+        settled = upstreams[which].settle(events)
+        shared += settled
+        assert not any(isinstance(event, AllBlocksCleared) for event in settled)
+        assert len(upstreams[which]) == len(held(alone[which]))
+    assert held(shared) == held(alone[0]) + held(alone[1])
+
+
+@given(EVENTS, CLEARS)
+def test_what_is_kept_across_a_restart_is_all_that_counts(events: list[KVEvent], clear: AllBlocksCleared) -> None:
+    first = Residents()
+    first.settle(events)
+    second = Residents()
+    for piece in msgspec.msgpack.decode(msgspec.msgpack.encode(first.kept())):
+        second.restore(piece)
+    assert len(second) == len(first)
+    assert held([*_stores(second), *second.settle([clear])]) == held([*_stores(first), *first.settle([clear])])
+
+
+def _stores(residents: Residents) -> list[KVEvent]:
+    found: list[KVEvent] = []
+    for plane, hashes, counts in residents.kept():
+        for each, count in zip(hashes, counts, strict=True):
+            found += [BlockStored([each], None, [], 4, medium=plane[0], group_idx=plane[1])] * count
+    return found
+
+
+def test_one_who_holds_nothing_has_nothing_to_take_back() -> None:
+    residents = Residents()
+    assert residents.cleared() == []
+    residents.settle([BlockStored([1, 1, 2], None, [], 4, medium="GPU", locality="LOCAL", ownership="tier")])
+    assert residents.cleared() == [BlockRemoved([1, 1, 2], "GPU", None, "LOCAL", "tier")]
+    assert residents.cleared() == []
+    assert len(residents) == 0

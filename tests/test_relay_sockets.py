@@ -1,0 +1,216 @@
+"""A relay on real sockets, driven by the test: replay and history, keys, placement snapshots, metrics, its ports."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.request import urlopen
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents.config import Curve
+from kvevents.errors import EndpointError, JournalError
+from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, KVEvent
+from kvevents.index import PrefixIndex
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.relay import Relay, RelaySettings, metrics
+from kvevents.stream import Batch, Source
+from kvevents.subscriber import Subscriber
+from kvevents.testing import FaultProxy
+from publisher_cases import ANY, DEADLINE, publishing
+from relay_cases import block
+from test_certificates import make_pair
+
+
+class Listener:
+    """A consumer of ours."""
+
+    def __init__(self, source: Source) -> None:
+        self.index = PrefixIndex()
+        self.agreements: list[bool] = []
+        self.subscriber = Subscriber(replace(source, name="it"), decode=False)
+
+    def take(self) -> None:
+        for delivery in self.subscriber.receive_many(timeout=0):
+            findings = self.index.apply(delivery).findings
+            self.subscriber.report(delivery, findings)
+            if findings is not None and findings.agrees is not None:
+                self.agreements.append(findings.agrees)
+
+    @property
+    def digest(self) -> str:
+        return self.index.digest("it") if self.index.workers() else ""
+
+    def is_exact(self, digest: str) -> bool:
+        return self.subscriber.trust().name == "EXACT" and self.digest == digest
+
+
+class Truth:
+    """What an engine holds, by what it published."""
+
+    def __init__(self, publisher: ZmqEventPublisher) -> None:
+        self._publisher = publisher
+        self._payload = PrefixIndex()
+        self._seq = 0
+
+    def say(self, *events: KVEvent) -> None:
+        self._publisher.publish(EventBatch(float(self._seq), list(events)))
+        self._apply(events)
+
+    def _apply(self, events: Sequence[KVEvent]) -> None:
+        self._payload.apply(Batch("it", 0, 0, self._seq, 0.0, list(events), False))
+        self._seq += 1
+
+    @property
+    def digest(self) -> str:
+        return self._payload.digest("it")
+
+
+def source_of(ends: Any, **more: Any) -> Source:
+    return Source(ends.endpoint, ends.replay_endpoint, **more)
+
+
+@contextmanager
+def listening(*ends: Any, **more: Any) -> Iterator[list[Listener]]:
+    with ExitStack() as stack:
+        found = [Listener(source_of(each, **more)) for each in ends]
+        for each in found:
+            stack.enter_context(closing(each.subscriber))
+        yield found
+
+
+def until(relay: Relay, look: Callable[[], object], *listeners: Listener) -> None:
+    end = monotonic() + DEADLINE
+    while not look():
+        assert monotonic() < end, [str(each.subscriber.trust()) for each in listeners] + [str(relay)]
+        relay.turn(0.005)
+        for each in listeners:
+            each.take()
+
+
+def settings(publisher: Any, **more: Any) -> RelaySettings:
+    given = {"upstreams": (source_of(publisher),), "endpoint": ANY, "replay_endpoint": ANY, "heartbeat": 0.05}
+    return RelaySettings(**{**given, **more})
+
+
+def test_who_comes_late_has_the_engines_digest(tmp_path: Path) -> None:
+    """And who was there keeps it, through a journal, a connection that is cut, and an end of the relay."""
+    with publishing(replay_endpoint=ANY, buffer_steps=50, heartbeat=0.05) as publisher, FaultProxy(publisher.endpoint) as live:
+        truth = Truth(publisher)
+        upstream = Source(live.endpoint, publisher.replay_endpoint)
+        given = settings(publisher, upstreams=(upstream,), journal=str(tmp_path / "j"), buffer_steps=1_000)
+        with Relay(given) as relay, listening(relay) as (early,):
+            fixed = RelaySettings(
+                **{**{name: getattr(given, name) for name in given.__struct_fields__}, "endpoint": relay.endpoint}
+            )
+            fixed = msgspec.structs.replace(fixed, replay_endpoint=relay.replay_endpoint)
+            for number in range(100):
+                truth.say(block(number))
+                if number % 2:
+                    truth.say(BlockRemoved([number - 1], "GPU"))
+                if number == 50:
+                    live.cut()
+                    live.heal()
+                relay.turn(0.001)
+            with listening(relay) as (late,):
+                until(relay, lambda: early.is_exact(truth.digest) and late.is_exact(truth.digest), early, late)
+                until(relay, lambda: late.agreements, late)
+                assert late.index.stats().blocks == 50
+            status = relay.status()
+            assert (status.trust.name, status.digest, status.diverged) == ("EXACT", truth.digest, 0)
+            assert status.subscribers
+            relay.close()
+            truth.say(block(200))
+            with Relay(fixed) as again:
+                assert again.status().resumed
+                assert again.status().incarnation == status.incarnation
+                until(again, lambda: early.is_exact(truth.digest), early)
+                assert early.subscriber.status().counters.resets == 0
+                assert all(early.agreements)
+
+
+def test_keys_on_both_sides(tmp_path: Path) -> None:
+    """The engine lets the relay in, the relay the consumer, and neither of them a stranger."""
+    engine, own, friend = make_pair(), make_pair(), make_pair()
+
+    def server(pair: Any, allowed: Any) -> Curve:
+        return Curve(public_key=pair.public, secret_key=pair.secret, allowed=(allowed.public,))
+
+    def client(pair: Any, of: Any) -> Curve:
+        return Curve(public_key=pair.public, secret_key=pair.secret, server_key=of.public)
+
+    with publishing(replay_endpoint=ANY, curve=server(engine, own)) as publisher:
+        truth = Truth(publisher)
+        truth.say(block(1))
+        upstream = source_of(publisher, curve=client(own, engine))
+        given = settings(publisher, upstreams=(upstream,), curve=server(own, friend), journal=str(tmp_path / "j"))
+        stranger = client(make_pair(), own)
+        with (
+            Relay(given) as relay,
+            listening(relay, curve=client(friend, own)) as (known,),
+            listening(relay, curve=stranger) as (unknown,),
+        ):
+            until(relay, lambda: known.is_exact(truth.digest) and relay._broadcast.connections_refused, known, unknown)
+            assert unknown.subscriber.trust().name == "CONNECTING"
+            assert not unknown.digest
+
+
+def test_the_draft_of_placement_snapshots_is_answered() -> None:
+    with publishing(replay_endpoint=ANY) as publisher, zmq.Context() as context:
+        publisher.publish(EventBatch(1.0, [block(1), block(2)]))
+        with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as asking:
+            until(relay, lambda: relay.status().blocks == 2)
+            asking.linger = 0
+            assert relay._broadcast.snapshot_endpoint is not None
+            asking.connect(relay._broadcast.snapshot_endpoint)
+            asking.send_multipart([b"", b"snapshot-v1"])
+            until(relay, lambda: asking.poll(0))
+            _, kind, header = asking.recv_multipart()
+            assert kind == b"header"
+            assert msgspec.msgpack.decode(header)[1] == f"{relay.status().incarnation:016x}"
+
+
+def test_prometheus_is_told_of_everything(tmp_path: Path) -> None:
+    with publishing(replay_endpoint=ANY) as publisher:
+        publisher.publish(EventBatch(1.0, [block(1), AllBlocksCleared(), block(2), block(3)]))
+        with Relay(settings(publisher, journal=str(tmp_path / "j"))) as relay, socket.socket() as taken:
+            until(relay, lambda: relay.trust().name == "EXACT" and relay.status().heartbeats)
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            with pytest.raises(EndpointError, match="choose another port"):
+                metrics.serve(relay.status, port)
+            taken.close()
+            end = metrics.serve(relay.status, port)
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
+                told = answer.read().decode()
+            end()
+    for line in (
+        'kvevents_relay_state{state="EXACT"} 1.0',
+        'kvevents_relay_journal_state{state="disk"} 1.0',
+        "kvevents_relay_blocks 2.0",
+        "kvevents_relay_carried_total 1.0",
+        "kvevents_relay_diverged_total 0.0",
+        "kvevents_relay_history_lost 0.0",
+    ):
+        assert line in told, told
+
+
+def test_a_port_that_is_taken_leaves_nothing_open(tmp_path: Path) -> None:
+    """Not the journal's folder either, in which a relay goes on once it has a port; two at once it does not have."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        given = settings(publisher, journal=str(tmp_path / "j"))
+        with Relay(given) as relay:
+            with pytest.raises(JournalError, match="another process uses it"):
+                Relay(given)
+            relay.turn(0)
+        with pytest.raises(EndpointError):
+            Relay(settings(publisher, journal=str(tmp_path / "j"), endpoint=publisher.endpoint))
+        with Relay(given) as relay:
+            assert relay.status().resumed

@@ -1,0 +1,508 @@
+"""What a stream makes of its sender's heartbeats: agreement, divergence, the sender's own trust, its lives, its silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.stream import (
+    Batch,
+    Checkpoint,
+    Doubt,
+    Findings,
+    Phase,
+    RawBatch,
+    Reset,
+    Source,
+    Stream,
+    StreamLimits,
+    Trust,
+    findings_of,
+)
+from kvevents.wire import Rejected, encode_batch, live_frames, replay_batch_frames, replay_end_frames
+
+TOPIC = b"kv"
+SOURCE = Source("tcp://relay:5557", "tcp://relay:5558", name="relay")
+WITHOUT_REPLAY = Source("tcp://relay:5557", name="relay")
+LIMITS = StreamLimits()
+DIGEST = "0123456789abcdef" * 2
+EVERY = 5.0
+END = replay_end_frames(with_topic=True)
+BAD = (Rejected("unknown-tag", "never heard of", 0),)
+
+
+def heartbeat(trust: str = "EXACT", reason: str = "", incarnation: int = 0, every: float = EVERY) -> Heartbeat:
+    return Heartbeat(DIGEST, every, trust, reason, incarnation)
+
+
+def beating(**what: Any) -> bytes:
+    """A batch with a heartbeat alone."""
+    return encode_batch(KVEventBatch(0.0, [BlockRemoved([], heartbeat=heartbeat(**what))]))
+
+
+def telling(number: int) -> bytes:
+    """A batch as any other."""
+    return encode_batch(KVEventBatch(0.0, [BlockStored([number], None, [number], 1)]))
+
+
+class Wire:
+    """A stream, the sender's history, the clock, and a consumer that compares what it is told to."""
+
+    def __init__(self, source: Source = SOURCE, *, raw: bool = False) -> None:
+        self.stream: Stream[Any] = Stream(source, decode=None) if raw else Stream(source)
+        self.now = 0.0
+        self.history: list[bytes] = []
+        self.out: list[Any] = []
+        self.first = 0
+        """The oldest number that the sender still has."""
+        self.stream.connected(self.now)
+        self.settle()
+
+    def send(self, payload: bytes, *, agrees: bool | None = None, lost: bool = False) -> None:
+        """The next batch, and what the consumer finds after it."""
+        self.history.append(payload)
+        if not lost:
+            self.stream.receive_live(live_frames(TOPIC, len(self.history) - 1, payload), self.now)
+            self.settle(agrees)
+
+    def settle(self, agrees: bool | None = None) -> None:
+        """Take deliveries and answer requests until nothing comes any more; every heartbeat is found to be `agrees`."""
+        while True:
+            taken = self.stream.deliveries()
+            self.out += taken
+            for delivery in taken:
+                self.report(delivery, agrees)
+            ask = self.stream.ask(self.now)
+            if ask is not None:
+                for seq in range(max(ask.start, self.first), len(self.history)):
+                    self.stream.receive_replay(replay_batch_frames(TOPIC, seq, self.history[seq]), self.now)
+                self.stream.receive_replay(END, self.now)
+            elif not taken:
+                return
+
+    def report(self, delivery: Any, agrees: bool | None) -> None:
+        if isinstance(delivery, Batch | RawBatch):
+            batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
+            found = findings_of(batch.events, batch.rejected)
+            if found is not None and found.heartbeat is not None:
+                self.stream.report(delivery, Findings(found.rejected, found.cleared, found.heartbeat, agrees))
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        self.stream.tick(self.now)
+
+    def batch(self, seq: int) -> RawBatch:
+        """As it was delivered in the life at hand."""
+        return RawBatch("relay", 0, self.stream.incarnation, seq, False, b"")
+
+    @property
+    def resets(self) -> list[str]:
+        return [delivery.reason for delivery in self.out if isinstance(delivery, Reset)]
+
+
+@pytest.fixture(params=[False, True], ids=["decoded", "raw"])
+def wire(request: pytest.FixtureRequest) -> Wire:
+    """A stream that is connected and EXACT."""
+    found = Wire(raw=request.param)
+    assert found.stream.trust == Trust.EXACT
+    return found
+
+
+# --- findings --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], None),
+        ([BlockStored([1], None, [1], 1), BlockRemoved([1])], None),
+        ([AllBlocksCleared()], Findings(cleared=True)),
+        ([AllBlocksCleared(unrecognised={"medium": "GPU"})], None),
+        ([BlockRemoved([], heartbeat=heartbeat()), BlockRemoved([1])], Findings(heartbeat=heartbeat())),
+        ([BlockRemoved([1], heartbeat=heartbeat()), AllBlocksCleared()], Findings(cleared=True, heartbeat=heartbeat())),
+        (
+            [BlockRemoved([], heartbeat=heartbeat("STALE")), BlockRemoved([], heartbeat=heartbeat("DEGRADED"))],
+            Findings(heartbeat=heartbeat("DEGRADED")),
+        ),
+    ],
+)
+def test_of_several_heartbeats_the_last_counts_wherever_it_stands(events: list[KVEvent], expected: Findings | None) -> None:
+    """Its digest is of the end of the batch, so its place in the batch says nothing; other events may stand beside it."""
+    assert findings_of(events) == expected
+
+
+def test_what_could_not_be_read_is_found_too() -> None:
+    assert findings_of([], BAD) == Findings(BAD)
+
+
+# --- agreement -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_agreement_heals_what_was_lost(wire: Wire) -> None:
+    """What is lost may not matter any more; a digest that is the sender's proves that it does not."""
+    wire.send(telling(0))
+    wire.send(telling(1), lost=True)
+    wire.first = 2
+    wire.send(telling(2))
+    assert wire.stream.doubts == {Doubt.LOST}
+    wire.send(beating(), agrees=True)
+    assert wire.stream.trust == Trust.EXACT
+    assert (wire.stream.counters.heartbeats, wire.stream.counters.agreements) == (1, 1)
+
+
+def test_an_agreement_heals_an_identity_in_doubt_but_no_missing_replay() -> None:
+    wire = Wire(WITHOUT_REPLAY)
+    wire.send(telling(0))
+    wire.stream.connected(1.0)
+    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.IDENTITY}
+    wire.send(beating(), agrees=True)
+    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_agreement_heals_what_could_not_be_read_up_to_its_own_batch(late: bool) -> None:
+    """In whatever order that is told; not what comes after it."""
+    wire = Wire(raw=True)
+    for number in range(5):
+        wire.send(telling(number))
+    agreement = Findings(heartbeat=heartbeat(), agrees=True)
+    if late:
+        wire.stream.report(wire.batch(3), agreement)
+    for seq in (1, 3):
+        wire.stream.report(wire.batch(seq), Findings(BAD))
+    if not late:
+        assert wire.stream.doubts == {Doubt.REJECTED}
+        wire.stream.report(wire.batch(3), agreement)
+    assert not wire.stream.doubts
+    wire.stream.report(wire.batch(4), Findings(BAD))
+    assert wire.stream.doubts == {Doubt.REJECTED}
+
+
+def test_an_agreement_that_is_told_late_heals_nothing_newer() -> None:
+    wire = Wire(WITHOUT_REPLAY, raw=True)
+    wire.send(telling(0))
+    wire.send(telling(1))
+    wire.stream.connected(1.0)
+    wire.stream.report(wire.batch(1), Findings(heartbeat=heartbeat(), agrees=True))
+    assert Doubt.IDENTITY in wire.stream.doubts
+
+
+def test_what_nobody_compares_changes_nothing(wire: Wire) -> None:
+    """A consumer without an index, or one that has given up blocks."""
+    wire.send(beating(), agrees=None)
+    assert wire.stream.trust == Trust.EXACT
+    assert (wire.stream.counters.heartbeats, wire.stream.counters.agreements, wire.stream.counters.divergences) == (1, 0, 0)
+
+
+# --- divergence ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_divergence_is_counted_and_everything_is_asked_for_again(wire: Wire) -> None:
+    """The consumer forgets, the sender tells all that it holds, and the next digest agrees."""
+    wire.send(telling(0))
+    wire.history.append(beating())
+    wire.stream.receive_live(live_frames(TOPIC, 1, beating()), wire.now)
+    (delivery,) = wire.stream.deliveries()
+    wire.report(delivery, agrees=False)
+    assert wire.stream.trust == Trust.DEGRADED
+    assert wire.stream.doubts == {Doubt.DIVERGED}
+    (reset,) = wire.stream.deliveries()
+    assert (type(reset), wire.stream.phase) == (Reset, Phase.CATCHING_UP)
+    wire.settle(agrees=True)
+    assert [delivery.seq for delivery in wire.out[-2:]] == [0, 1]
+    assert wire.stream.trust == Trust.EXACT
+    assert (wire.stream.incarnation, wire.stream.counters.divergences, wire.stream.counters.agreements) == (1, 1, 1)
+
+
+def test_a_divergence_that_stays_is_told_and_not_asked_about_for_ever(wire: Wire) -> None:
+    """Then DEGRADED, until a digest agrees. The replayed heartbeats are compared as any."""
+    wire.send(telling(0))
+    wire.send(beating(), agrees=False)
+    assert len(wire.resets) == LIMITS.max_diverged_restarts
+    assert wire.stream.trust == Trust.DEGRADED
+    assert wire.stream.trust.reason == Doubt.DIVERGED.value
+    wire.send(beating(), agrees=False)
+    assert len(wire.resets) == LIMITS.max_diverged_restarts
+    wire.send(beating(), agrees=True)
+    assert wire.stream.trust == Trust.EXACT
+    wire.send(beating(), agrees=False)
+    assert len(wire.resets) > LIMITS.max_diverged_restarts
+
+
+def test_an_older_agreement_that_is_replayed_is_no_reason_to_ask_again() -> None:
+    """Of a history with one digest that is wrong the one before it agrees every time."""
+    wire = Wire()
+    wire.send(beating(), agrees=True)
+    wire.history.append(beating())
+    wire.stream.receive_live(live_frames(TOPIC, 1, beating()), wire.now)
+    for _ in range(20):
+        for delivery in wire.stream.deliveries():
+            wire.report(delivery, agrees=getattr(delivery, "seq", 0) == 0)
+        ask = wire.stream.ask(wire.now)
+        if ask is not None:
+            for seq in range(ask.start, 2):
+                wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, wire.history[seq]), wire.now)
+            wire.stream.receive_replay(END, wire.now)
+    assert wire.stream.incarnation == LIMITS.max_diverged_restarts
+    assert wire.stream.doubts == {Doubt.DIVERGED}
+
+
+def test_a_clear_ends_a_divergence_as_it_ends_all_doubt_about_what_was_before() -> None:
+    wire = Wire(WITHOUT_REPLAY)
+    wire.send(beating(), agrees=False)
+    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.DIVERGED}
+    wire.send(encode_batch(KVEventBatch(0.0, [AllBlocksCleared()])))
+    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+
+
+def test_without_replay_there_is_nobody_to_ask() -> None:
+    wire = Wire(WITHOUT_REPLAY)
+    wire.send(beating(), agrees=False)
+    assert (wire.resets, wire.stream.counters.divergences) == ([], 1)
+    assert wire.stream.trust == Trust.DEGRADED
+
+
+def test_a_difference_that_is_explained_is_no_divergence_but_ends_as_well(wire: Wire) -> None:
+    """After a gap the digest is another one. What is held now can be had all the same, and makes the stream exact."""
+    wire.send(telling(0))
+    wire.send(telling(1), lost=True)
+    wire.first = 2
+    wire.send(telling(2))
+    wire.first = 0
+    wire.history[1] = telling(7)
+    wire.history.append(beating())
+    wire.stream.receive_live(live_frames(TOPIC, 3, beating()), wire.now)
+    (delivery,) = wire.stream.deliveries()
+    wire.report(delivery, agrees=False)
+    wire.settle(agrees=True)
+    assert wire.stream.trust == Trust.EXACT
+    assert (wire.stream.counters.divergences, wire.stream.counters.resets) == (0, 1)
+
+
+def test_a_divergence_that_a_later_agreement_has_ended_is_old_news() -> None:
+    wire = Wire(raw=True)
+    for number in range(3):
+        wire.send(telling(number))
+    wire.stream.report(wire.batch(2), Findings(heartbeat=heartbeat(), agrees=True))
+    wire.stream.report(wire.batch(1), Findings(heartbeat=heartbeat(), agrees=False))
+    assert wire.stream.trust == Trust.EXACT
+    assert (wire.stream.deliveries(), wire.stream.counters.divergences) == ([], 0)
+
+
+def test_a_divergence_while_the_connection_is_gone_waits_for_it(wire: Wire) -> None:
+    """There is nobody to ask; what comes on the new connection is of the restart."""
+    wire.send(telling(0))
+    wire.history.append(beating())
+    wire.stream.receive_live(live_frames(TOPIC, 1, beating()), wire.now)
+    (delivery,) = wire.stream.deliveries()
+    wire.stream.disconnected()
+    wire.report(delivery, agrees=False)
+    assert wire.stream.deliveries() == []
+    wire.stream.connected(1.0)
+    assert wire.stream.phase is Phase.VERIFYING
+    wire.settle(agrees=True)
+    assert len(wire.resets) == 1
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_report_about_a_life_that_has_ended_says_nothing_of_this_one(wire: Wire) -> None:
+    wire.send(telling(0))
+    wire.send(beating(), agrees=False)
+    before = wire.stream.counters.copy()
+    wire.stream.report(RawBatch("relay", 0, 0, 1, False, b""), Findings(heartbeat=heartbeat("STALE"), agrees=True))
+    before.heartbeats += 1
+    assert wire.stream.counters == before
+    assert Doubt.DIVERGED in wire.stream.doubts
+
+
+# --- how far the sender trusts itself --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "trust", "name"),
+    [
+        ("CONNECTING", Trust.DEGRADED, "CONNECTING"),
+        ("REPLAYING", Trust.DEGRADED, "REPLAYING"),
+        ("DEGRADED", Trust.DEGRADED, "DEGRADED"),
+        ("STALE", Trust.STALE, "STALE"),
+        ("DELIGHTED", Trust.DEGRADED, "DEGRADED"),
+    ],
+)
+def test_the_sender_is_trusted_no_more_than_it_trusts_itself(wire: Wire, said: str, trust: Trust, name: str) -> None:
+    """Until it says EXACT. A digest that agrees says only that consumer and sender are wrong alike."""
+    wire.send(beating(trust=said, reason="its engine is gone"), agrees=True)
+    assert wire.stream.trust == trust
+    assert wire.stream.trust.reason == f"its sender is {name}: its engine is gone"
+    assert wire.stream.doubts == {Doubt.SENDER}
+    wire.send(telling(1))
+    assert wire.stream.trust == trust
+    wire.send(beating(), agrees=True)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_senders_reason_cannot_write_over_a_terminal(wire: Wire) -> None:
+    wire.send(beating(trust="STALE", reason="red: \x1b[31m\nEXACT"))
+    assert wire.stream.trust.reason == "its sender is STALE: red: ?[31m?EXACT"
+
+
+def test_own_doubts_are_told_beside_the_senders() -> None:
+    wire = Wire(WITHOUT_REPLAY)
+    wire.send(beating(trust="STALE"))
+    assert wire.stream.trust == Trust.STALE
+    assert wire.stream.trust.reason == f"{Doubt.NO_REPLAY.value}; its sender is STALE"
+
+
+def test_of_heartbeats_reported_out_of_order_the_newest_counts() -> None:
+    wire = Wire(raw=True)
+    for number in range(3):
+        wire.send(telling(number))
+    wire.stream.report(wire.batch(2), Findings(heartbeat=heartbeat()))
+    wire.stream.report(wire.batch(1), Findings(heartbeat=heartbeat("STALE")))
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_what_the_sender_said_of_itself_outlives_a_divergence_but_not_its_life(wire: Wire) -> None:
+    wire.send(beating(trust="STALE"), agrees=False)
+    assert wire.stream.doubts == {Doubt.DIVERGED, Doubt.SENDER}
+    wire.history = [telling(100)]
+    wire.stream.connected(1.0)
+    wire.settle()
+    assert wire.resets[-1].startswith("publisher restarted")
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_what_the_sender_said_of_itself_is_kept_by_a_checkpoint() -> None:
+    """Its words are not: a process that goes on knows that it was not trusted, and waits for what it says next."""
+    wire = Wire()
+    wire.send(beating(trust="STALE", reason="its engine is gone"))
+    checkpoint = Checkpoint.decode(wire.stream.standing().checkpoint("relay", 0).encode())
+    assert checkpoint.doubts == {"SENDER": 0}
+    wire.stream = Stream(SOURCE)
+    wire.stream.restore(checkpoint)
+    wire.stream.connected(1.0)
+    wire.settle()
+    assert wire.stream.trust == Trust.DEGRADED
+    assert wire.stream.trust.reason == Doubt.SENDER.value
+    wire.send(beating())
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_divergence_is_kept_by_a_checkpoint() -> None:
+    wire = Wire()
+    wire.send(beating(), agrees=False)
+    assert wire.stream.standing().checkpoint("relay", 0).doubts == {"DIVERGED": 0}
+
+
+# --- its lives -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_lives_in_one_are_a_restart_that_nobody_saw(wire: Wire) -> None:
+    """Nothing else shows it: the numbers go on."""
+    wire.send(beating(incarnation=1))
+    wire.send(telling(1))
+    wire.history[:2] = [telling(100), telling(101)]
+    wire.send(beating(incarnation=2))
+    assert wire.resets == ["publisher restarted: it is of another life at number 2 than before"]
+    assert wire.stream.trust == Trust.EXACT
+    assert [delivery.seq for delivery in wire.out[-3:]] == [0, 1, 2]
+
+
+def test_lives_that_take_turns_are_not_followed_for_ever(wire: Wire) -> None:
+    wire.send(beating(incarnation=1))
+    wire.send(beating(incarnation=2))
+    assert len(wire.resets) == LIMITS.max_diverged_restarts
+    assert wire.stream.doubts == {Doubt.IDENTITY}
+    wire.send(beating(incarnation=2), agrees=True)
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_an_unseen_restart_without_replay_forgets_all_the_same() -> None:
+    wire = Wire(WITHOUT_REPLAY)
+    wire.send(beating(incarnation=1))
+    wire.send(beating(incarnation=2))
+    assert len(wire.resets) == 1
+    wire.send(telling(2))
+    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.LOST}
+
+
+# --- its silence -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sender_that_promised_to_speak_and_does_not_is_stale(wire: Wire) -> None:
+    """The connection may be half open, or the sender hang; until anything is heard."""
+    wire.send(beating())
+    wire.later(LIMITS.silent_intervals * EVERY - 0.1)
+    wire.settle()
+    assert wire.stream.trust == Trust.EXACT
+    wire.later(0.1)
+    wire.settle()
+    assert wire.stream.trust == Trust.STALE
+    assert wire.stream.trust.reason == "silent: it said that it speaks every 5 s, and nothing was heard for 3 times as long"
+    assert wire.stream.doubts == {Doubt.SILENT}
+    wire.send(telling(1))
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_it_is_looked_at_when_it_is_due() -> None:
+    """Without replay nothing else ever is."""
+    wire = Wire(WITHOUT_REPLAY)
+    assert wire.stream.deadline() is None
+    wire.send(beating())
+    assert wire.stream.deadline() == LIMITS.silent_intervals * EVERY
+    wire.later(LIMITS.silent_intervals * EVERY)
+    assert (wire.stream.trust, wire.stream.deadline()) == (Trust.STALE, None)
+
+
+def test_a_run_of_messages_is_something_heard() -> None:
+    wire = Wire(WITHOUT_REPLAY, raw=True)
+    wire.send(beating())
+    wire.later(LIMITS.silent_intervals * EVERY)
+    assert Doubt.SILENT in wire.stream.doubts
+    wire.stream.receive_run([telling(1)], wire.now)
+    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+
+
+def test_what_is_found_by_replay_is_something_heard(wire: Wire) -> None:
+    """The live connection may be mute; what the sender says reaches us all the same."""
+    wire.send(beating())
+    for number in range(4):
+        wire.send(beating(), lost=True)
+        wire.later(2 * EVERY)
+        wire.settle()
+        assert wire.stream.last_seq == number + 1
+        assert wire.stream.trust == Trust.EXACT
+    wire.later(LIMITS.silent_intervals * EVERY)
+    wire.settle()
+    assert wire.stream.trust == Trust.STALE
+    wire.send(beating(), lost=True)
+    wire.later(LIMITS.max_probe_interval)
+    wire.settle()
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_a_sender_without_heartbeats_may_be_silent_for_ever(wire: Wire) -> None:
+    wire.send(telling(0))
+    for _ in range(50):
+        wire.later(1_000.0)
+        wire.settle()
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_heartbeats_of_before_promise_nothing_on_this_connection(wire: Wire) -> None:
+    """Replayed ones, and those of a connection that is gone."""
+    wire.send(beating(), lost=True)
+    wire.send(beating())
+    wire.stream.connected(1.0)
+    wire.settle()
+    wire.later(1_000.0)
+    wire.settle()
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_silence_ends_with_the_connection(wire: Wire) -> None:
+    wire.send(beating())
+    wire.later(LIMITS.silent_intervals * EVERY)
+    wire.stream.disconnected()
+    assert wire.stream.doubts == set()
