@@ -417,6 +417,71 @@ def test_a_replay_endpoint_of_another_stream_is_found_out() -> None:
     assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
 
 
+def test_a_replay_endpoint_that_was_not_believed_is_asked_again_and_may_agree() -> None:
+    """Contradictions of a past that is over do not cost replay for ever; one more of them does, for as long again."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    life, seq = 9, 5
+    for _ in range(20):
+        if (start := wire.asked()) is not None:
+            wire.answer(*(replayed(number, life) for number in range(start, 10)), END)
+        else:
+            wire.feed(live(seq))
+            seq += 1
+    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+    for life in (9, 0):
+        assert wire.asked() is None
+        due = wire.stream.deadline()
+        assert due is not None
+        wire.later(due - wire.now)
+        start = wire.asked()
+        assert start is not None
+        wire.answer(*(replayed(number, life) for number in range(start, seq)), END)
+        believed = life == 0
+        assert (Doubt.REPLAY_FOREIGN in wire.stream.doubts) is not believed
+        wire.feed(live(seq))
+        seq += 1
+    assert Doubt.REPLAY_UNCONFIRMED not in wire.stream.doubts
+
+
+SNAPSHOT = payload_of(0, 7, clear=True)
+"""What a publisher of ours sends for everything up to a number, under that number."""
+
+
+@pytest.mark.parametrize("live_first", [True, False])
+def test_a_snapshot_and_the_batch_of_its_number_are_no_contradiction(live_first: bool) -> None:
+    """A late subscriber takes the snapshot, whichever comes first; it is EXACT, and nothing was reset."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    answer = replay_batch_frames(TOPIC, 7, SNAPSHOT), replayed(8), END
+    if live_first:
+        wire.feed(live(7), live(8))
+        wire.answer(*answer)
+    else:
+        wire.answer(*answer)
+        wire.feed(live(7), live(8))
+    for _ in range(5):
+        if wire.asked() is not None:
+            wire.answer(*answer)
+    wire.feed(live(9))
+    assert wire.taken() == ["g0-6", "r7", "b8" if live_first else "r8", "b9"]
+    for _ in range(3):
+        if (start := wire.asked()) is not None:
+            wire.answer(*(replayed(number) for number in range(start, 10)), END)
+    assert wire.stream.trust == Trust.EXACT
+    assert wire.stream.counters.conflicts == 0
+
+
+def test_a_hole_is_filled_by_a_snapshot_as_by_the_batch_itself(wire: Wire) -> None:
+    """To whoever has all before, both say the same."""
+    wire.feed(*map(live, range(7)), live(8))
+    assert wire.asked() == 7
+    wire.answer(replay_batch_frames(TOPIC, 7, SNAPSHOT), replayed(8), END)
+    assert wire.taken() == [*(f"b{seq}" for seq in range(7)), "r7", "b8"]
+    assert wire.stream.counters.conflicts == 0
+
+
 def test_the_first_live_batch_after_replayed_history_is_asked_back(wire: Wire) -> None:
     """Replay and live stream are compared once per connection, so that a foreign replay endpoint cannot hide."""
     fresh = Wire()

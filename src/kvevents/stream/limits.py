@@ -30,6 +30,9 @@ class StreamLimits:
     """Seconds between two checks of a stream that stays quiet, doubling up to this."""
     max_conflicts: int = 3
     """Contradictions between replay and live stream in a row after which the replay endpoint is no longer believed."""
+    believe_again: float = 60.0
+    """Seconds until a replay endpoint that is no longer believed is asked once more: contradictions also come of an engine that
+    restarts again and again."""
     max_recent: int = 256
     """Replayed batches remembered to recognise the same ones arriving live a moment later."""
     silent_intervals: float = 3.0

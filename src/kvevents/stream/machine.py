@@ -19,6 +19,10 @@ One request for replay at a time is open (`OpenAsk`). It either *catches up* (hi
 A stream that an earlier process followed is one whose connection is gone: `restore` brings back its number, its anchor and its
 doubts, and connecting is then a reconnect. Live frames are all of the new connection: a number not above its last is a restart.
 
+A publisher that collapses its history answers with a *snapshot*: a clear, and all that was live, under the number of the last
+batch that it stands for. So one number may have two payloads in one life, if the replayed one begins with a clear. Either
+serves; where something before is missing, only the snapshot does.
+
 A sender of ours says of itself, in heartbeats, what it holds after this very batch, how far it trusts that, in which life it is
 and how soon it speaks again. Whether the state here is the same only a consumer can say (`report`); an agreement ends all doubt
 about what came before. If it is another, or the life is, the stream starts over, which is a restart: a sender of ours answers a
@@ -36,7 +40,7 @@ from struct import Struct
 from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
-from kvevents.events import Heartbeat
+from kvevents.events import AllBlocksCleared, Heartbeat
 from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
@@ -117,6 +121,7 @@ class Stream(Generic[B]):
         self._probed_at = 0.0
         self._probes = 0
         self._conflicts = 0
+        self._distrusted_at = 0.0
         self._replay_seen = False
         self._begin_life()
         if not source.replay_endpoint:
@@ -215,9 +220,9 @@ class Stream(Generic[B]):
     def _replay_due(self) -> float | None:
         if self._ask is not None:
             return self._patience_ends(self._ask) if self._ask.sent else None
-        if self.phase is Phase.FOLLOWING and self._can_replay:
-            return self._probe_due()
-        return None
+        if self.phase is not Phase.FOLLOWING or Doubt.NO_REPLAY in self._doubts:
+            return None
+        return self._probe_due() if self._can_replay else self._distrusted_at + self._limits.believe_again
 
     # --- feed ------------------------------------------------------------------------------------------------------------
 
@@ -363,7 +368,8 @@ class Stream(Generic[B]):
         if ask is not None:
             if ask.sent and now >= self._patience_ends(ask):
                 self._unanswered(ask)
-        elif self.phase is Phase.FOLLOWING and self._can_replay and now >= self._probe_due():
+        elif (due := self._replay_due()) is not None and now >= due:
+            self._believe_again()
             self._probe()
 
     def report(self, delivery: Batch | RawBatch, findings: Findings) -> None:
@@ -471,15 +477,26 @@ class Stream(Generic[B]):
         self.counters.conflicts += 1
         self._conflicts += 1
         if self._conflicts >= self._limits.max_conflicts:
-            self._doubt(Doubt.REPLAY_FOREIGN)
+            self._distrust()
             self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
         else:
             self._doubt(Doubt.REPLAY_UNCONFIRMED)
         self._restart(reason)
 
+    def _distrust(self) -> None:
+        self._doubt(Doubt.REPLAY_FOREIGN)
+        self._distrusted_at = self._now
+
+    def _believe_again(self) -> None:
+        """What contradicted the live stream may have been many restarts in a row: one more contradiction, and it is foreign."""
+        if Doubt.REPLAY_FOREIGN in self._doubts:
+            self._doubts.discard(Doubt.REPLAY_FOREIGN)
+            self._doubt(Doubt.REPLAY_UNCONFIRMED)
+            self._conflicts = self._limits.max_conflicts - 1
+
     def _distrust_replay(self) -> None:
         """The reply itself names another topic: nothing of it can be used."""
-        self._doubt(Doubt.REPLAY_FOREIGN)
+        self._distrust()
         if self.phase is Phase.VERIFYING:
             self._unproven()
         else:
@@ -529,6 +546,8 @@ class Stream(Generic[B]):
     def _overlap(self, live: Live) -> None:
         """Replay was faster than the live stream: the same batch must come again."""
         known = self._recent.pop(live.seq, None)
+        if known is not None and known != live.payload and _is_snapshot(known):
+            known = None
         if known is not None and known != live.payload:
             self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._follow(live)
@@ -543,6 +562,9 @@ class Stream(Generic[B]):
         """A number beyond the next one: something is missing before it."""
         self._newest = max(self._newest, live.seq)
         waiting = self._pending.get(live.seq)
+        if waiting is not None and waiting != live.payload and _is_snapshot(waiting):
+            self.counters.duplicates += 1
+            return
         if waiting is not None:
             if not self._agree(live.seq, waiting, live.payload):
                 self._follow(live)
@@ -639,6 +661,8 @@ class Stream(Generic[B]):
             reason = f"publisher restarted: number {anchor.seq} now has another content"
             if self.phase is Phase.VERIFYING:
                 self._restart_with_suspects(reason)
+            elif _is_snapshot(reply.payload):
+                self._restart(reason)
             else:
                 self._conflict(reason)
             return
@@ -665,7 +689,11 @@ class Stream(Generic[B]):
             return
         self._newest = max(self._newest, seq)
         waiting = self._pending.get(seq)
-        if waiting is not None and not self._agree(seq, waiting, payload):
+        if waiting is not None and waiting != payload and _is_snapshot(payload):
+            # It says what is missing before as well; the batch of its number needs to wait no longer.
+            self._pending.take(seq)
+            waiting = None
+        elif waiting is not None and not self._agree(seq, waiting, payload):
             return
         if seq == self._expected:
             self._brought(ask)
@@ -889,3 +917,9 @@ class Stream(Generic[B]):
     @staticmethod
     def _count(counter: dict[str, int], reason: str, count: int = 1) -> None:
         counter[reason] = counter.get(reason, 0) + count
+
+
+def _is_snapshot(payload: bytes) -> bool:
+    """Whether it may stand for everything before it: it begins with a clear of everything."""
+    events = decode_batch(payload).batch.events
+    return bool(events) and type(events[0]) is AllBlocksCleared and events[0].unrecognised is None
