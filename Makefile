@@ -11,7 +11,7 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
-.PHONY: demo test lint types unit bench faults fuzz fuzz-native dist clean
+.PHONY: demo test lint types unit bench faults chaos soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
@@ -38,10 +38,16 @@ bench: $(NATIVE)  ## Ratios against the engines' released classes and Dynamo's i
 faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
 	$(BIN)/python -m benchmarks.faults
 
+chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong
+	$(BIN)/python -m benchmarks.chaos $(CHAOS)
+
+soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which memory, descriptors and threads must stay as they are
+	$(BIN)/python -m benchmarks.chaos.soak $(SOAK)
+
 fuzz: $(NATIVE) fuzz-native  ## The property tests with many more, and new, examples
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --timeout 3600 \
 	  tests/test_decode.py tests/test_encode.py tests/test_shape.py tests/test_stream_model.py \
-	  tests/test_scan.py tests/test_block_keys.py tests/test_index_model.py
+	  tests/test_scan.py tests/test_block_keys.py tests/test_index_model.py tests/test_compactor.py tests/test_keyed_stores.py
 
 # The sanitizer is a nightly feature that stable ships; RUSTC_BOOTSTRAP lets it in. A target of its own keeps it off build scripts.
 fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples, then fewer under AddressSanitizer

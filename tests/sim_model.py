@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.sim.cache import CacheSize, PrefixCache
+from kvevents.sim.pool import Pool
 
 
 @dataclass
@@ -120,6 +121,12 @@ class Mirror:
             if full.issuperset(hashes[:length]) and (size.window is None or sliding.issuperset(window)):
                 return length * size.block_size
         return 0
+
+
+def waiting(pool: Pool) -> list[int]:
+    """Free blocks, the next one first: each at the last place that the queue has for it."""
+    last = {block: place for place, block in enumerate(pool._queue)}
+    return [block for place, block in enumerate(pool._queue) if last[block] == place and not pool.uses[block]]
 
 
 def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ from kvevents.sim.cache import SPELLINGS, CacheSize, PrefixCache
 from kvevents.sim.sequence import Sequence
 from kvevents.wire.encode import batch_encoder
 from sim_cases import examples
-from sim_model import Mirror, PlainCache, PlainPool, contents, plainly
+from sim_model import Mirror, PlainCache, PlainPool, contents, plainly, waiting
 
 # What is done to which of the sequences that are there, and with how many tokens.
 MOVES = st.lists(st.tuples(st.sampled_from("aaaeeeeer"), st.integers(0, 9), st.integers(1, 12)), min_size=10, max_size=40)
@@ -100,7 +100,7 @@ class History:
 
     def state(self) -> object:
         pool = self.cache.pool
-        return list(pool._free), list(pool.uses), contents(self.cache)
+        return waiting(pool), list(pool.uses), contents(self.cache)
 
     def looked_up(self, fresh: Sequence, cached: int) -> None:
         """For subclasses."""
@@ -185,7 +185,7 @@ def test_full_attention_does_what_the_plain_model_does(
             real.release(one)
             plain.pool.give_back(held[::-1])
         assert all(one.tables == (held,) for one, held in live)
-        assert list(real.pool._free) == plain.pool.queue
+        assert waiting(real.pool) == plain.pool.queue
         assert plainly(real.take_events()) == plain.events
         plain.events.clear()
 

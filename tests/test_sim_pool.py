@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvevents.sim.pool import NULL, Pool, Shelf
 from sim_cases import examples
-from sim_model import PlainPool
+from sim_model import PlainPool, waiting
 
 NAMES = range(1, 6)
 """So few that twins are common."""
@@ -43,7 +43,8 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.integers(1, self.plain.size), unique=True))
+        known = sorted({*self.used(), *self.plain.contents})
+        blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         assert self.real.unused([NULL, *blocks]) == sum(block in self.plain.queue for block in blocks)
         self.real.touch([NULL, *blocks])
         self.plain.touch(blocks)
@@ -69,7 +70,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def both_are_the_same(self) -> None:
         real, plain = self.real, self.plain
-        assert list(real._free) == plain.queue
+        assert waiting(real) == plain.queue
         assert real.free == len(plain.queue)
         assert real.holding == len(plain.contents)
         assert real.uses == [0, *(plain.uses[block] for block in range(1, plain.size + 1))]
@@ -82,6 +83,19 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(examples(60), stateful_step_count=25)
+
+
+def test_the_queue_stays_short_however_often_its_blocks_are_used_again() -> None:
+    """Places that blocks have left are passed over, and taken out when there are too many of them."""
+    pool, shelf = Pool(3), Shelf(0)
+    blocks = used(pool, shelf, [1, 2, 3])
+    pool.give_back(blocks)
+    for _ in range(20):
+        pool.touch(blocks[:2])
+        pool.give_back(blocks[:2])
+        assert len(pool._queue) <= 6
+        assert waiting(pool) == [blocks[2], *blocks[:2]]
+    assert pool.take(3) == ([blocks[2], *blocks[:2]], [(0, 3), (0, 1), (0, 2)])
 
 
 def used(pool: Pool, shelf: Shelf, names: list[int]) -> list[int]:

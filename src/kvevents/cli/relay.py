@@ -47,11 +47,6 @@ def upstream(text: str) -> Source:
     )
 
 
-def heartbeat(text: str) -> float | None:
-    """Seconds; 0 for none."""
-    return None if text == "0" else options.seconds(text)
-
-
 def run(args: Namespace) -> int:
     """Relay until SIGTERM or Ctrl-C."""
     try:
@@ -159,7 +154,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="send token ids on, put keys in their place that prompts still match, or numbers of no meaning (default: keep)",
     )
     out.add_argument(
-        "--heartbeat", type=heartbeat, default=5.0, metavar="S", help="seconds between heartbeats; 0 for none (default: 5)"
+        "--heartbeat", type=options.seconds, default=5.0, metavar="S", help="seconds between heartbeats (default: 5)"
     )
     out.add_argument("--buffer-steps", type=options.count, metavar="N", help="batches kept as they were (default: 10000)")
     out.add_argument(

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from typing import Any, Literal, Protocol, TypeAlias
 
 from kvevents.events import KVEvent
-from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, decode_batch
 from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
 
@@ -62,10 +62,11 @@ class History:
         """Take in the next payload, as it was sent."""
         if not self._compactor.fold(payload):
             # As an index reads what its native scanner is not certain of.
-            events = decode_batch(payload).batch.events
+            decoded = decode_batch(payload)
+            events = decoded.batch.events
             if any(map(_has_digests, events)):
                 self.lose("digests")
-            elif not self._compactor.fold(respelled(events), respelled=True):
+            elif not self._compactor.fold(respelled(events), respelled=True) or any(map(_costs_events, decoded.rejected)):
                 self.lose("payloads")
 
     def fold_many(self, payloads: Sequence[bytes]) -> None:
@@ -131,6 +132,10 @@ class History:
     def __repr__(self) -> str:
         state = f"lost: {self.lost}" if self.lost else f"{self.live} blocks"
         return f"<History {state}, {self.bytes} bytes>"
+
+
+def _costs_events(rejected: Rejected) -> bool:
+    return rejected.costs_events
 
 
 def _has_digests(event: KVEvent) -> bool:

@@ -52,6 +52,8 @@ class Mark(msgspec.Struct, frozen=True):
     """By ordinal of the upstream."""
     form: str = ""
     """See `Spelling.form`."""
+    salted: bool = False
+    """Whether a prompt with a salt was told by its keys: what follows it cannot be keyed by who knows those only."""
 
 
 class _Found(NamedTuple):
@@ -117,12 +119,18 @@ def _usable(settings: RelaySettings, recovered: Recovered) -> _Found | str:
         mark = msgspec.convert(recovered.mark, Mark)
     except msgspec.ValidationError:
         return "the journal says nothing of its upstreams"
-    if mark.fingerprint != settings.fingerprint():
-        return "the journal is of other upstreams, or of another dialect or treatment of tokens"
     try:
-        return _Found(recovered, mark, *_parts(recovered))
+        return _unfit(settings, mark) or _Found(recovered, mark, *_parts(recovered))
     except msgspec.MsgspecError as error:
         return f"the journal's snapshot is not one of this release: {error}"
+
+
+def _unfit(settings: RelaySettings, mark: Mark) -> str | None:
+    if mark.fingerprint != settings.fingerprint():
+        return "the journal is of other upstreams, or of another dialect or treatment of tokens"
+    if mark.salted and settings.tokens == "hash":
+        return "prompts had salts, which the journal has in no form, so what continues them could not be keyed"
+    return None
 
 
 def _restore(

@@ -33,9 +33,16 @@ class Forwarding(Protocol):
         """Whose blocks are whose, where upstreams share the stream."""
         ...
 
+    @property
+    def salted(self) -> bool:
+        """Whether a prompt with a salt was told by its keys."""
+        ...
+
 
 class Passing:
     """Payloads go on as they came. There is one upstream."""
+
+    salted = False
 
     def __init__(self, output: Output, report: Report) -> None:
         self._output: Final = output
@@ -67,13 +74,18 @@ class Rewriting:
         plain: Mapping[int, Mirror],
         residents: Mapping[int, Residents],
         report: Report,
+        write_mark: Callable[[], None],
     ) -> None:
+        self.salted = False
+        """See `Forwarding`."""
+        self._write_mark: Final = write_mark
         self._output: Final = output
         self._report: Final = report
         self._settings: Final = settings
         self._shared: Final = len(settings.upstreams) > 1
         self._plain: Final = plain
         fields = places(settings.spelling)
+        self._redactors: Final[list[Redactor]] = []
         self._rewriters: Final = {
             at: self._rewriter(at, residents.get(at, Residents(fields))) for at in range(len(settings.upstreams))
         }
@@ -91,6 +103,10 @@ class Rewriting:
             # Restored from what was sent, where upstreams share it, it may not have all of one.
             agrees = applied.findings.agrees if applied.findings is not None and not self._shared else None
         found = self._rewriters[ordinal](batch)
+        if not self.salted and any(redactor.salted for redactor in self._redactors):
+            # Before anything of it is in the journal: a relay that is killed then must know.
+            self.salted = True
+            self._write_mark()
         findings = Findings(found.rejected, found.cleared, found.heartbeat, agrees)
         if costs_events(findings):
             # Before the batch: a relay that is killed in between says it again.
@@ -111,6 +127,8 @@ class Rewriting:
 
     def _rewriter(self, ordinal: int, residents: Residents) -> Rewriter:
         redact = _REDACTORS[self._settings.tokens](self._plain.get(ordinal))
+        if redact is not None:
+            self._redactors.append(redact)
         return Rewriter(self._settings.spelling, residents if self._shared else None, redact)
 
 

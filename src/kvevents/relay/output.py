@@ -39,7 +39,7 @@ class Output:
         journal: Journal | None,
         spelling: Spelling,
         number: int,
-        every: float | None,
+        every: float,
     ) -> None:
         self.number = number
         """The next one to give."""
@@ -50,7 +50,7 @@ class Output:
         self._mirror: Final = mirror
         self._journal: Final = journal
         self._spelling: Final = spelling
-        self._every: Final = every or 0.0
+        self._every: Final = every
         self._unseen = number > 0
         """Whether the newest number is one that consumers cannot have seen."""
 

@@ -20,9 +20,11 @@ _PROMPTS: Final = ("extra_keys", "lookahead_token_ids", "cache_salt", "session_i
 
 
 class Redactor:
-    """Takes the tokens out of stores. `key_of` says what to put in their place: see `hashed` and `dropped`."""
+    """Takes the tokens out of stores. `key` says what to put in their place: see `hashed` and `dropped`."""
 
     def __init__(self, key: Key) -> None:
+        self.salted = False
+        """Whether a prompt had a salt, which its first block alone tells."""
         self._key = key
 
     def __call__(self, events: list[KVEvent]) -> list[KVEvent]:
@@ -30,6 +32,7 @@ class Redactor:
         return [self._redacted(event) if isinstance(event, BlockStored) else _bare(event) for event in events]
 
     def _redacted(self, event: BlockStored) -> BlockStored:
+        self.salted = self.salted or _is_salted(event)
         changes = dict.fromkeys(_PROMPTS)
         # A store without tokens says where blocks are that were told before; so it does afterwards. One whose tokens were taken
         # out by another relay is none of those.
@@ -59,6 +62,11 @@ def dropped() -> Redactor:
 def opaque(block_hash: int) -> int:
     """A key that is made of the engine's hash alone."""
     return int.from_bytes(blake2b(block_hash.to_bytes(8, "big"), digest_size=8, person=b"kvevents").digest(), "big")
+
+
+def _is_salted(event: BlockStored) -> bool:
+    first = next(iter(event.extra_keys or ()), None) or ()
+    return event.cache_salt is not None or any(isinstance(key, str) and key != event.lora_name for key in first)
 
 
 def _bare(event: KVEvent) -> KVEvent:

@@ -124,7 +124,9 @@ class Relay:
         undo.callback(self._broadcast.close, 0.0)
         self._output = Output(self._broadcast, self._mirror, self._journal, spelling, began.number, settings.heartbeat)
         if settings.rewrites:
-            self._forwarding: Forwarding = Rewriting(settings, self._output, plain, began.residents, self._report)
+            self._forwarding: Forwarding = Rewriting(
+                settings, self._output, plain, began.residents, self._report, self._write_mark
+            )
         else:
             self._forwarding = Passing(self._output, self._report)
         self._upstreams = Upstreams(settings.upstreams, began.checkpoints, began.known, self._clock, transport)
@@ -304,8 +306,6 @@ class Relay:
     def _beat(self, now: float) -> None:
         """When it is time, and when there is something else to say of trust: at once where that is less."""
         every = self.settings.heartbeat
-        if every is None:
-            return
         trust = self.trust()
         told = (trust.name, trust.reason)
         if now >= self._beat_at + self._pause(told, every):
@@ -339,7 +339,7 @@ class Relay:
 
     def _write_mark(self) -> None:
         if self._journal is not None:
-            mark = Mark(self.settings.fingerprint(), self._checkpoints, self._spelling.form)
+            mark = Mark(self.settings.fingerprint(), self._checkpoints, self._spelling.form, self._forwarding.salted)
             self._journal.mark(msgspec.to_builtins(mark, builtin_types=(bytes,)))
 
     def _collapse(self, journal: Journal) -> None:

@@ -41,8 +41,8 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Batches kept as they were sent; older ones are collapsed."""
     hwm: int = 100_000
     """Batches that one slow consumer may be behind before it loses some, and asks for them."""
-    heartbeat: float | None = DEFAULT_HEARTBEAT
-    """Seconds between two heartbeats; None for none."""
+    heartbeat: float = DEFAULT_HEARTBEAT
+    """Seconds between two heartbeats. There is no relay without: consumers could not learn what it doubts."""
     journal: str | None = None
     """Folder in which the relay outlives its process; None keeps everything in memory."""
     fsync: Fsync = "interval"

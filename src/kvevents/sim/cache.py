@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_CPU_PINNED, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -69,19 +69,19 @@ class Found(NamedTuple):
 
 
 class PrefixCache:
-    """Blocks of one engine; every change is in `events`, in order, until `take_events`."""
+    """Blocks of one engine; every change is kept, in order, until `take_events`."""
 
     def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, spelling: Spelling = SPELLINGS["vllm"]) -> None:
         check_size(size)
         self.size: Final = size
         self.pool: Final = Pool(size.blocks)
-        self.events: list[KVEvent] = []
+        self._changes: Final[list[Change]] = []
         self._spelling: Final = spelling
         windows = [None] if size.window is None else [size.window, None]
         self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
         self._full: Final = self._groups[-1].shelf
         self._window: Final = None if size.window is None else self._groups[0]
-        self._host: Final = Host(size.host_blocks, spelling.host_medium, self.events) if size.host_blocks else None
+        self._host: Final = Host(size.host_blocks, spelling.host_medium, self._changes) if size.host_blocks else None
 
     @property
     def host_blocks(self) -> int:
@@ -89,10 +89,22 @@ class PrefixCache:
         return len(self._host) if self._host else 0
 
     def take_events(self) -> list[KVEvent]:
-        """What changed since the last call."""
-        events = self.events[:]
-        self.events.clear()
+        """What changed since the last call.
+
+        Events are made only now. A step's are half a megabyte of token ids and hashes, each an object of its own: made as
+        things happen, they would wait for the step's end beside those of all other engines, out of the CPU's caches.
+        """
+        events = [
+            BlockRemoved([change[1]], MEDIUM_GPU, change[0]) if isinstance(change, tuple) else self._worded(change)
+            for change in self._changes
+        ]
+        self._changes.clear()
         return events
+
+    @property
+    def pending(self) -> int:
+        """How many events `take_events` would return."""
+        return len(self._changes)
 
     # --- sequences
 
@@ -152,7 +164,8 @@ class PrefixCache:
         if self._window is not None:
             self._leave_behind(sequence, self._window)
         needed = -(-(sequence.computed + tokens) // self.size.block_size)
-        if sum(max(0, needed - len(table)) for table in sequence.tables) > self.pool.free:
+        # All groups' tables are equally long.
+        if (needed - len(sequence.tables[0])) * len(sequence.tables) > self.pool.free:
             return False
         self._extend(sequence, tokens)
         return True
@@ -169,7 +182,7 @@ class PrefixCache:
             return False
         if self._host is not None:
             self._host.clear()
-        self.events.append(AllBlocksCleared())
+        self._changes.append(AllBlocksCleared())
         return True
 
     def holds(self, name: int) -> bool:
@@ -205,7 +218,7 @@ class PrefixCache:
 
     def _take(self, count: int) -> list[int]:
         blocks, gone = self.pool.take(count)
-        self.events += [BlockRemoved([name], MEDIUM_GPU, place) for place, name in gone]
+        self._changes.extend(gone)
         return blocks
 
     def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
@@ -213,13 +226,17 @@ class PrefixCache:
         names = sequence.hashes[start : start + len(blocks)]
         blocks = group.kept(sequence, start, blocks)
         self.pool.name(group.shelf, blocks, names)
-        self.events.append(self._stored(sequence, group, start, names, blocks))
+        self._changes.append(_Filled(sequence, group, start, blocks))
         if self._host is not None:
             self._host.put(names)
 
-    def _stored(self, sequence: Sequence, group: _Group, start: int, names: list[int], blocks: list[int]) -> BlockStored:
-        size = self.size.block_size
-        keys = _extra_keys(sequence, start, len(names))
+    def _worded(self, change: _Filled | KVEvent) -> KVEvent:
+        return self._stored(change) if isinstance(change, _Filled) else change
+
+    def _stored(self, filled: _Filled) -> BlockStored:
+        sequence, group, start, blocks = filled.sequence, filled.group, filled.start, filled.blocks
+        size, names = self.size.block_size, sequence.hashes[start : start + len(blocks)]
+        keys = _extra_keys(sequence, start, len(blocks))
         if NULL in blocks:
             # What a window does not keep is told by its tokens alone.
             keys = [key for key, block in zip(keys, blocks, strict=True) if block]
@@ -307,13 +324,28 @@ class _Group:
         ]
 
 
+@dataclass(slots=True)
+class _Filled:
+    """Blocks of a sequence that got their contents, from its block number `start` on."""
+
+    sequence: Sequence
+    group: _Group
+    start: int
+    blocks: list[int]
+    """`NULL` for those whose contents are not kept."""
+
+
+Change: TypeAlias = "_Filled | tuple[int, int] | KVEvent"
+"""Not worded yet but for the last; a tuple is a block that the GPU lost: place of its group, hash."""
+
+
 class Host:
     """Copies of blocks in host memory, the least recently used first."""
 
-    def __init__(self, size: int, medium: str, events: list[KVEvent]) -> None:
+    def __init__(self, size: int, medium: str, changes: list[Change]) -> None:
         self._size: Final = size
         self._medium: Final = medium
-        self._events: Final = events
+        self._changes: Final = changes
         self._held: Final[OrderedDict[int, None]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -336,8 +368,8 @@ class Host:
         for name in reversed(fresh):
             self._held[name] = None
         if fresh:
-            self._events.append(BlockStored(fresh, None, [], 0, medium=self._medium))
-        self._events.extend(BlockRemoved([name], self._medium) for name in gone)
+            self._changes.append(BlockStored(fresh, None, [], 0, medium=self._medium))
+        self._changes.extend(BlockRemoved([name], self._medium) for name in gone)
 
     def clear(self) -> None:
         """Forget everything."""

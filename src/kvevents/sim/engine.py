@@ -158,7 +158,6 @@ class Engine:
     def begin(self) -> float:
         """Schedule a step and return how many seconds it takes. Call `end` when they have passed."""
         self._number += 1
-        self._step = Step()
         work = _Work(self._batching.max_num_batched_tokens)
         preempted = self._decode(work)
         preempted = self._continue(work) or preempted
@@ -278,7 +277,7 @@ class Engine:
                 continue
             found = self.cache.find(sequence)
             chunk = min(sequence.known - found.tokens, work.left)
-            position = len(self.cache.events)
+            position = self.cache.pending
             if not self.cache.admit(sequence, found, chunk):
                 self._note_stuck(sequence, found)
                 return

@@ -10,7 +10,9 @@ three things are kept apart:
 - **Order.** `_expected` is the only number that may be delivered next. Whatever comes early waits in `_pending`.
 - **Identity.** A number and its payload together identify a life: the newest batch delivered is the *anchor* that a
   replay must repeat byte for byte. A different payload under a known number means another life.
-- **Evidence.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
+- **Evidence.** Replay may be answered by the next life while the last frames of the one before still wait here. So where live
+  batches follow replayed ones, the stream is not exact before replay has repeated one of the live ones.
+- **Completeness.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
   confirm, or an answer that holds nothing beyond what is known: an answer of one message cannot have lost any.
 
 One request for replay at a time is open (`OpenAsk`). It either *catches up* (history at the start, a gap later) or
@@ -135,8 +137,10 @@ class Stream(Generic[B]):
         self._last_payload = b""
         self._last_was_live = False
         self._anchor: Anchor | None = None
-        self._agreed = False
         self._unconfirmed = False
+        """Whether batches were replayed since replay and live stream agreed last."""
+        self._joint: Anchor | None = None
+        """The newest live one that was delivered behind those: all of them must be of one life."""
         self._recent: dict[int, bytes] = {}
         self._emitted = False
         self._silent = False
@@ -160,7 +164,7 @@ class Stream(Generic[B]):
         if self._doubts:
             stale = self._silent or (Doubt.SENDER in self._doubts and self._sender.trust == Trust.STALE)
             return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, self._doubts)))
-        return Trust.EXACT
+        return Trust.EXACT if self._joint is None else Trust.REPLAYING.because(_JOINED)
 
     def _sentence(self, doubt: Doubt) -> str:
         if doubt is Doubt.SENDER:
@@ -259,7 +263,6 @@ class Stream(Generic[B]):
             self.disconnected()
             self.counters.reconnects += 1
             self._old_suspects = len(self._suspects)
-        self._agreed = False
         anchor = self._anchor = self._anchor or self._last()
         if restored and anchor is None:
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
@@ -320,8 +323,8 @@ class Stream(Generic[B]):
                 self._heard()
             self._deliver_run(first, payloads)
             self._last_live = first + count - 1
-            if self._unconfirmed:
-                self._confirm_soon(first, payloads[0])
+            if self._joint is not None:
+                self._confirm_soon(self._joint)
 
     def _receive(self, live: Live, now: float) -> None:
         self.counters.live += 1
@@ -423,7 +426,7 @@ class Stream(Generic[B]):
         explained = self._doubts.explains(seq)
         if self._doubts.diverge(seq):
             self.counters.divergences += not explained
-            if self._sender.may_send_again(seq) and self._can_replay:
+            if self._sender.may_send_again(seq, self._now) and self._can_replay:
                 self._due = f"what was delivered up to number {seq} is not what its sender holds"
 
     def _start_over(self, reason: str) -> None:
@@ -504,8 +507,8 @@ class Stream(Generic[B]):
 
     def _confirmed(self) -> None:
         """Replay and live stream agree on a batch."""
-        self._agreed = True
         self._unconfirmed = False
+        self._joint = None
         self._conflicts = 0
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
 
@@ -532,8 +535,8 @@ class Stream(Generic[B]):
             self._drain()
         if self.phase is not Phase.FOLLOWING:
             self._settle_if_complete()
-        if self._unconfirmed:
-            self._confirm_soon(seq, payload)
+        if self._joint is not None:
+            self._confirm_soon(self._joint)
 
     def _went_back(self, live: Live) -> None:
         if live.seq == self._last_seq and live.payload == self._last_payload:
@@ -677,6 +680,7 @@ class Stream(Generic[B]):
         self._doubts.discard(Doubt.IDENTITY)
         if anchor.live:
             self._confirmed()
+            ask.proven = True
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.CATCHING_UP)
             self._admit_suspects()
@@ -808,10 +812,10 @@ class Stream(Generic[B]):
         anchor = self._anchor or self._last()
         self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
-    def _confirm_soon(self, seq: int, payload: bytes) -> None:
-        """Ask back the first live batch after replayed ones: that shows whether the replay endpoint is the same stream's."""
+    def _confirm_soon(self, joint: Anchor) -> None:
+        """Ask back a live batch after replayed ones: that shows whether the replay endpoint is the same stream's."""
         if self._ask is None and self._can_replay:
-            self._ask = OpenAsk(seq, Anchor(seq, payload, live=True))
+            self._ask = OpenAsk(joint.seq, joint)
 
     # --- deliveries ------------------------------------------------------------------------------------------------------
 
@@ -821,6 +825,8 @@ class Stream(Generic[B]):
         if replayed:
             self.counters.healed += self._last_was_live
             self._remember(seq, payload)
+        elif self._unconfirmed:
+            self._joint = Anchor(seq, payload, live=True)
         self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
         self._emitted = True
         self.counters.delivered += 1
@@ -841,6 +847,8 @@ class Stream(Generic[B]):
         self._expected = first + count
         self._newest = self._last_seq = first + count - 1
         self._last_payload, self._last_was_live = payloads[-1], True
+        if self._unconfirmed:
+            self._joint = Anchor(self._last_seq, self._last_payload, live=True)
         self._emitted = True
         self.counters.delivered += count
 
@@ -869,7 +877,7 @@ class Stream(Generic[B]):
         self._sender.replayed(self._now)
         if self._silent:
             self._heard()
-        self._unconfirmed = not self._agreed
+        self._unconfirmed = self._ask is None or not self._ask.proven
         self._recent[seq] = payload
         if len(self._recent) > self._limits.max_recent:
             del self._recent[next(iter(self._recent))]
@@ -904,6 +912,8 @@ class Stream(Generic[B]):
         self._ask = None
         if self.phase is not Phase.FOLLOWING:
             self._enter(Phase.FOLLOWING)
+        if self._joint is not None:
+            self._confirm_soon(self._joint)
 
     def _doubt(self, doubt: Doubt) -> None:
         """A doubt arises about everything delivered or given up so far, not about what follows."""
@@ -917,6 +927,9 @@ class Stream(Generic[B]):
     @staticmethod
     def _count(counter: dict[str, int], reason: str, count: int = 1) -> None:
         counter[reason] = counter.get(reason, 0) + count
+
+
+_JOINED: Final = "live batches follow replayed ones; are both of one life?"
 
 
 def _is_snapshot(payload: bytes) -> bool:

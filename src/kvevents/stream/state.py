@@ -93,6 +93,8 @@ class OpenAsk:
     expected_before: int = 0
     first: bool = True
     """Whether the next batch is the first of its answer: the one that no engine drops."""
+    proven: bool = False
+    """Whether this answer began with a batch that had come live: then what it brings is of the same life."""
     beyond: bool = False
     """Whether this answer held more than the anchor: such an answer may have lost some of its messages."""
     useless: int = 0

@@ -35,6 +35,8 @@ class SocketOptions:
     reconnect_max_ms: int = 5_000
     """Pause between attempts to connect: doubles, jittered, up to this."""
     heartbeat_ms: int = 5_000
+    handshake_ms: int = 5_000
+    """A peer that accepts a connection and says nothing for this long is tried anew; libzmq itself waits 30 s."""
     heartbeat_timeout_ms: int = 15_000
     """A peer that answers no ping for this long is disconnected: half-open connections end here."""
     keepalive_idle_s: int = 30
@@ -203,7 +205,12 @@ class ZmqLink:
         self._replay: zmq.Socket[bytes] | None = None
         self._ever_up = False
         self._announce = 0
+        self._pumped_at: float | None = None
         self._admission = admit(context, source.curve, source.endpoint)
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        source, transport = self._source, self._transport
         try:
             self._sub = self._open_socket(zmq.SUB, source.endpoint)
         except BaseException:
@@ -222,12 +229,17 @@ class ZmqLink:
 
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replayed messages to `stream`."""
+        stalled = self._pumped_at is not None and (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
+        self._pumped_at = now
+        if stalled and _DOWN in (changes := self._changes()):
+            self._begin_again(stream)
+            return True
         payloads, messages, drained = drain_run(self._sub, stream.topic, stream.coming(limit))
         if not drained and len(payloads) < limit:
             others, drained = drain_live(self._sub, limit - len(payloads))
             messages += others
         # The monitor is read after the messages: a change that came before one of them is known by now.
-        changes = self._changes()
+        changes = [*(changes if stalled else ()), *self._changes()]
         if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
             self._ever_up = True
             stream.connected(now)
@@ -246,6 +258,17 @@ class ZmqLink:
             self._announce_when_drained(stream, now, len(payloads) + len(messages), drained=drained)
         more = self._pump_replay(stream, now, limit)
         return more or not drained
+
+    def _begin_again(self, stream: Stream[Any]) -> None:
+        """Leave a socket whose connection was lost while nobody read it for longer than heartbeats wait; replay has what waits.
+
+        If it was full, its pongs waited behind the messages, and libzmq 4.3.5 ends the process when such a socket is read (its
+        issues 3596 and 3937).
+        """
+        self._close_live()
+        self._subscribe()
+        stream.disconnected()
+        self._announce = 0
 
     def _announce_when_drained(self, stream: Stream[Any], now: float, count: int, *, drained: bool) -> None:
         """`connected` comes after every message of the old connection; those are at most what the socket can hold."""
@@ -290,14 +313,17 @@ class ZmqLink:
     def close(self) -> None:
         """Close all sockets of this link."""
         self.end_replay()
+        self._close_live()
+        self._close_admission()
+        self._transport.forget(self)
+
+    def _close_live(self) -> None:
         monitor = getattr(self, "_monitor", None)
         if not self._sub.closed:
             if monitor is not None:
                 self._sub.disable_monitor()
                 self._transport.drop(monitor)
             self._transport.drop(self._sub)
-        self._close_admission()
-        self._transport.forget(self)
 
     def _close_admission(self) -> None:
         if self._admission is not None:
@@ -313,6 +339,7 @@ class ZmqLink:
         socket.set(zmq.MAXMSGSIZE, options.max_message_bytes)
         socket.set(zmq.RECONNECT_IVL, options.reconnect_ms)
         socket.set(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
+        socket.set(zmq.HANDSHAKE_IVL, options.handshake_ms)
         socket.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
         socket.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
         socket.set(zmq.TCP_KEEPALIVE, 1)

@@ -377,6 +377,8 @@ async def _hang_up(writer: asyncio.StreamWriter, linger: float) -> None:
     else:
         writer.transport.abort()
     closed = asyncio.ensure_future(writer.wait_closed())
+    # Whatever it ends with is the network's; this may be cancelled before anybody looks.
+    closed.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait([closed], timeout=linger or None)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -17,6 +18,10 @@ _SIGN: Final = 1 << 63
 _MODULUS: Final = 1 << 64
 _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
+_DECLARED: Final = replace(
+    NEWEST_VLLM, stored=(*NEWEST_VLLM.stored, "cache_salt"), optional=NEWEST_VLLM.optional | {"cache_salt"}
+)
+"""All fields of `kvevents.events`, as the newest vLLM orders them."""
 _OURS: Final = ("heartbeat", "block_keys")
 """Fields that no engine's release has, and every dialect carries all the same."""
 
@@ -38,7 +43,7 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
     try:
         if dialect is None and not any(map(_is_relayed, batch.events)):
             return _ENCODER.encode(batch)
-        return _ENCODER.encode(_spelled(batch, dialect or NEWEST_VLLM))
+        return _ENCODER.encode(_spelled(batch, dialect or _DECLARED))
     except _REFUSED as error:
         raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
 

@@ -1,0 +1,105 @@
+"""A relay in a process of its own, as one hop of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from benchmarks.chaos.consumer import BRISK, BRISK_SOCKETS, NAME
+from benchmarks.chaos.parts import START_SECONDS, Part
+from kvevents.relay import Relay, RelaySettings, upstreams
+from kvevents.stream import Source
+from kvevents.subscriber import Subscriber, ZmqTransport
+
+TURN_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What a relay is told, but for where it listens and what it listens to."""
+
+    journal: bool = True
+    heartbeat: float = 0.2
+    """Never none: without, a relay cannot say how far it trusts what it tells, and its consumers are exact as it is."""
+    dialect: str | None = None
+    tokens: str = "keep"
+    buffer_steps: int = 10_000
+    brisk: bool = True
+
+    def settings(self, source: Source, endpoint: str, replay_endpoint: str, journal: str) -> RelaySettings:
+        return RelaySettings(
+            upstreams=(source,),
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            dialect=self.dialect,
+            tokens="hash" if self.tokens == "hash" else "keep",
+            buffer_steps=self.buffer_steps,
+            heartbeat=self.heartbeat,
+            journal=journal if self.journal else None,
+            fsync="never",  # a process is killed here, not a machine
+        )
+
+
+class Station:
+    """A relay that is stopped, killed and started again at the same place. `part` makes its process."""
+
+    def __init__(self, hop: Hop, settings: RelaySettings, part: Callable[..., Part]) -> None:
+        self._hop = hop
+        self._settings = settings
+        self._part = part
+        self._running: Part | None = None
+        self.starts = 0
+        self.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._running is not None and self._running.is_alive
+
+    def start(self) -> None:
+        """Begin, or come back; nothing when it is there."""
+        if self.is_alive:
+            return
+        self.starts += 1
+        self._running = self._part("relay", run, self._settings, self._hop.brisk)
+        self._running.hear(START_SECONDS)
+
+    def stop(self) -> None:
+        if self._running is not None and self.is_alive:
+            self._running.stop()
+
+    def go_on(self) -> None:
+        if self._running is not None:
+            self._running.go_on()
+
+    def kill(self) -> None:
+        if self._running is not None:
+            self._running.kill()
+
+    def status(self) -> str:
+        """As a person would read it."""
+        assert self._running is not None
+        return str(self._running.ask())
+
+
+def run(pipe: Connection, settings: RelaySettings, brisk: bool) -> None:
+    """The process: any message is a question; when the pipe ends, so does it."""
+    if brisk:
+        # A relay's patience with its upstream is no setting, and a round has not got as much of it.
+        options: dict[str, Any] = {"limits": BRISK, "transport": ZmqTransport(options=BRISK_SOCKETS)}
+        setattr(upstreams, "Subscriber", partial(Subscriber, **options))  # noqa: B010 - it is no attribute to a type checker
+    with suppress(EOFError, BrokenPipeError), Relay(settings) as relay:
+        pipe.send("open")
+        while True:
+            relay.turn(TURN_SECONDS)
+            while pipe.poll():
+                pipe.recv()
+                pipe.send(repr(relay.status()))
+
+
+def source(endpoint: str, replay_endpoint: str | None, topic: str) -> Source:
+    """What a relay listens to."""
+    return Source(endpoint, replay_endpoint, topic, NAME)

@@ -1,0 +1,73 @@
+"""`benchmarks.chaos.soak`: what counts as growing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from benchmarks.chaos.soak import ALLOWANCES, Note, Trend, note, table, trends
+
+HOUR = 3600.0
+DRAW = Random(1)
+
+
+def notes(memory: Callable[[float], float], seconds: float = HOUR, every: float = 10.0) -> list[Note]:
+    return [Note(at * every, memory(at * every), 20, 4) for at in range(int(seconds / every))]
+
+
+def memory_of(found: list[Trend]) -> Trend:
+    return next(trend for trend in found if trend.what == "memory")
+
+
+@pytest.mark.parametrize(
+    ("memory", "grows"),
+    [
+        (lambda _: 100.0, False),
+        (lambda _: 100.0 + DRAW.uniform(-5, 5), False),
+        (lambda at: 100.0 + 60 * at / HOUR, True),
+        (lambda at: 100.0 + 60 * at / HOUR + DRAW.uniform(-5, 5), True),
+        (lambda at: 100.0 - 60 * at / HOUR, False),
+        (lambda at: 100.0 + 10 * at / HOUR, False),
+        (lambda at: 300.0 if at > 300 else at, False),
+        (lambda at: 100.0 + at % 120 / 10, False),
+    ],
+    ids=["flat", "noise", "leak", "leak in noise", "shrinks", "within the allowance", "warms up", "saw"],
+)
+def test_what_grows(memory: Callable[[float], float], grows: bool) -> None:
+    """A leak is found in noise; noise, a warm-up and what is collected again and again are not taken for one."""
+    assert memory_of(trends("p", notes(memory), 600.0)).grows is grows
+
+
+def test_a_short_look_allows_for_noise() -> None:
+    """However steep a line is in a minute: less than the noise is nothing, a leak of more than that is found all the same."""
+    assert not memory_of(trends("p", notes(lambda at: 100 + at / 60, 60, 2), 0.0)).grows
+    assert memory_of(trends("p", notes(lambda at: 100 + at, 60, 2), 0.0)).grows
+
+
+@pytest.mark.parametrize("what", ["descriptors", "threads"])
+def test_descriptors_and_threads(what: str) -> None:
+    """One more each minute is found."""
+    seen = [Note(at * 60.0, 100, 20, 4)._replace(**{what: 20 + at}) for at in range(60)]
+    assert [trend.what for trend in trends("p", seen, 600.0) if trend.grows] == [what]
+
+
+def test_too_little_to_say() -> None:
+    assert trends("p", [], 0.0) == []
+    assert trends("p", notes(lambda _: 1.0, 20, 10), 0.0) == []
+    assert len(trends("p", notes(lambda _: 1.0, 30, 10), 0.0)) == len(ALLOWANCES)
+
+
+def test_a_process_is_noted() -> None:
+    seen = note(os.getpid(), 7.0)
+    assert seen.at == 7.0
+    assert min(seen[1:]) >= 1
+    with pytest.raises(OSError, match="No such"):
+        note(2**22 + 1, 0.0)
+
+
+def test_the_table_names_what_grows() -> None:
+    text = table(trends("engine", notes(lambda at: 100 + at), 0.0))
+    assert "| engine | memory | 100.0 MiB | 3,690.0 MiB | 3,690.0 MiB | +3,600.0 | **grows** |" in text
+    assert text.count("| flat |") == 2

@@ -1,0 +1,190 @@
+"""A relay against what its upstreams hold: whatever happens to it and to them, no consumer is exact and wrong."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.events import AllBlocksCleared, BlockStored
+from relay_cases import Consumer, Held, Upstream, World, block, killing, world
+from relay_journal_cases import Killed
+
+EXAMPLES: Final = settings.default.max_examples // 5 if settings.default else 20
+"""Of each kind; each is some 500 turns."""
+UPSTREAM = st.integers(0, 1)
+NUMBER = st.integers(1, 6)
+MEDIUM = st.sampled_from(["GPU", "GPU", "CPU"])
+LOST = st.sampled_from([False, False, False, True])
+
+STEPS: Final = st.sampled_from(["write", "create", "rename", "remove", "keep", "send"])
+HARMLESS = st.one_of(
+    st.tuples(st.just("store"), UPSTREAM, NUMBER, MEDIUM, LOST),
+    st.tuples(st.just("store"), UPSTREAM, NUMBER, MEDIUM, LOST),
+    st.tuples(st.just("remove"), UPSTREAM, NUMBER, MEDIUM, LOST),
+    st.tuples(st.just("clear"), UPSTREAM),
+    st.tuples(st.just("scoped"), UPSTREAM, MEDIUM),
+    st.tuples(st.just("restart"), UPSTREAM, st.lists(NUMBER, max_size=2)),
+    st.tuples(st.just("turn"), st.integers(1, 12)),
+    st.tuples(st.just("turn"), st.integers(1, 12)),
+    st.tuples(st.just("kill"), STEPS, st.integers(0, 6)),
+    st.tuples(st.just("kill now")),
+    st.tuples(st.just("end")),
+    st.tuples(st.just("join"), st.booleans()),
+)
+HARMFUL = st.one_of(
+    st.tuples(st.just("burn"), UPSTREAM),
+    st.tuples(st.just("forget"), UPSTREAM),
+    st.tuples(st.just("mute"), UPSTREAM),
+    st.tuples(st.just("answer"), UPSTREAM),
+    st.tuples(st.just("settle")),
+)
+HISTORIES = st.lists(HARMLESS, max_size=40)
+ROUGH = st.lists(st.one_of(HARMLESS, HARMLESS, HARMFUL), max_size=40)
+
+
+def chain(number: int, medium: str = "GPU") -> list[BlockStored]:
+    """A block, with the one before it if it has a parent: of each hash there is one prefix."""
+    parent = number - 1 if number % 2 == 0 else None
+    found = [block(number, parent=parent, medium=medium)]
+    return found if parent is None else [block(parent, medium=medium), *found]
+
+
+class Play:
+    """One history."""
+
+    def __init__(self, world: World, options: dict[str, Any]) -> None:
+        self.world, self._options = world, options
+        self.world.begin(**options)
+        self.consumers = [world.consumer(), world.consumer(heeds=False)]
+
+    def run(self, history: list[tuple[Any, ...]]) -> None:
+        for name, *rest in history:
+            OPERATIONS[name](self, *rest)
+        for each in self.world.upstreams:
+            each.engine.answers_replay = True
+        self.settle()
+        self.join(heeds=True)
+        self.join(heeds=False)
+        self.settle()
+
+    def upstream(self, which: int) -> Upstream:
+        return self.world.upstreams[which % len(self.world.upstreams)]
+
+    def store(self, which: int, number: int, medium: str, lost: bool) -> None:
+        self.upstream(which).say(*chain(number, medium), lost=lost)
+
+    def remove(self, which: int, number: int, medium: str, lost: bool) -> None:
+        upstream = self.upstream(which)
+        # Where tiers are one, a removal from the wrong one is of what is there.
+        if "dialect" not in self._options or (number, medium) in upstream.held:
+            upstream.remove(number, medium=medium, lost=lost)
+
+    def scoped(self, which: int, medium: str) -> None:
+        self.upstream(which).say(AllBlocksCleared({"medium": medium}))
+
+    def restart(self, which: int, unseen: list[int]) -> None:
+        self.upstream(which).restart(*(event for number in unseen for event in chain(number)))
+
+    def turn(self, count: int) -> None:
+        for _ in range(count):
+            try:
+                self.world.turn()
+            except Killed:
+                self.kill()
+
+    def settle(self) -> None:
+        """Then everybody knows what there is to know; a life that says nothing cannot be told from another one."""
+        for each in self.world.upstreams:
+            each.store(7)
+        self.turn(150)
+        for consumer in self.consumers:
+            # Whoever hears no heartbeats does not know what the relay doubts, only what is missing.
+            hears = consumer.heeds and self._options.get("heartbeat", 1.0) is not None
+            if consumer.trust.name == "EXACT" and (hears or self.world.relay.trust().name == "EXACT"):
+                self.agrees(consumer)
+
+    def agrees(self, consumer: Consumer) -> None:
+        assert self.view(consumer.held) == self.view(self.world.truth), consumer.trust
+
+    def view(self, held: Held) -> Counter[Any]:
+        """As the dialect can tell it."""
+        if self._options.get("dialect") != "vllm-0.9":
+            return held
+        merged: Counter[Any] = Counter()
+        for (number, _), count in held.items():
+            merged[number] += count
+        return merged
+
+    def kill(self) -> None:
+        self.world.before = lambda _: None
+        self.world.kill()
+        self.world.begin(**self._options)
+
+    def end(self) -> None:
+        self.world.before = lambda _: None
+        self.world.end()
+        self.world.begin(**self._options)
+
+    def join(self, heeds: bool) -> None:
+        self.consumers.append(self.world.consumer(heeds=heeds))
+
+
+OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
+    "store": Play.store,
+    "remove": Play.remove,
+    "clear": lambda play, which: play.upstream(which).clear(),
+    "scoped": Play.scoped,
+    "restart": Play.restart,
+    "turn": Play.turn,
+    "kill": lambda play, step, after: killing(play.world, step, after),
+    "kill now": Play.kill,
+    "end": Play.end,
+    "join": Play.join,
+    "burn": lambda play, which: play.upstream(which).engine.burn_number(),
+    "forget": lambda play, which: play.upstream(which).forget(),
+    "mute": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", False),
+    "answer": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", True),
+    "settle": Play.settle,
+}
+
+KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
+    "as it came": (1, {}),
+    "without heartbeats": (1, {"heartbeat": None}),
+    "hashed": (1, {"tokens": "hash"}),
+    "merged": (2, {}),
+    "merged and hashed": (2, {"tokens": "hash"}),
+    "merged, in a dialect without tiers": (2, {"dialect": "vllm-0.9"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(history=HISTORIES, steps=st.sampled_from([3, 10_000]))
+@settings(max_examples=EXAMPLES)
+def test_nothing_is_lost_by_kills_and_restarts(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
+    """As long as engines answer, all consumers are exact in the end: those that were there, and those that come late."""
+    count, options = KINDS[kind]
+    if "dialect" in options:
+        history = [each for each in history if each[0] != "scoped"]
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:
+        play = Play(made, {"buffer_steps": steps, **options})
+        play.run(history)
+        for consumer in play.consumers:
+            assert consumer.trust.name == "EXACT", consumer.trust
+            play.agrees(consumer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(history=ROUGH, steps=st.sampled_from([3, 10_000]))
+@settings(max_examples=EXAMPLES)
+def test_nobody_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
+    """Engines lose batches, forget their history and do not answer; then consumers may doubt, and must where they are wrong."""
+    count, options = KINDS[kind]
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:
+        Play(made, {"buffer_steps": steps, **options}).run(history)
