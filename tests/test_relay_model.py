@@ -106,8 +106,7 @@ class Play:
         self.turn(150)
         for consumer in self.consumers:
             # Whoever hears no heartbeats does not know what the relay doubts, only what is missing.
-            hears = consumer.heeds and self._options.get("heartbeat", 1.0) is not None
-            if consumer.trust.name == "EXACT" and (hears or self.world.relay.trust().name == "EXACT"):
+            if consumer.trust.name == "EXACT" and (consumer.heeds or self.world.relay.trust().name == "EXACT"):
                 self.agrees(consumer)
 
     def agrees(self, consumer: Consumer) -> None:
@@ -156,7 +155,6 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
 
 KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "as it came": (1, {}),
-    "without heartbeats": (1, {"heartbeat": None}),
     "hashed": (1, {"tokens": "hash"}),
     "merged": (2, {}),
     "merged and hashed": (2, {"tokens": "hash"}),

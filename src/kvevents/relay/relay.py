@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 TURN_SECONDS: Final = 0.25
 """How long a turn waits for something to do; also how late a heartbeat can be."""
+TEND_SECONDS: Final = 0.01
+"""Between two looks at everything but batches while they come, and at most until trust that fell is told."""
 MARK_SECONDS: Final = 1.0
 """Between two notes of how far the upstreams were followed: what is asked for again after a kill, and left out."""
 BEAT_AGAIN_SECONDS: Final = 0.5
@@ -101,7 +103,9 @@ class Relay:
         self._carried = self._diverged = 0
         self._told: tuple[str, str] | None = None
         """Trust as of the last heartbeat."""
-        self._beat_at = self._mark_at = self._collapse_at = -math.inf
+        self._news = True
+        """Whether something happened of which consumers or the journal should hear at once."""
+        self._beat_at = self._mark_at = self._collapse_at = self._tend_at = -math.inf
         self._marked = -1
         self._doubts: list[frozenset[Doubt]] = []
         """Of upstreams, as of the last mark."""
@@ -207,6 +211,15 @@ class Relay:
         self._begin(deliveries)
         self._forward(deliveries)
         now = self._clock()
+        if self._news or not deliveries or now >= self._tend_at:
+            self._tend(now)
+        self._broken_off = False
+        return len(deliveries)
+
+    def _tend(self, now: float) -> None:
+        """What need not be done for each batch that goes through."""
+        self._news = False
+        self._tend_at = now + TEND_SECONDS
         self._look()
         self._broadcast.look_around()
         if self._broadcast.wants_cut:
@@ -215,8 +228,6 @@ class Relay:
         self._beat(now)
         self._output.show(self._rank)
         self._keep(now)
-        self._broken_off = False
-        return len(deliveries)
 
     def _begin(self, deliveries: list[RawDelivery]) -> None:
         """A new life begins with a clear: whoever has something of another one forgets it, and no hole comes first."""
@@ -251,9 +262,11 @@ class Relay:
         self._carried += len(batches)
         if self._checkpoints[ordinal].anchor is None:
             self._mark_at = -math.inf  # soon there is something by which the upstream can be recognised
+            self._news = True
         self._forwarding.carry(ordinal, batches)
 
     def _reset(self, ordinal: int, reset: Reset) -> None:
+        self._news = True
         log.warning("%s rank %d: %s; what it told is taken back", reset.source, reset.rank, reset.reason)
         if self._journal is not None:
             # Before what it leads to. From here on no checkpoint of before counts: see `upstreams.agreeing`.
@@ -272,6 +285,7 @@ class Relay:
             self._output.say(events, rank)
 
     def _gap(self, ordinal: int, gap: Gap) -> None:
+        self._news = True
         log.warning("%s rank %d: numbers %d to %d are lost; consumers are told", gap.source, gap.rank, gap.first, gap.last)
         self._output.lose()
         self._holed = True
@@ -282,6 +296,7 @@ class Relay:
             self._write_mark()
 
     def _report(self, batch: RawBatch, findings: Findings) -> None:
+        self._news = True
         self._diverged += findings.agrees is False
         self._holed |= bool(findings.rejected)
         self._upstreams.subscriber.report(batch, findings)
