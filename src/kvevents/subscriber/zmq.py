@@ -231,7 +231,8 @@ class ZmqLink:
         """Feed live messages, connection changes and replayed messages to `stream`."""
         stalled = self._pumped_at is not None and (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
         self._pumped_at = now
-        if stalled and _DOWN in (changes := self._changes()):
+        before = self._changes() if stalled else []
+        if _DOWN in before:
             self._begin_again(stream)
             return True
         payloads, messages, drained = drain_run(self._sub, stream.topic, stream.coming(limit))
@@ -239,7 +240,7 @@ class ZmqLink:
             others, drained = drain_live(self._sub, limit - len(payloads))
             messages += others
         # The monitor is read after the messages: a change that came before one of them is known by now.
-        changes = [*(changes if stalled else ()), *self._changes()]
+        changes = before + self._changes()
         if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
             self._ever_up = True
             stream.connected(now)
