@@ -88,14 +88,14 @@ def proxy(port: int, out: int) -> None:
     zmq.proxy(front, back)
 
 
-def relay(port: int, out: int, journal: str) -> None:
+def relay(port: int, out: int, replay: int, journal: str) -> None:
     """Ours."""
     from kvevents.relay import Relay, RelaySettings  # noqa: PLC0415 - as above
     from kvevents.stream import Source  # noqa: PLC0415 - as above
 
     upstream = Source(f"tcp://127.0.0.1:{port}", name="engine")
     settings = RelaySettings(
-        upstreams=(upstream,), endpoint=f"tcp://127.0.0.1:{out}", replay_endpoint=f"tcp://127.0.0.1:{out + 1}", journal=journal
+        upstreams=(upstream,), endpoint=f"tcp://127.0.0.1:{out}", replay_endpoint=f"tcp://127.0.0.1:{replay}", journal=journal
     )
     with Relay(settings) as found:
         say(found.status().recovery_seconds)
@@ -139,12 +139,12 @@ class Line:
     """Source, what is between, consumer."""
 
     def __init__(self, way: str, blocks: int, folder: Path, closing: ExitStack) -> None:
-        port, out = free_ports(2)
+        port, out, replay = free_ports(3)
         self.source = closing.enter_context(Peer("relaying", "source", port, blocks))
         credit = self.source.hear()
         self.between: Peer | None = None
         if way != "direct":
-            more = [folder] if way == "relay" else []
+            more = [replay, folder] if way == "relay" else []
             self.between = closing.enter_context(Peer("relaying", way, port, out, *more))
             closing.callback(self.between.kill)
             self.between.hear()
@@ -186,18 +186,18 @@ def trial(way: str, blocks: int, count: int) -> dict[str, float]:
 def recovery(live: int) -> tuple[float, float]:
     """Seconds until a killed relay with so many live blocks is back: of reading its journal, and until it answers."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
-        port, out = free_ports(2)
+        port, out, replay = free_ports(3)
         journal = Path(folder) / "journal"
         fed = closing.enter_context(Peer("relaying", "fill", port, live))
         fed.hear()
-        first = closing.enter_context(Peer("relaying", "relay", port, out, journal))
+        first = closing.enter_context(Peer("relaying", "relay", port, out, replay, journal))
         first.hear()
         fed.tell("go")
         fed.hear()
         time.sleep(2.0)  # until the relay has taken the last of it, and said so in its journal
         first.kill()
         began = time.monotonic()
-        second = closing.enter_context(Peer("relaying", "relay", port, out, journal))
+        second = closing.enter_context(Peer("relaying", "relay", port, out, replay, journal))
         closing.callback(second.kill)
         reading = second.hear()
         return reading, time.monotonic() - began

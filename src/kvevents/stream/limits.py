@@ -31,8 +31,8 @@ class StreamLimits:
     max_conflicts: int = 3
     """Contradictions between replay and live stream in a row after which the replay endpoint is no longer believed."""
     believe_again: float = 60.0
-    """Seconds until a replay endpoint that is no longer believed is asked once more, and until a stream that differs from its
-    sender may begin from nothing again: what contradicts may also be an engine that restarts again and again."""
+    """Seconds until a replay endpoint that is no longer believed is asked once more: contradictions also come of an engine that
+    restarts again and again."""
     max_recent: int = 256
     """Replayed batches remembered to recognise the same ones arriving live a moment later."""
     silent_intervals: float = 3.0

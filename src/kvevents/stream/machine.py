@@ -124,6 +124,7 @@ class Stream(Generic[B]):
         self._probes = 0
         self._conflicts = 0
         self._distrusted_at = 0.0
+        self._asks_the_foreign = False
         self._replay_seen = False
         self._begin_life()
         if not source.replay_endpoint:
@@ -426,7 +427,7 @@ class Stream(Generic[B]):
         explained = self._doubts.explains(seq)
         if self._doubts.diverge(seq):
             self.counters.divergences += not explained
-            if self._sender.may_send_again(seq, self._now) and self._can_replay:
+            if self._sender.may_send_again(seq) and self._can_replay:
                 self._due = f"what was delivered up to number {seq} is not what its sender holds"
 
     def _start_over(self, reason: str) -> None:
@@ -486,16 +487,26 @@ class Stream(Generic[B]):
             self._doubt(Doubt.REPLAY_UNCONFIRMED)
         self._restart(reason)
 
+    def _contradicted(self, reason: str) -> None:
+        """The newest batch is not what replay has: of one that was not believed before, that is no news."""
+        if self._asks_the_foreign:
+            self._ask = None
+            self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
+            self._distrust()
+        else:
+            self._conflict(reason)
+
     def _distrust(self) -> None:
         self._doubt(Doubt.REPLAY_FOREIGN)
         self._distrusted_at = self._now
+        self._asks_the_foreign = False
 
     def _believe_again(self) -> None:
-        """What contradicted the live stream may have been many restarts in a row: one more contradiction, and it is foreign."""
+        """What contradicted the live stream may have been many restarts in a row; whether it agrees now is worth a question."""
         if Doubt.REPLAY_FOREIGN in self._doubts:
             self._doubts.discard(Doubt.REPLAY_FOREIGN)
             self._doubt(Doubt.REPLAY_UNCONFIRMED)
-            self._conflicts = self._limits.max_conflicts - 1
+            self._asks_the_foreign = True
 
     def _distrust_replay(self) -> None:
         """The reply itself names another topic: nothing of it can be used."""
@@ -510,6 +521,7 @@ class Stream(Generic[B]):
         self._unconfirmed = False
         self._joint = None
         self._conflicts = 0
+        self._asks_the_foreign = False
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
 
     # --- live frames -----------------------------------------------------------------------------------------------------
@@ -667,7 +679,7 @@ class Stream(Generic[B]):
             elif _is_snapshot(reply.payload):
                 self._restart(reason)
             else:
-                self._conflict(reason)
+                self._contradicted(reason)
             return
         self._brought(ask)
         ask.anchor = self._anchor = None
@@ -755,7 +767,7 @@ class Stream(Generic[B]):
             self._restart_with_suspects(reason)
         elif not ask.beyond:
             # It holds nothing as new as what came live: another life, or another stream.
-            self._conflict(reason)
+            self._contradicted(reason)
         elif self._last_seq == anchor.seq:
             self._restart(reason)
         else:

@@ -19,7 +19,6 @@ class Sender:
         self._lives_in_a_row = 0
         self._diverged_through = -1
         self._divergences_in_a_row = 0
-        self._diverged_at = 0.0
         self.begin_life()
 
     def begin_life(self) -> None:
@@ -90,11 +89,8 @@ class Sender:
             self._diverged_through = -1
             self._divergences_in_a_row = 0
 
-    def may_send_again(self, seq: int, now: float) -> bool:
+    def may_send_again(self, seq: int) -> bool:
         """Whether to ask it once more for everything, because what was delivered up to `seq` is not what it held then."""
-        if now >= self._diverged_at + self._limits.believe_again:
-            self._divergences_in_a_row = 0
-        self._diverged_at = now
         self._diverged_through = max(seq, self._diverged_through)
         self._divergences_in_a_row += 1
         return self._divergences_in_a_row <= self._limits.max_diverged_restarts
