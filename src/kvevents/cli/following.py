@@ -17,6 +17,8 @@ from kvevents.subscriber import Subscriber
 
 TURN: Final = 0.1
 """Seconds between looks at the clock, the signals and the reader of our output while nothing arrives."""
+SETTLE: Final = 1.0
+"""Seconds that a stream which is being proven has at the end; it takes milliseconds."""
 QUIET: Final = 0.05
 """Seconds between two of those looks while batches come one by one."""
 
@@ -88,12 +90,22 @@ class Following:
 
     def summarize(self, console: Console) -> int:
         """Say how each stream ended; returns the exit code."""
+        self._let_settle()
         for status in self._subscriber.statuses():
             tally = self.tallies.get((status.source, status.rank), Tally())
             console.note(*_summary(f"{status.source}/{status.rank}", tally, status.trust))
         if not self.silent:
             return OK
         return nothing_arrived(self._subscriber.statuses()[0].endpoint, self._idle or 0.0, console)
+
+
+    def _let_settle(self) -> None:
+        """The last batch may have come before it was known what to think of it; what else comes meanwhile is not asked for."""
+        until = time.monotonic() + SETTLE
+        while not self._stop.requested and time.monotonic() < until:
+            if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):
+                return
+            self._subscriber.receive(timeout=TURN)
 
 
 def nothing_arrived(endpoint: str, idle: float, console: Console) -> int:
