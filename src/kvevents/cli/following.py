@@ -98,7 +98,6 @@ class Following:
             return OK
         return nothing_arrived(self._subscriber.statuses()[0].endpoint, self._idle or 0.0, console)
 
-
     def _let_settle(self) -> None:
         """The last batch may have come before it was known what to think of it; what else comes meanwhile is not asked for."""
         until = time.monotonic() + SETTLE
