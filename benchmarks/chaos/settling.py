@@ -24,6 +24,10 @@ RESTLESS_SECONDS: Final = 4.0
 """The same for any other doubt: a relay's heartbeat, a probe or a reconnect may yet end it."""
 
 
+BEHIND_SECONDS: Final = 180.0
+"""That one gets which is behind and comes nearer, as on a machine that has too much to do."""
+
+
 class Settling:
     """One consumer after the last batch. `fact` is what its engine holds."""
 
@@ -55,11 +59,11 @@ class Settling:
         state = (report.trust, report.key, LASTING & set(report.doubts))
         if state != self._state:
             self._state, self._steady_since = state, time.monotonic()
-        if (
-            verdict.kind != "right"
-            and time.monotonic() - self._began < self._longest(report)
-            and not self._stays(report, verdict)
-        ):
+        elapsed = time.monotonic() - self._began
+        if verdict.kind != "right" and elapsed < self._longest(report) and not self._stays(report, verdict):
+            return None
+        if verdict.kind == "wrong" and self._steady_for < RESTLESS_SECONDS and elapsed < BEHIND_SECONDS:
+            # Exact as far as it has come, and coming on: whether each step was right is in its claims.
             return None
         self.counted = report.counted
         return verdict
