@@ -129,7 +129,10 @@ class Chromium:
 
     def _receive(self, until: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._out], [], [], max(0.0, until - monotonic()))
+            # Not select(), which knows no descriptor above 1,023.
+            poll = select.poll()
+            poll.register(self._out, select.POLLIN)
+            ready = poll.poll(max(0.0, until - monotonic()) * 1000)
             assert ready, f"Chromium has not answered for {SECONDS:g} seconds"
             chunk = os.read(self._out, 1 << 16)
             assert chunk, "Chromium ended: " + (self._home / "stderr").read_text(errors="replace")[-2000:]
