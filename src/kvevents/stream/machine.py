@@ -140,6 +140,8 @@ class Stream(Generic[B]):
         self._anchor: Anchor | None = None
         self._unconfirmed = False
         """Whether batches were replayed since replay and live stream agreed last."""
+        self._before: Anchor | None = None
+        """The live one that was delivered before them, unless the answer that brought them began with a known one."""
         self._joint: Anchor | None = None
         """The newest live one that was delivered behind those: all of them must be of one life."""
         self._recent: dict[int, bytes] = {}
@@ -165,7 +167,7 @@ class Stream(Generic[B]):
         if self._doubts:
             stale = self._silent or (Doubt.SENDER in self._doubts and self._sender.trust == Trust.STALE)
             return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, self._doubts)))
-        return Trust.EXACT if self._joint is None else Trust.REPLAYING.because(_JOINED)
+        return Trust.EXACT if self._before is None and self._joint is None else Trust.REPLAYING.because(_JOINED)
 
     def _sentence(self, doubt: Doubt) -> str:
         if doubt is Doubt.SENDER:
@@ -264,7 +266,7 @@ class Stream(Generic[B]):
             self.disconnected()
             self.counters.reconnects += 1
             self._old_suspects = len(self._suspects)
-        anchor = self._anchor = self._anchor or self._last()
+        anchor = self._anchor = self._anchor or self._before or self._last()
         if restored and anchor is None:
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
         elif not self._can_replay:
@@ -519,7 +521,8 @@ class Stream(Generic[B]):
     def _confirmed(self) -> None:
         """Replay and live stream agree on a batch."""
         self._unconfirmed = False
-        self._joint = None
+        # What is live before and behind is of one connection, or the newer one was compared with what was before.
+        self._before = self._joint = None
         self._conflicts = 0
         self._asks_the_foreign = False
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
@@ -821,7 +824,7 @@ class Stream(Generic[B]):
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
         self._probed_at = self._now
         self._probes += 1
-        anchor = self._anchor or self._last()
+        anchor = self._anchor or self._before or self._last()
         self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
     def _confirm_soon(self, joint: Anchor) -> None:
@@ -890,6 +893,8 @@ class Stream(Generic[B]):
         if self._silent:
             self._heard()
         self._unconfirmed = self._ask is None or not self._ask.proven
+        if self._unconfirmed and self._last_was_live and self._before is None:
+            self._before = Anchor(self._last_seq, self._last_payload, live=True)
         self._recent[seq] = payload
         if len(self._recent) > self._limits.max_recent:
             del self._recent[next(iter(self._recent))]
