@@ -291,6 +291,27 @@ def test_a_later_probe_settles_a_doubted_identity(wire: Wire) -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
+def test_a_batch_from_after_the_reconnect_settles_no_doubted_identity(wire: Wire) -> None:
+    """Nobody answered whether the life is the same, and it is not: what the next one has sent proves nothing."""
+    wire.feed(live(0, life=1), live(1, life=1))
+    wire.stream.disconnected()
+    wire.stream.connected(2.0)
+    for _ in range(LIMITS.max_unanswered):
+        assert wire.asked() == 1
+        wire.later(LIMITS.replay_timeout)
+    assert Doubt.IDENTITY in wire.stream.doubts
+    wire.feed(live(2, life=2), live(4, life=2))
+    for _ in range(5):
+        if (start := wire.asked()) is not None:
+            wire.answer(*(replayed(seq, life=2) for seq in range(start, 5)), END)
+    assert wire.stream.trust != Trust.EXACT
+    wire.later(LIMITS.max_probe_interval)
+    for _ in range(5):
+        if (start := wire.asked()) is not None:
+            wire.answer(*(replayed(seq, life=2) for seq in range(start, 5)), END)
+    assert lives_after_the_last_reset(wire.stream.deliveries()) == {2}
+
+
 def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
     """Rule 6: batches lost at the end are found without any further live batch."""
     wire.feed(live(0))

@@ -685,14 +685,17 @@ class Stream(Generic[B]):
                 self._contradicted(reason)
             return
         self._brought(ask)
-        ask.anchor = self._anchor = None
+        ask.anchor = None
+        if anchor == self._anchor:
+            # Any other one says nothing of the life before a reconnect.
+            self._anchor = None
+            self._doubts.discard(Doubt.IDENTITY)
         if anchor.seq == self._last_seq:
             # Of a restored one only the digest was known.
             self._last_payload = reply.payload
         ask.expected_before = self._expected
         ask.fruitless = 0
         ask.beyond = False
-        self._doubts.discard(Doubt.IDENTITY)
         if anchor.live:
             self._confirmed()
             ask.proven = True
