@@ -6,7 +6,7 @@ a fork, is the same one comparison on the engine's side: `_limit` is the capacit
 and -1 when there is no thread to come. Only then does `publish` take the slow way, and finds out which of these it is.
 
 A batch refused by a full queue burns its number: a `_Hole` at the tail of the queue counts how many, and the consumer sees a
-gap. The lock is taken on the slow way and once per burst by the thread, never by a batch that is simply accepted.
+gap: once a higher number comes, so the thread sends an empty batch where nothing else follows. The lock is taken on the slow way and once per burst by the thread, never by a batch that is simply accepted.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class QueuedPublisher(EventPublisher):
         self._inserted = 0
         self._holes = 0
         self._failed = 0
+        self._unseen = False
+        """Whether the newest number was burnt, which nobody can see before another one is sent."""
 
     def publish(self, events: Any) -> None:
         """Accept one batch and give it the next number. Never blocks and never raises for a slow or absent consumer.
@@ -149,11 +151,13 @@ class QueuedPublisher(EventPublisher):
         seq, waiting = self._take()
         taken: list[Numbered] = []
         for batch in waiting:
+            self._unseen = True
             if batch.__class__ is _Hole:
                 seq += batch.count
                 continue
             try:
                 taken.append((seq, encode(batch)))
+                self._unseen = False
             except Exception as error:  # noqa: BLE001 - encoding runs code of users' event types; none of it may stop the thread
                 self._failed += 1
                 self._unencodable(seq, error)
@@ -176,6 +180,7 @@ class QueuedPublisher(EventPublisher):
 
     def _insert(self) -> int:
         """The number of a batch of the thread's own, before all that wait."""
+        self._unseen = False
         with self._lock:
             self._seq += 1
             self._inserted += 1

@@ -221,6 +221,8 @@ class ZmqEventPublisher(QueuedPublisher):
             self._publish_until_closed(encode)
             while self._queue and self._deadline is not None and monotonic() < self._deadline:
                 self._publish_burst(encode)
+            if self._unseen and not self._queue:
+                self._show(encode)
         except zmq.ZMQError as error:
             self._close_intake(f"its ZeroMQ context was terminated ({error})")
         finally:
@@ -233,6 +235,8 @@ class ZmqEventPublisher(QueuedPublisher):
         while self._running:
             if self._queue:
                 self._publish_burst(encode)
+            elif self._unseen:
+                self._show(encode)
             else:
                 brisk = self._rest(brisk, beat_at)
             now = monotonic()
@@ -252,6 +256,10 @@ class ZmqEventPublisher(QueuedPublisher):
         self._broadcast.send(batches)
         if self._resident is not None:
             self._resident.apply(batches)
+
+    def _show(self, encode: Encode) -> None:
+        """Have every consumer see that the numbers before this one were burnt."""
+        self._send([(self._insert(), encode(KVEventBatch(time(), [], self._dp_rank)))])
 
     def _beat(self, encode: Encode) -> None:
         if self._resident is not None and self._running:
