@@ -74,8 +74,9 @@ class PlaneClient(Client):
         headers: dict[str, Any] | None = None,
     ) -> Msg:
         """As nats-py's; raises `NotPermittedError` at once where the server forbids it."""
+        limit = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as limit:
+            async with limit:
                 self._asking[limit] = subject
                 try:
                     return await super().request(subject, payload, timeout, old_style, headers)

@@ -101,8 +101,8 @@ async def require_jetstream(client: Client) -> AccountInfo:
         server = client.connected_url
         where = f" at {server.hostname}:{server.port}" if server is not None else ""
         raise PlaneError(
-            f"there is no JetStream for this account{where}; a plane needs `jetstream` in the servers' configuration, and in that "
-            "of its account where there are accounts",
+            f"there is no JetStream for this account{where}; a plane needs `jetstream` in the servers' configuration, and in "
+            "that of its account where there are accounts",
             fault=error.fault,
         ) from error
 
@@ -154,8 +154,8 @@ async def _end(client: PlaneClient) -> None:
 
 
 def _unusable(failed: list[tuple[str, Exception]]) -> PlaneError:
-    faults = [fault_of(error) or "away" for _, error in failed]
-    fault: Fault = faults[0] if len(set(faults)) == 1 else "away"
+    faults: list[Fault] = [fault_of(error) or "away" for _, error in failed]
+    fault = faults[0] if len(set(faults)) == 1 else "away"
     said = "; ".join(f"{address}: {text_of(error)}" for address, error in failed)
     which = "the NATS server" if len(failed) == 1 else "any of the NATS servers"
     return PlaneError(f"cannot use {which} at {said}; {_FIRST_HINTS.get(fault, HINTS[fault])}", fault=fault)
