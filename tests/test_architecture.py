@@ -15,13 +15,14 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "version", "certificates"),
+    ("events", "endpoints", "version", "certificates", "backoff"),
     ("wire",),
     ("config",),
     ("stream", "admission"),
     ("_native",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("routing",),
+    ("plane",),
     ("compat", "testing", "service", "export", "relay"),
     ("sim",),
     ("cli",),

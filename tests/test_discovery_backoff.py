@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvevents.service.backoff import BACKOFF_JITTER, INTERVAL_JITTER, Backoff, Pace, jittered
+from kvevents.backoff import BACKOFF_JITTER, INTERVAL_JITTER, Backoff, Pace, jittered
 
 T = TypeVar("T")
 DEADLINE = 20.0

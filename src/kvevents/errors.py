@@ -14,6 +14,7 @@
         ├── EndpointError            a socket cannot be bound or opened   (OSError)
         ├── RecordingError           a recording cannot be read or written (ValueError)
         ├── JournalError             a journal cannot be kept in its folder (OSError)
+        ├── PlaneError               the plane's NATS servers cannot be used (OSError)
         ├── SnapshotError            a snapshot cannot be read or written (ValueError)
         └── WorkloadError            a trace of requests cannot be read or written (ValueError)
 
@@ -72,6 +73,17 @@ class JournalError(PeerError, OSError):
 
     Bad bytes never raise, nor does a disk that is full, failing or read-only: the journal's state tells of those.
     """
+
+
+class PlaneError(PeerError, OSError):
+    """The plane's NATS servers cannot be used; the message says what happened, where, and what to do.
+
+    `fault` is the kind of it in one word, of which `kvevents.plane.faults` has the list.
+    """
+
+    def __init__(self, message: str, *, fault: str = "other") -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class SnapshotError(PeerError, ValueError):

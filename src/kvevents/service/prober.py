@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Final
 
+from kvevents.backoff import Backoff
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.service.allowing import AllowList, EndpointRefusedError
-from kvevents.service.backoff import Backoff
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Registration

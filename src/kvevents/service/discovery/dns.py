@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
+from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError
-from kvevents.service.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.fetch import DEFAULT_HTTP, HttpClient
 from kvevents.service.discovery.names import DnsResolver, Resolved, ResolveError, Resolver

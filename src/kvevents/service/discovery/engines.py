@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.errors import ConfigError
-from kvevents.service.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.service.discovery.describe import QUESTIONS, Description, read_models
 from kvevents.service.discovery.fetch import DEFAULT_HTTP, AskError, BaseUrl, HttpClient
 from kvevents.service.discovery.places import Place

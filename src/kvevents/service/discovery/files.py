@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from kvevents.backoff import REAL_PACE, Pace, jittered
 from kvevents.errors import ConfigError
-from kvevents.service.backoff import REAL_PACE, Pace, jittered
 from kvevents.service.discovery.provider import Fault, Finding
 from kvevents.service.discovery.static import finding_of
 from kvevents.service.discovery.tables import SourceTable, to_table

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
-from kvevents.service.backoff import REAL_PACE, Pace
+from kvevents.backoff import REAL_PACE, Pace
 from kvevents.service.discovery.provider import Fault, Finding, Provider
 from kvevents.service.registration import Registration
 

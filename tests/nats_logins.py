@@ -1,0 +1,77 @@
+"""Keys and credentials of NATS users, made by hand as `nk` and `nsc` make them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import nkeys  # type: ignore[import-untyped]  # it has no types
+
+OPERATOR: Final[int] = nkeys.PREFIX_BYTE_OPERATOR
+ACCOUNT: Final[int] = nkeys.PREFIX_BYTE_ACCOUNT
+USER: Final[int] = nkeys.PREFIX_BYTE_USER
+_NO_LIMIT: Final = (
+    *("subs", "conn", "leaf", "imports", "exports", "data", "payload"),
+    *("mem_storage", "disk_storage", "streams", "consumer"),
+)
+
+
+class Key(NamedTuple):
+    """The seed that its owner keeps, and the public key by which others know the owner."""
+
+    seed: str
+    public: str
+
+    @classmethod
+    def new(cls, kind: int = USER) -> Key:
+        seed = bytes(nkeys.encode_seed(os.urandom(32), kind))
+        return cls(seed.decode(), nkeys.from_seed(bytearray(seed)).public_key.decode())
+
+    def signed(self, about: Key, name: str, nats: dict[str, Any], **claims: Any) -> str:
+        """A JWT by which this key's owner says something about another."""
+        claims |= {"jti": name, "iat": int(time.time()), "iss": self.public, "name": name, "sub": about.public, "nats": nats}
+        parts = [_base64(json.dumps(part).encode()) for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, claims)]
+        signature = nkeys.from_seed(bytearray(self.seed.encode())).sign(".".join(parts).encode())
+        return ".".join([*parts, _base64(signature)])
+
+
+class Operator:
+    """Who says which accounts there are, for servers that believe nobody else: their configuration, and users' credentials."""
+
+    def __init__(self) -> None:
+        self._key, self._system, self.account = Key.new(OPERATOR), Key.new(ACCOUNT), Key.new(ACCOUNT)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `NatsServer`: an account of the system's, and one with all of JetStream."""
+        limits = dict.fromkeys(_NO_LIMIT, -1) | {"wildcards": True}
+        system = {"type": "account", "version": 2, "limits": limits | dict.fromkeys(_NO_LIMIT[-4:], 0)}
+        account = {"type": "account", "version": 2, "limits": limits}
+        return {
+            "operator": self._key.signed(self._key, "tests", {"type": "operator", "version": 2}),
+            "system_account": self._system.public,
+            "resolver": "MEMORY",
+            "resolver_preload": {
+                self._system.public: self._key.signed(self._system, "SYS", system),
+                self.account.public: self._key.signed(self.account, "PLANE", account),
+            },
+        }
+
+    def credentials(self, path: Path, name: str = "bridge", **claims: Any) -> Path:
+        """A `.creds` file of a new user; claims may be `exp`, seconds since 1970."""
+        user = Key.new()
+        nats = {"type": "user", "version": 2, "pub": {}, "sub": {}, **dict.fromkeys(("subs", "data", "payload"), -1)}
+        jwt = self.account.signed(user, name, nats, **claims)
+        path.write_text(
+            f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"
+            f"-----BEGIN USER NKEY SEED-----\n{user.seed}\n------END USER NKEY SEED------\n"
+        )
+        return path
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
