@@ -6,7 +6,8 @@ a fork, is the same one comparison on the engine's side: `_limit` is the capacit
 and -1 when there is no thread to come. Only then does `publish` take the slow way, and finds out which of these it is.
 
 A batch refused by a full queue burns its number: a `_Hole` at the tail of the queue counts how many, and the consumer sees a
-gap: once a higher number comes, so the thread sends an empty batch where nothing else follows. The lock is taken on the slow way and once per burst by the thread, never by a batch that is simply accepted.
+gap once a higher number comes. Where nothing else follows, the thread sends an empty batch. The lock is taken on the slow way
+and once per burst by the thread, never by a batch that is simply accepted.
 """
 
 from __future__ import annotations

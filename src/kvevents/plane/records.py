@@ -1,0 +1,163 @@
+"""What is written into the log: records of streams, and pages of records.
+
+A lane of the log is a sequence of pages, each one JetStream message. A page holds records of any streams of its lane, those of
+one stream in order. Every record of a stream says of which incarnation it is and which number it has, so a reader needs nothing
+but the records before it to know whether it is the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final, TypeAlias
+from urllib.parse import quote
+
+import msgspec
+
+from kvevents.wire import MAX_SEQ
+
+VERSION: Final = 1
+"""Of pages; readers refuse others."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
+_Through = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
+
+Key: TypeAlias = tuple[str, int]
+"""A stream: source and rank."""
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    source: str
+    rank: _Count
+
+    @property
+    def key(self) -> Key:
+        """The stream that it is of."""
+        return self.source, self.rank
+
+
+class Join(_Record, frozen=True, array_like=True, tag="j", gc=False):
+    """A bridge follows the stream; or does so with another card."""
+
+    card: bytes
+    """What replicas must know of the engine, in a form that the log does not look into."""
+
+
+class Leave(_Record, frozen=True, array_like=True, tag="l", gc=False):
+    """The stream is gone: replicas forget it. What comes later begins with a `Join` and a new incarnation."""
+
+    reason: str
+
+
+class Batched(_Record, frozen=True, array_like=True, tag="b", gc=False):
+    """A batch, as the engine sent it."""
+
+    incarnation: _Count
+    seq: _Count
+    replayed: bool
+    payload: bytes
+
+
+class Piece(_Record, frozen=True, array_like=True, tag="p", gc=False):
+    """A part of a batch that is larger than a message may be. The batch is there with the last one."""
+
+    incarnation: _Count
+    seq: _Count
+    replayed: bool
+    offset: _Count
+    total: _Count
+    """Bytes of the whole."""
+    payload: bytes
+
+
+class Renewed(_Record, frozen=True, array_like=True, tag="r", gc=False):
+    """A new life of the publisher: everything older is void."""
+
+    incarnation: _Count
+    reason: str
+
+
+class Lost(_Record, frozen=True, array_like=True, tag="g", gc=False):
+    """Batches that no bridge will ever have."""
+
+    incarnation: _Count
+    first: _Count
+    last: _Count
+
+
+class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):
+    """How far a bridge trusts what has been written of the stream up to here."""
+
+    bridge: str
+    trust: str
+    reason: str
+    doubts: dict[str, _Through]
+    """As a checkpoint keeps them."""
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
+    """A bridge is alive, and has written what it had."""
+
+    bridge: str
+    every: float
+    """Seconds until the next, at most."""
+    at: float
+    """Its clock, seconds since the epoch."""
+    suspects: str = ""
+    """Why it doubts its own network rather than its engines; empty where it does not."""
+
+
+StreamRecord: TypeAlias = Join | Leave | Batched | Piece | Renewed | Lost | Trusting
+Record: TypeAlias = StreamRecord | Beat
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One message of a lane."""
+
+    version: int
+    bridge: str
+    """Who wrote it."""
+    at: float
+    """The writer's clock, seconds since the epoch."""
+    records: list[Record]
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(Page)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def encode_page(page: Page) -> bytes:
+    """The bytes of a message."""
+    return _ENCODER.encode(page)
+
+
+def decode_page(data: bytes) -> Page | None:
+    """What `encode_page` wrote; None for anything else, which no bridge of ours has written."""
+    try:
+        page = _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return page if page.version == VERSION else None
+
+
+def message_id(page: Page, otherwise: str) -> str:
+    """`Nats-Msg-Id` of a page: source, rank, incarnation and number of the first record in it that has them.
+
+    A page without any, of trust and beats, is nothing that may be there once only: its id is `otherwise`, the writer's own.
+    """
+    for record in page.records:
+        name = _NUMBERED.get(type(record))
+        if name is not None:
+            return name(record)
+    return quote(otherwise, safe="/")
+
+
+def _place(record: StreamRecord, *numbers: object) -> str:
+    return "/".join([quote(record.source, safe=""), str(record.rank), *map(str, numbers)])
+
+
+_NUMBERED: Final[dict[type[Any], Callable[[Any], str]]] = {
+    Batched: lambda record: _place(record, record.incarnation, record.seq),
+    Piece: lambda record: _place(record, record.incarnation, record.seq, record.offset, len(record.payload)),
+    Renewed: lambda record: _place(record, record.incarnation, "reset"),
+    Lost: lambda record: _place(record, record.incarnation, record.first, "gap"),
+}
