@@ -220,7 +220,7 @@ def test_a_large_batch_comes_in_pieces_and_another_bridge_may_go_on_with_them() 
 def test_a_breach_is_counted_and_ends_the_incarnation() -> None:
     """What no writer of ours writes: nothing is made of it."""
     ledger = Ledger()
-    odd = [batched(5), batched(1, incarnation=3), Lost(*KEY, 0, 4, 5), Piece(*KEY, 0, 1, False, 7, 9, b"x")]
+    odd: list[StreamRecord] = [batched(5), batched(1, incarnation=3), Lost(*KEY, 0, 4, 5), Piece(*KEY, 0, 1, False, 7, 9, b"x")]
     for record in odd:
         ledger = Ledger()
         found = ledger.feed(1, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(0), record, batched(1)]))
@@ -312,65 +312,80 @@ class Watcher:
         self.composer.offer(Renewed(*KEY, self.incarnation, "not proven"))
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ("publish", "publish", "follow", "follow", "write", "write", "write", "send", "answer", "restart", "kill", "large")
-        ),
-        st.integers(0, 2),
-    ),
-    max_size=80,
-)
+class Story:
+    """Three bridges, one lane, one engine, and what happens to them."""
+
+    def __init__(self) -> None:
+        self.lane, self.engine = Lane(), Engine()
+        self.made = 0
+        self.watchers = [self.begin(at) for at in range(3)]
+
+    def begin(self, at: int) -> Watcher:
+        composer = Composer(Ledger(), f"bridge {at}", ROOM)
+        self.lane.read(composer)
+        watcher = Watcher(composer, [])
+        watcher.resume(self.engine)
+        return watcher
+
+    def publish(self, _: int, size: int = 0) -> None:
+        self.made += 1
+        self.engine.now.append(b"%d " % self.made + bytes(size))
+
+    def large(self, at: int) -> None:
+        self.publish(at, 2_500)
+
+    def restart(self, _: int) -> None:
+        self.engine.lives.append([])
+
+    def follow(self, at: int) -> None:
+        self.watchers[at].follow(self.engine)
+
+    def kill(self, at: int) -> None:
+        self.watchers[at] = self.begin(at)
+
+    def send(self, at: int) -> None:
+        """A page is on its way: it may arrive late, or never."""
+        watcher = self.watchers[at]
+        page = watcher.composer.compose(0.0, 0.0)
+        if page is not None:
+            watcher.in_flight = page, watcher.composer.ledger.position
+            watcher.composer.returned()
+
+    def arrive(self, at: int) -> None:
+        watcher = self.watchers[at]
+        if watcher.in_flight is not None:
+            self.lane.append(*watcher.in_flight)
+            watcher.in_flight = None
+
+    def write(self, at: int) -> None:
+        watcher = self.watchers[at]
+        write(self.lane, watcher.composer)
+        if watcher.composer.adrift:
+            watcher.resume(self.engine)
+
+    def end(self) -> None:
+        """Each follows, reads and writes until there is nothing more to say."""
+        for at in [at for _ in range(12) for at in range(3)]:
+            self.follow(at)
+            for _ in range(12):
+                self.lane.read(self.watchers[at].composer)
+                self.write(at)
+
+
+DEEDS = ("publish", "publish", "follow", "follow", "write", "write", "write", "send", "arrive", "restart", "kill", "large")
+STEPS = st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(0, 2)), max_size=80)
 
 
 @given(STEPS)
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_log_is_one_story_whatever_becomes_of_its_writers(steps: list[tuple[str, int]]) -> None:
-    """In the end, when each has followed and written, the log's last incarnation is the engine's life, each batch once, in order."""
-    lane, engine = Lane(), Engine()
-    made = 0
-
-    def begin(at: int) -> Watcher:
-        composer = Composer(Ledger(), f"bridge {at}", ROOM)
-        lane.read(composer)
-        watcher = Watcher(composer, [])
-        watcher.resume(engine)
-        return watcher
-
-    watchers = [begin(at) for at in range(3)]
-    for what, which in steps:
-        watcher = watchers[which]
-        if what in {"publish", "large"}:
-            made += 1
-            engine.now.append(b"%d " % made + bytes(2_500 if what == "large" else 0))
-        elif what == "restart":
-            engine.lives.append([])
-        elif what == "follow":
-            watcher.follow(engine)
-        elif what == "kill":
-            watchers[which] = begin(which)
-        elif what == "send" and watcher.in_flight is None:
-            page = watcher.composer.compose(0.0, 0.0)
-            if page is not None:  # on its way: it may arrive late, or be given up
-                watcher.in_flight = page, watcher.composer.ledger.position
-                watcher.composer.returned()
-        elif what == "answer" and watcher.in_flight is not None:
-            lane.append(*watcher.in_flight)
-            watcher.in_flight = None
-        elif what == "write":
-            write(lane, watcher.composer)
-            if watcher.composer.adrift:
-                watcher.resume(engine)
-    for _ in range(12):
-        for watcher in watchers:
-            watcher.follow(engine)
-            for _ in range(12):
-                lane.read(watcher.composer)
-                write(lane, watcher.composer)
-                if watcher.composer.adrift:
-                    watcher.resume(engine)
-    ledger, found = lane.ledger()
+    """In the end the log's last incarnation is the engine's life, each batch once, in order."""
+    story = Story()
+    for deed, at in steps:
+        getattr(story, deed)(at)
+    story.end()
+    ledger, found = story.lane.ledger()
     assert (ledger.breaches, ledger.doubled) == (0, 0)
     last = max((at for at, event in enumerate(found) if isinstance(event, Reset)), default=-1)
-    assert [event.payload for event in found[last + 1 :] if isinstance(event, RawBatch)] == engine.now
-    assert all(watcher.composer.waiting == 0 for watcher in watchers)
+    assert [event.payload for event in found[last + 1 :] if isinstance(event, RawBatch)] == story.engine.now
+    assert all(watcher.composer.waiting == 0 for watcher in story.watchers)

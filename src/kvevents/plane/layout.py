@@ -1,0 +1,174 @@
+"""What a plane is in JetStream: its lanes, each a stream with one subject, and how they are made.
+
+    KVEVENTS_<plane>_<lane>         stream; subject kvevents.<plane>.lane.<lane>
+    KVEVENTS_<plane>                key-value bucket: which snapshot counts
+    KVEVENTS_<plane>_leases         key-value bucket whose entries expire: leases, replicas and their digests
+    KVEVENTS_<plane>_snapshots      object store
+
+Few subjects, whatever the number of engines: a server's memory grows with their number. Engines are spread over lanes by name,
+so that all ranks of one are in one lane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.errors import ConfigError, PlaneError
+from kvevents.plane.faults import told
+from kvevents.plane.settings import PlaneSettings
+
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
+    from nats.js.api import StreamInfo
+
+LAYOUT: Final = 1
+"""Version of all this; another one is another plane."""
+DUPLICATE_SECONDS: Final = 120
+"""For which the servers remember the ids of messages. Besides, a page is refused where the lane does not end as its writer
+believes."""
+LEASE_SECONDS: Final = 15
+"""After which an entry of the bucket of leases is gone unless it was renewed."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """In the description of each lane."""
+
+    layout: int
+    lanes: int
+
+
+class LaneState(NamedTuple):
+    """What the servers say of a lane."""
+
+    first: int
+    """Number of the oldest page."""
+    last: int
+    """Number of the newest; 0 before the first."""
+    bytes: int
+    made: str
+    """When the stream was made: one that was deleted and made anew is another one."""
+    leader: str | None
+
+
+class Layout:
+    """Names and places of one plane."""
+
+    def __init__(self, name: str, lanes: int) -> None:
+        self.name: Final = name
+        self.lanes: Final = lanes
+
+    def stream(self, lane: int) -> str:
+        """Of a lane."""
+        return f"KVEVENTS_{self.name}_{lane}"
+
+    def subject(self, lane: int) -> str:
+        """To which its pages are published."""
+        return f"kvevents.{self.name}.lane.{lane}"
+
+    @property
+    def bucket(self) -> str:
+        """For what lasts."""
+        return f"KVEVENTS_{self.name}"
+
+    @property
+    def leases(self) -> str:
+        """For what expires."""
+        return f"KVEVENTS_{self.name}_leases"
+
+    @property
+    def snapshots(self) -> str:
+        """The object store."""
+        return f"KVEVENTS_{self.name}_snapshots"
+
+    def lane_of(self, source: str) -> int:
+        """The lane of an engine, which is the same everywhere and always."""
+        return (
+            int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") % self.lanes
+        )
+
+
+async def find(js: JetStreamContext, name: str) -> Layout | None:
+    """The layout of a plane that is there; None where there is none. Raises `PlaneError`."""
+    try:
+        with told(f"asking for the lanes of plane {name!r}"):
+            info = await js.stream_info(Layout(name, 1).stream(0))
+    except PlaneError as error:
+        if error.fault == "missing":
+            return None
+        raise
+    try:
+        found = msgspec.json.decode(info.config.description or "", type=Description)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"stream {info.config.name} is no lane of kvevents; give the plane another name") from error
+    if found.layout != LAYOUT:
+        raise ConfigError(
+            f"plane {name!r} has layout {found.layout}, and this release knows {LAYOUT}; use another release, or name"
+        )
+    return Layout(name, found.lanes)
+
+
+async def make(js: JetStreamContext, settings: PlaneSettings) -> Layout:
+    """The plane, each part of it made where it is missing. Raises `PlaneError`."""
+    layout = await find(js, settings.name) or Layout(settings.name, settings.lanes)
+    for lane in range(layout.lanes):
+        with told(f"making lane {lane} of plane {settings.name!r}"):
+            await js.add_stream(_lane_config(layout, lane, settings))
+    with told(f"making the buckets of plane {settings.name!r}"):
+        await _make_bucket(js, bucket=layout.bucket, replicas=settings.copies)
+        await _make_bucket(js, bucket=layout.leases, replicas=settings.copies, ttl=LEASE_SECONDS)
+        await _make_store(js, layout.snapshots, settings.copies)
+    return layout
+
+
+async def state_of(js: JetStreamContext, layout: Layout, lane: int) -> LaneState:
+    """How a lane is now. Raises `PlaneError`."""
+    with told(f"asking for lane {lane} of plane {layout.name!r}"):
+        return _state(await js.stream_info(layout.stream(lane)))
+
+
+def _state(info: StreamInfo) -> LaneState:
+    state = info.state
+    return LaneState(
+        state.first_seq,
+        state.last_seq,
+        state.bytes,
+        str(info.created),
+        info.cluster.leader if info.cluster is not None else None,
+    )
+
+
+def _lane_config(layout: Layout, lane: int, settings: PlaneSettings) -> Any:
+    from nats.js import api  # noqa: PLC0415 - an extra
+
+    return api.StreamConfig(
+        name=layout.stream(lane),
+        description=msgspec.json.encode(Description(LAYOUT, layout.lanes)).decode(),
+        subjects=[layout.subject(lane)],
+        retention=api.RetentionPolicy.LIMITS,
+        discard=api.DiscardPolicy.NEW,
+        max_bytes=settings.lane_bytes,
+        storage=api.StorageType.FILE,
+        num_replicas=settings.copies,
+        duplicate_window=DUPLICATE_SECONDS,
+    )
+
+
+async def _make_bucket(js: JetStreamContext, **config: Any) -> None:
+    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+
+    try:
+        await js.key_value(config["bucket"])
+    except NotFoundError:
+        await js.create_key_value(**config)
+
+
+async def _make_store(js: JetStreamContext, bucket: str, copies: int) -> None:
+    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+
+    try:
+        await js.object_store(bucket)
+    except NotFoundError:
+        await js.create_object_store(bucket, replicas=copies)

@@ -1,0 +1,170 @@
+"""The bridge's ear: a thread that follows engines and turns what they say into records of the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from kvevents.index import PrefixIndex
+from kvevents.plane.ledger import Start
+from kvevents.plane.records import Batched, Key, Lost, Renewed, StreamRecord, Trusting
+from kvevents.stream import Gap, RawBatch, Reset, Source
+from kvevents.stream.deliveries import RawDelivery
+from kvevents.subscriber import StreamStatus, Subscriber
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS: Final = 0.02
+"""How long a turn waits for the network: orders and trust are at most so old."""
+LOOK_SECONDS: Final = 0.1
+"""Between two looks at the trust of every stream."""
+PAUSE_SECONDS: Final = 0.02
+"""Between two looks whether there is room again, while there is none."""
+
+
+class Heard(NamedTuple):
+    """What came of one stream."""
+
+    record: StreamRecord
+    turn: int
+    """How often its stream was followed anew before: what is of an earlier time is void."""
+
+
+Tell = Callable[[list[Heard]], None]
+
+
+class Listener(threading.Thread):
+    """Owns the subscriber. `tell` is called from this thread; `room` says whether more may be heard.
+
+    Where there is no room the thread reads nothing. Its engines notice nothing either: what finds no room in ZeroMQ's queues is
+    dropped there, and asked for by replay afterwards.
+    """
+
+    def __init__(self, bridge: str, tell: Tell, room: Callable[[], bool]) -> None:
+        super().__init__(name="kvevents-bridge", daemon=True)
+        self.failure: BaseException | None = None
+        self.diverged = 0
+        """Batches after which an engine held something else than what it had told."""
+        self._bridge: Final = bridge
+        self._tell: Final = tell
+        self._room: Final = room
+        self._subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False)
+        self._index: Final = PrefixIndex()
+        """What the engines have said, to know whether it is what they hold."""
+        self._orders: deque[Callable[[], None]] = deque()
+        self._turns: dict[Key, int] = {}
+        self._added: dict[Key, int] = {}
+        self._whole: set[Key] = set()
+        """Streams that the index knows from the beginning of their life on."""
+        self._told: dict[Key, tuple[str, str]] = {}
+        self._stopping = False
+        self._look_at = 0.0
+
+    # --- from any thread
+
+    def follow(self, source: Source, start: Start, turn: int) -> None:
+        """Follow a stream from where the log stands."""
+        self._orders.append(lambda: self._follow(source, start, turn))
+
+    def leave(self, key: Key) -> None:
+        """Follow it no more."""
+        self._orders.append(lambda: self._leave(key))
+
+    def statuses(self) -> list[StreamStatus]:
+        """Of every stream, as of now."""
+        return self._subscriber.statuses()
+
+    def stop(self, seconds: float = 5.0) -> bool:
+        """End the thread; False when it has not ended in time."""
+        self._stopping = True
+        if self.is_alive():
+            self.join(seconds)
+        return not self.is_alive()
+
+    # --- the thread
+
+    def run(self) -> None:
+        """Listen until `stop`."""
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("the thread that follows the engines has failed; nothing more is written of them")
+            self.failure = error
+            raise
+        finally:
+            self._subscriber.close()
+
+    def _turn(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        if not self._room():
+            time.sleep(PAUSE_SECONDS)
+            return
+        deliveries = self._subscriber.receive_many(timeout=TURN_SECONDS)
+        heard = self._hear(deliveries) if deliveries else []
+        now = time.monotonic()
+        if now >= self._look_at or any(not isinstance(delivery, RawBatch) for delivery in deliveries):
+            self._look_at = now + LOOK_SECONDS
+            heard += self._trust()
+        if heard:
+            self._tell(heard)
+
+    def _hear(self, deliveries: Sequence[RawDelivery]) -> list[Heard]:
+        for delivery, applied in zip(deliveries, self._index.apply_many(deliveries), strict=True):
+            key = (delivery.source, delivery.rank)
+            if isinstance(delivery, Reset):
+                self._whole.add(key)
+            findings = applied.findings
+            if findings is not None:
+                if findings.agrees is not None and key not in self._whole:
+                    findings = replace(findings, agrees=None)
+                self.diverged += findings.agrees is False
+                self._subscriber.report(delivery, findings)
+        return [Heard(_record(delivery, self._added), self._turns[delivery.source, delivery.rank]) for delivery in deliveries]
+
+    def _trust(self) -> list[Heard]:
+        found: list[Heard] = []
+        for status in self._subscriber.statuses():
+            key, trust = (status.source, status.rank), status.trust
+            if self._told.get(key) == (trust.name, trust.reason):
+                continue
+            self._told[key] = (trust.name, trust.reason)
+            doubts = self._subscriber.checkpoint(*key).doubts
+            found.append(Heard(Trusting(*key, self._bridge, trust.name, trust.reason, doubts), self._turns[key]))
+        return found
+
+    # --- orders
+
+    def _follow(self, source: Source, start: Start, turn: int) -> None:
+        key = (source.label, source.rank)
+        if key in self._turns:
+            self._leave(key)
+        self._index.admit(key)
+        self._turns[key], self._added[key] = turn, start.added
+        if start.resume is None:
+            self._whole.add(key)
+        self._subscriber.add(source, start.resume)
+
+    def _leave(self, key: Key) -> None:
+        if self._turns.pop(key, None) is None:
+            return
+        self._subscriber.remove(*key)
+        self._index.remove_worker(key)
+        self._whole.discard(key)
+        self._told.pop(key, None)
+
+
+def _record(delivery: RawDelivery, added: dict[Key, int]) -> StreamRecord:
+    key = (delivery.source, delivery.rank)
+    life = delivery.incarnation + added[key]
+    if isinstance(delivery, RawBatch):
+        return Batched(*key, life, delivery.seq, delivery.replayed, delivery.payload)
+    if isinstance(delivery, Gap):
+        return Lost(*key, life, delivery.first, delivery.last)
+    return Renewed(*key, life, delivery.reason)

@@ -1,0 +1,188 @@
+"""Reading a lane from one page on, for as long as somebody wants: every page once, in order, or a word that this cannot be.
+
+An ordered ephemeral consumer: the server pushes, nothing is acknowledged, and no state outlives it. Whatever happens, to the
+connection, to the server that leads the lane, or to messages that came faster than they were taken, the numbers show it, and
+the consumer is made anew behind the last page that was handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvevents.errors import PlaneError
+from kvevents.plane.faults import told
+from kvevents.plane.layout import LaneState, Layout, state_of
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS: Final = 1.0
+"""Between two signs of life of an idle consumer."""
+SILENT_SECONDS: Final = 3.5
+"""After so long without any the consumer is made anew."""
+AGAIN_SECONDS: Final = 0.5
+"""Between two attempts to make it."""
+PENDING_BYTES: Final = 64 << 20
+"""Of pages that came and were not handed out; what is above it is read again later."""
+
+
+class Broken(NamedTuple):
+    """Why a lane cannot be read on."""
+
+    why: str
+    """`made anew`: it was deleted, and is another one now. `purged`: pages are gone that were not read."""
+
+
+class Pushed(NamedTuple):
+    """One message of a lane."""
+
+    position: int
+    data: bytes
+    pending: int
+    """Of the messages behind it, those that the server had then."""
+
+
+Take = Callable[[list[Pushed]], None]
+
+
+class LaneReader:
+    """Reads one lane. `run` ends only when the lane cannot be read on."""
+
+    def __init__(self, client: Client, layout: Layout, lane: int, position: int, made: str | None, take: Take) -> None:
+        self.position = position
+        """Number of the last page that was handed out."""
+        self.made = made
+        """Which stream it is; None before it was asked for."""
+        self.behind: int | None = None
+        """Pages that the server has and that were not handed out; None while that is not known."""
+        self.state: LaneState | None = None
+        """As the server told it last."""
+        self.fault = ""
+        """Why nothing can be read at the moment."""
+        self._client: Final = client
+        self._js: Final = client.jetstream()
+        self._layout: Final = layout
+        self._lane: Final = lane
+        self._take: Final = take
+        self._came: list[Pushed] = []
+        self._delivered = 0
+        self._lost = asyncio.Event()
+        self._news = asyncio.Event()
+        self._alive_at = 0.0
+
+    async def run(self) -> Broken:
+        """Read on until that cannot be."""
+        while True:
+            try:
+                broken = await self._look()
+                if broken is not None:
+                    return broken
+                await self._follow()
+            except PlaneError as error:
+                self.behind = None
+                if self.fault != str(error):
+                    self.fault = str(error)
+                    log.warning("lane %d: %s", self._lane, error)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _look(self) -> Broken | None:
+        """Whether what comes next is there still."""
+        state = await state_of(self._js, self._layout, self._lane)
+        self.state = state
+        if self.made is None:
+            self.made = state.made
+        if state.made != self.made or state.last < self.position:
+            return Broken("made anew")
+        if self.position + 1 < state.first and self.position < state.last:
+            return Broken("purged")
+        if self.position >= state.last:
+            self.behind = 0
+        return None
+
+    async def _follow(self) -> None:
+        """Until the consumer has lost its way."""
+        client, inbox = self._client, self._client.new_inbox()
+        self._lost.clear()
+        self._came.clear()
+        self._delivered = 0
+        self._alive_at = asyncio.get_running_loop().time()
+        with told(f"reading lane {self._lane}"):
+            subscription = await client.subscribe(
+                inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=PENDING_BYTES
+            )
+            name = None
+            try:
+                info = await self._js.add_consumer(self._layout.stream(self._lane), self._config(inbox))
+                name = info.name
+                if self.fault:
+                    log.info("lane %d: read again", self._lane)
+                self.fault = ""
+                await self._watch()
+            finally:
+                with suppress(Exception):
+                    await subscription.unsubscribe()
+                if name is not None and client.is_connected:
+                    with suppress(Exception):  # it goes by itself, a little later
+                        await self._js.delete_consumer(self._layout.stream(self._lane), name)
+
+    def _config(self, inbox: str) -> Any:
+        from nats.js import api  # noqa: PLC0415 - an extra
+
+        return api.ConsumerConfig(
+            deliver_subject=inbox,
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=self.position + 1,
+            ack_policy=api.AckPolicy.NONE,
+            idle_heartbeat=HEARTBEAT_SECONDS,
+            flow_control=True,
+            mem_storage=True,
+            num_replicas=1,
+        )
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._lost.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self._lost.wait()
+            if loop.time() - self._alive_at > SILENT_SECONDS:
+                raise PlaneError(f"lane {self._lane}: the server has been silent", fault="timeout")
+
+    # --- what comes
+
+    async def _on_message(self, message: Msg) -> None:
+        self._alive_at = asyncio.get_running_loop().time()
+        if message.headers is not None and (status := message.headers.get("Status")) is not None:
+            await self._on_status(message, status)
+            return
+        numbers = message.reply.split(".")
+        position, delivered, pending = (int(numbers[at]) for at in ((5, 6, 8) if len(numbers) == 9 else (7, 8, 10)))
+        if delivered != self._delivered + 1 or position != self.position + 1:
+            self._lost.set()
+            return
+        self._delivered, self.position, self.behind = delivered, position, pending
+        # Those that are there already go together.
+        self._came.append(Pushed(position, message.data, pending))
+        if len(self._came) == 1:
+            asyncio.get_running_loop().call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        came, self._came = self._came, []
+        if came:
+            self._take(came)
+
+    async def _on_status(self, message: Msg, status: str) -> None:
+        headers = message.headers or {}
+        if status != "100":
+            self._lost.set()
+        elif message.reply:
+            await self._client.publish(message.reply)
+        elif int(headers.get("Nats-Last-Consumer", self._delivered)) != self._delivered:
+            self._lost.set()

@@ -1,0 +1,129 @@
+"""What tests of the plane share: bridges in threads of their own, engines, and the log as a reader finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import nats
+
+from kvevents.index import PrefixIndex
+from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.layout import Layout
+from kvevents.plane.ledger import Event, Ledger
+from kvevents.plane.records import Page, decode_page
+from kvevents.plane.settings import PlaneSettings
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import Gap, RawBatch, Reset, Source
+from service_cases import until
+
+SECONDS = 20.0
+
+
+def plane_at(*urls: str, lanes: int = 2, **more: Any) -> PlaneSettings:
+    return PlaneSettings(servers=urls, lanes=lanes, lane_bytes=64 << 20, **more)
+
+
+class Running:
+    """Something with `run(stop)` in a thread and an event loop of its own."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+        self.error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._begun.wait(SECONDS)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - raised by `end`
+            self.error = error
+        finally:
+            self._begun.set()
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._begun.set()
+        await self.what.run(self._stop)
+
+    def call(self, work: Any) -> None:
+        """Have something done on the loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(work)
+
+    def end(self) -> None:
+        """As SIGTERM does."""
+        if self._thread.is_alive() and self._stop is not None:
+            self.call(self._stop.set)
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+
+@contextmanager
+def bridging(plane: PlaneSettings, *watches: Watch, name: str = "bridge", **more: Any) -> Iterator[Bridge]:
+    bridge = Bridge(BridgeSettings(plane=plane, name=name, **{"beat": 0.2, **more}), watches)
+    running = Running(bridge)
+    try:
+        until("the bridge", lambda: bridge.ready.is_set() or running.error is not None, SECONDS)
+        yield bridge
+    finally:
+        running.end()
+
+
+def watch(publisher: ZmqEventPublisher, name: str = "engine", card: bytes = b"card") -> Watch:
+    return Watch(Source(publisher.endpoint, publisher.replay_endpoint, name=name), card)
+
+
+class Log:
+    """A plane's lanes as anybody can read them who knows nothing of bridges."""
+
+    def __init__(self, plane: PlaneSettings) -> None:
+        self.layout = Layout(plane.name, plane.lanes)
+        self.ledgers = {lane: Ledger() for lane in range(plane.lanes)}
+        self.events: list[Event] = []
+        self.pages: list[Page] = []
+        self.index = PrefixIndex()
+        self._plane = plane
+
+    def read(self) -> Self:
+        """Everything that is there now."""
+        asyncio.run(self._read())
+        return self
+
+    async def _read(self) -> None:
+        client = await nats.connect(list(self._plane.servers))
+        try:
+            js = client.jetstream()
+            for lane, ledger in self.ledgers.items():
+                info = await js.stream_info(self.layout.stream(lane))
+                for position in range(max(ledger.position + 1, info.state.first_seq), info.state.last_seq + 1):
+                    message = await js.get_msg(self.layout.stream(lane), position)
+                    page = decode_page(message.data or b"")
+                    assert page is not None
+                    self.pages.append(page)
+                    found = ledger.feed(position, page)
+                    self.events += found
+                    self.index.apply_many([each for each in found if isinstance(each, RawBatch | Reset | Gap)])
+        finally:
+            await client.close()
+
+    def numbers(self, source: str = "engine", rank: int = 0) -> list[int]:
+        return [each.seq for each in self.events if isinstance(each, RawBatch) and (each.source, each.rank) == (source, rank)]
+
+    @property
+    def flaws(self) -> tuple[int, int]:
+        """Records that were doubled, and that no bridge writes."""
+        return sum(ledger.doubled for ledger in self.ledgers.values()), sum(ledger.breaches for ledger in self.ledgers.values())
+
+    def until(self, what: str, found: Any) -> Self:
+        until(what, lambda: found(self.read()), SECONDS)
+        return self
