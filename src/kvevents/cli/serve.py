@@ -87,11 +87,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
     )
+    parser.add_argument(
+        "--from",
+        dest="plane_servers",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="build the index from a plane's log at this NATS server, rather than follow engines; one of a cluster is enough",
+    )
+    parser.add_argument("--plane", metavar="NAME", help="which plane it is (default: default)")
+    parser.add_argument("--replica", metavar="NAME", help="of this one among the plane's replicas (default: the host's name)")
+    parser.add_argument("--creds", metavar="FILE", help="credentials (JWT and seed) for --from")
+    parser.add_argument("--nkey", metavar="FILE", help="NKey seed for --from")
+    parser.add_argument("--tls-ca", metavar="FILE", help="authorities of the certificates of --from")
+    parser.add_argument("--tls-cert", metavar="FILE", help="this end's certificate for --from")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key")
     logs.add_arguments(parser)
     parser.add_argument("--check", action="store_true", help="check the settings, and end")
 
 
-_SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit")
+_SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit", "replica")
 """Flags that are settings of the same name."""
 
 
@@ -121,6 +136,9 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     for name in _SETTINGS:
         if (given := getattr(args, name)) is not None:
             found[name] = given
+    plane = _plane(args, found.get("plane"))
+    if plane is not None:
+        found["plane"] = plane
     model = {} if args.model is None else {"model": args.model}
     block_size = {} if args.block_size is None else {"block_size": args.block_size}
     if args.workers and not model:
@@ -131,6 +149,28 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     found["dns"] = [*found.get("dns", []), *({"target": each, **model, **block_size} for each in args.dns)]
     found["source_files"] = [*found.get("source_files", []), *args.sources]
     return found
+
+
+_PLANE: Final = {
+    "plane": "name",
+    "creds": "credentials",
+    "nkey": "nkey",
+    "tls_ca": "tls_ca",
+    "tls_cert": "tls_certificate",
+    "tls_key": "tls_key",
+}
+"""Flags, and the settings of a plane that they are."""
+
+
+def _plane(args: Namespace, table: dict[str, Any] | None) -> dict[str, Any] | None:
+    given = {setting: value for flag, setting in _PLANE.items() if (value := getattr(args, flag)) is not None}
+    if args.plane_servers:
+        given["servers"] = args.plane_servers
+    if given and not args.plane_servers and table is None:
+        raise ConfigError(
+            f"--{next(flag for flag in _PLANE if getattr(args, flag) is not None)} is about --from, which is missing"
+        )
+    return {**(table or {}), **given} if given or table is not None else None
 
 
 COMMAND: Final = Command(
@@ -146,6 +186,7 @@ COMMAND: Final = Command(
   kvevents serve --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
   kvevents serve --engine http://10.0.0.7:8000         ask the engine for its endpoints
   kvevents serve --config fleet.toml --state-dir /var/lib/kvevents
+  kvevents serve --from nats://10.0.0.9:4222           a replica, from what bridges have written
 """,
     add_arguments=add_arguments,
     run=run,

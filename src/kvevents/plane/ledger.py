@@ -1,11 +1,11 @@
 """What a lane of the log says, page after page: which streams there are, how far each is written, and who trusts it how far.
 
-Theory of operation. Several bridges may write about one stream, and any may be killed, stopped or cut off at any moment. The log
-is one story all the same, because the server takes a page only from a writer who has seen every page before it (`writing`), and
-because all read pages by the same rules, which are here:
+Theory of operation. Several bridges may write about one stream, and any may be killed, stopped or cut off at any moment. The
+log is one story all the same, because the server takes a page only from a writer who has seen every page before it
+(`writing`), and because all read pages by the same rules, which are here:
 
-- A batch is the next one where it is of the stream's present incarnation and has the number after the newest one. The first of an
-  incarnation may have any number: what an engine has forgotten nobody can ask for.
+- A batch is the next one where it is of the stream's present incarnation and has the number after the newest one. The first of
+  an incarnation may have any number: what an engine has forgotten nobody can ask for.
 - A batch with a number that is there already is passed over, as are records of incarnations that have ended.
 - Anything else is a *breach*: no writer of ours does it. It is counted, the stream is marked, and nothing is made of it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +13,11 @@ from msgspec import Struct, field
 
 from kvevents.config import Curve
 from kvevents.errors import ConfigError
+from kvevents.plane.settings import PlaneSettings
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.tables import SourceTable, Template
 
+_REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEFAULT_PORT: Final = 8090
 """As Dynamo's standalone indexer."""
 
@@ -103,6 +106,10 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     source_files: list[str] = []
     """More TOML files of `[[sources]]`, watched as well."""
     dns: list[DnsTable] = []
+    plane: PlaneSettings | None = None
+    """Build the index from the log of this plane, in the place of following engines: nothing else is followed then."""
+    replica: str | None = None
+    """Name of this replica among those of its plane; the host's unless told otherwise."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -111,6 +118,21 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"snapshot_seconds is {self.snapshot_seconds}; it must be above 0")
         if self.memory_limit is not None and self.memory_limit < 1:
             raise ConfigError(f"memory_limit is {self.memory_limit}; it is a number of bytes above 0")
+        self._check_plane()
+
+    def _check_plane(self) -> None:
+        if self.plane is None:
+            if self.replica is not None:
+                raise ConfigError("replica is a name within a plane; tell which plane, with `plane` or --from")
+            return
+        if self.sources or self.source_files or self.dns:
+            raise ConfigError(
+                "a replica follows no engines itself, its plane's bridges do: leave out sources, source_files, dns"
+            )
+        if self.state_dir is not None:
+            raise ConfigError("a replica keeps nothing on the disk, its plane does: leave state_dir out")
+        if self.replica is not None and not _REPLICA.fullmatch(self.replica):
+            raise ConfigError(f"replica is {self.replica!r}; it has 1 to 64 letters, digits, '-' and '_'")
 
     @property
     def is_loopback(self) -> bool:

@@ -73,6 +73,19 @@ class Fleet(Listener):
         self._judge_due = 0.0
         self.follower = Follower(Subscriber(decode=False), index, self)
 
+    def switch(self, follower: Follower, index: PrefixIndex) -> Follower:
+        """Answer from another index from now on, which `follower` keeps. Returns the one before, which is to be stopped.
+
+        What is registered stays; streams of both must have the same names.
+        """
+        before = self.follower
+        for member in list(self.members.values()):
+            index.label(member.registration.key[0], member.registration.wall.name)
+        before.listener = Listener()
+        self.index, self.follower = index, follower
+        follower.listener = self
+        return before
+
     # --- membership
 
     def register(self, registration: Registration, origin: str = HTTP, *, resume: Checkpoint | None = None) -> Future[None]:

@@ -7,17 +7,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from kvevents.errors import KVEventsError
 from kvevents.index import PrefixIndex
-from kvevents.stream import Gap, RawBatch, RawDelivery, Reset
-from kvevents.subscriber import Subscriber
+from kvevents.stream import Checkpoint, Findings, Gap, RawBatch, RawDelivery, Reset, Source, Trust
+from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,51 @@ class Listener:
         """The thread has come to an end that nobody asked for."""
 
 
+class Streams(Protocol):
+    """What a follower and a fleet need of a subscriber."""
+
+    def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]:
+        """What is new, in order; empty after `timeout` seconds."""
+        ...
+
+    def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
+        """What applying a batch has shown."""
+        ...
+
+    def add(self, source: Source, resume: Checkpoint | None = None) -> None:
+        """Follow one more."""
+        ...
+
+    def remove(self, name: str, rank: int = 0) -> None:
+        """Follow it no more."""
+        ...
+
+    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
+        """Of one stream; a `LookupError` for one that is not followed."""
+        ...
+
+    def statuses(self) -> list[StreamStatus]:
+        """Of all."""
+        ...
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Of all, to go on with later."""
+        ...
+
+    def close(self) -> None:
+        """Hand out nothing any more."""
+        ...
+
+
 class Follower(threading.Thread):
     """Owns the subscriber: whoever wants something of it gives an order."""
 
-    def __init__(self, subscriber: Subscriber[RawBatch], index: PrefixIndex, listener: Listener) -> None:
+    def __init__(self, subscriber: Streams, index: PrefixIndex, listener: Listener) -> None:
         super().__init__(name="kvevents-follower", daemon=True)
         self.subscriber = subscriber
         self._index = index
-        self._listener = listener
+        self.listener = listener
+        """Who is told; it may be replaced at any time."""
         self._orders: deque[_Order[object]] = deque()
         self._stopping = False
         self._per_second: deque[tuple[int, int]] = deque(maxlen=RATE_SECONDS + 1)
@@ -90,7 +127,7 @@ class Follower(threading.Thread):
             self._follow()
         except BaseException as error:
             log.exception("the thread that follows the engines has failed; nothing new comes into the index")
-            self._listener.failed(error)
+            self.listener.failed(error)
             raise
         finally:
             self.subscriber.close()
@@ -106,9 +143,9 @@ class Follower(threading.Thread):
             now = time.monotonic()
             if now >= due:
                 due = now + TICK_SECONDS
-                self._listener.ticked()
+                self.listener.ticked()
 
-    def _apply(self, deliveries: list[RawDelivery]) -> None:
+    def _apply(self, deliveries: Sequence[RawDelivery]) -> None:
         outcomes = self._index.apply_many(deliveries)
         newest: dict[tuple[str, int], RawBatch] = {}
         losses: list[Reset | Gap] = []
@@ -122,9 +159,9 @@ class Follower(threading.Thread):
             if applied.findings is not None:
                 self.subscriber.report(delivery, applied.findings)
                 if applied.findings.rejected:
-                    self._listener.rejected(delivery, applied.findings.rejected)
+                    self.listener.rejected(delivery, applied.findings.rejected)
         self._count(count)
-        self._listener.delivered(list(newest.values()), losses)
+        self.listener.delivered(list(newest.values()), losses)
 
     def _count(self, batches: int) -> None:
         self.batches += batches

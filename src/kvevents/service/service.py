@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from kvevents.routing import Turns
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.config import ServiceConfig
-from kvevents.service.errors import ServiceError, TooMuchError
+from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.hot import HotPrefixes
@@ -25,6 +27,7 @@ from kvevents.service.member import Row
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
 from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
+from kvevents.service.replica import Replica
 from kvevents.service.shapes import HotPrefix, ReadyAnswer, SelectRequest, StatsAnswer
 from kvevents.stream import Checkpoint, Trust
 from kvevents.version import version
@@ -50,13 +53,14 @@ class Service:
         self.access = Access(config.access)
         self.allowed = AllowList(config.allow)
         self.keeper = Keeper(Path(config.state_dir)) if config.state_dir is not None else None
-        self.index = PrefixIndex(memory_limit=config.memory_limit)
         self.fleet = Fleet(
-            self.index,
+            PrefixIndex(memory_limit=config.memory_limit),
             max_sources=config.limits.max_sources,
             hide_stale_seconds=config.hide_stale_seconds,
             curve=config.curve,
         )
+        self.replica = _replica(config, self.fleet)
+        """What keeps the index where it is built from a log; None where engines are followed."""
         self.metrics = Metrics(self)
         self.turns = Turns()
         self.hot = HotPrefixes(clock=time.monotonic)
@@ -72,6 +76,11 @@ class Service:
         self._began = time.monotonic()
         self._is_ready = False
 
+    @property
+    def index(self) -> PrefixIndex:
+        """The one that answers."""
+        return self.fleet.index
+
     # --- its life
 
     async def start(self) -> None:
@@ -79,7 +88,7 @@ class Service:
         self._restore()
         self.fleet.follower.start()
         self._register_remembered()
-        work = [self._prober.run(), self._finder.run()]
+        work = [self._prober.run(), self._finder.run()] if self.replica is None else [self.replica.run()]
         if self.keeper is not None:
             work += [self._save_often(), self._forget_unclaimed()]
         self._tasks = [asyncio.create_task(each) for each in work]
@@ -185,12 +194,18 @@ class Service:
 
     async def admit(self, registration: Registration) -> None:
         """Follow what a client has named."""
+        self._check_follows()
         await check_allowed(self.allowed, registration)
         await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume(registration.key)))
         await self._remember()
 
+    def _check_follows(self) -> None:
+        if self.replica is not None:
+            raise ConflictError("this service is a replica", "replica", "the bridges of its plane are told what to follow")
+
     async def dismiss(self, key: Key) -> None:
         """Follow it no more."""
+        self._check_follows()
         await asyncio.wrap_future(self.fleet.unregister(key))
         await self._remember()
 
@@ -273,6 +288,8 @@ class Service:
             found.append("tokens travel in clear: set tls")
         if self.snapshot_fault is not None:
             found.append(self.snapshot_fault)
+        if self.replica is not None:
+            found += [each for each in (self.replica.fault, self.replica.snapshot_fault) if each]
         if self.fleet.failure is not None:
             found.append(f"nothing is followed any more: {self.fleet.failure}")
         return found
@@ -282,11 +299,16 @@ class Service:
         members = list(self.fleet.members.values())
         exact = sum(member.trust == Trust.EXACT for member in members)
         ready = self.config.ready
-        late = time.monotonic() - self._began >= ready.deadline_seconds
-        settled = self._finder.has_looked and exact >= ready.quorum * len(members)
+        # A replica that has not read its log to the end has nothing to say, however long it takes.
+        hidden = self.replica is not None and not self.replica.is_complete
+        has_looked = self._finder.has_looked or self.replica is not None
+        late = time.monotonic() - self._began >= ready.deadline_seconds and not hidden
+        settled = has_looked and not hidden and exact >= ready.quorum * len(members)
         self._is_ready = self._is_ready or settled or late
         why = f"{exact} of {len(members)} sources are EXACT"
-        if not self._finder.has_looked and not late:
+        if hidden and self.replica is not None:
+            why = self.replica.fault
+        elif not has_looked and not late:
             why = "not every way of discovery has answered"
         elif late and not settled:
             why += f"; the deadline of {ready.deadline_seconds:g} s has passed"
@@ -326,3 +348,10 @@ class Service:
             snapshot_at=self.snapshot_at,
             snapshot_fault=self.snapshot_fault,
         )
+
+
+def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
+    if config.plane is None:
+        return None
+    name = config.replica or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "replica"
+    return Replica(config.plane, name, fleet, snapshot_seconds=config.snapshot_seconds, memory_limit=config.memory_limit)

@@ -1,0 +1,321 @@
+"""A subscriber whose streams come out of a plane's log: what `kvevents.Subscriber` is to engines, this is to lanes.
+
+Whoever reads lanes puts messages in; the thread that asks for deliveries makes something of them, so all that is known here is
+known to that thread alone. Trust in a stream is the best that any living bridge says of it, but never more than what can be
+seen here: gaps, breaches, heartbeats of engines that disagree, lanes that cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from kvevents.errors import ClosedError, UnknownSourceError
+from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Standing
+from kvevents.plane.reading import Pushed
+from kvevents.plane.records import Key, decode_page
+from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
+from kvevents.stream.deliveries import RawDelivery
+from kvevents.subscriber import StreamStatus
+
+log = logging.getLogger(__name__)
+
+MISSED_BEATS: Final = 3
+"""After so many that did not come a bridge is taken for dead."""
+PAGES_PER_TURN: Final = 16
+"""That are read before their deliveries are handed out."""
+CENSUS_SECONDS: Final = 10.0
+"""About, between two places of a lane at which every replica digests its streams: whenever the clock of the pages has passed a
+multiple of it, so that all choose the same places."""
+_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
+_SEEN_HERE: Final[Mapping[Doubt, str]] = {
+    Doubt.LOST: "batches are missing in the log",
+    Doubt.REJECTED: "the log has a record that no bridge writes",
+    Doubt.DIVERGED: "the engine holds something else than the log says",
+}
+
+
+class Message(NamedTuple):
+    """One message of a lane, on its way to the thread that makes something of it."""
+
+    lane: int
+    pushed: Pushed
+
+
+class Lane(NamedTuple):
+    """How one lane stands."""
+
+    position: int
+    behind: int | None
+    """Pages that the servers have and that are not in the index; None where that is not known."""
+    fault: str
+    """Why it cannot be read at the moment."""
+    at: float | None
+    """When the newest page was written, by its writer's clock."""
+
+
+class Census(NamedTuple):
+    """What an index held of a lane after one page."""
+
+    position: int
+    digests: dict[Key, str]
+
+
+class LogSubscriber:
+    """The streams of some lanes. `put`, `tell`, `lanes` and `census` are for any thread, everything else for one.
+
+    `digest` is asked for a stream's digest in the index that deliveries are applied to, when all handed out before were.
+    """
+
+    def __init__(
+        self,
+        ledgers: Mapping[int, Ledger],
+        doubts: Mapping[Key, frozenset[Doubt]],
+        clock: Callable[[], float],
+        digest: Callable[[Key], str | None],
+    ) -> None:
+        self.ledgers: Final = dict(ledgers)
+        self.queued_bytes = 0
+        """Of messages of which nothing was made yet."""
+        self.members = 0
+        """Rises whenever a stream joins or leaves."""
+        self.diverged = 0
+        """Heartbeats of engines that hold something else."""
+        self.census: dict[int, Census] = {}
+        """By lane the last one."""
+        self._digest: Final = digest
+        self._due: list[int] = []
+        """Lanes whose census is to be taken before anything else is handed out."""
+        self._clock: Final = clock
+        self._queue: deque[Message] = deque()
+        self._bell = threading.Event()
+        self._closed = False
+        self._lanes: dict[int, Lane] = {lane: Lane(ledger.position, None, "", None) for lane, ledger in ledgers.items()}
+        self._of: dict[Key, int] = {key: lane for lane, ledger in ledgers.items() for key in ledger.streams}
+        self._doubts: dict[Key, set[Doubt]] = {key: set(found) for key, found in doubts.items()}
+        self._counters: dict[Key, StreamCounters] = {}
+        self._begun = {key for ledger in ledgers.values() for key, standing in ledger.streams.items() if standing.last_seq >= 0}
+        """Streams of whose present incarnation there was a batch."""
+        self._heard: dict[tuple[int, str], tuple[int, float]] = {}
+        """By lane and bridge the page of its last beat, and when that was seen."""
+
+    # --- from any thread
+
+    def put(self, lane: int, came: list[Pushed]) -> None:
+        """Messages of a lane, in order."""
+        self.queued_bytes += sum(len(pushed.data) for pushed in came)
+        self._queue.extend(Message(lane, pushed) for pushed in came)
+        self._bell.set()
+
+    def tell(self, lane: int, behind: int | None, fault: str) -> None:
+        """How reading a lane goes, where no message says it."""
+        known = self._lanes[lane]
+        if behind == 0 and not fault and not self._queue:
+            known = known._replace(behind=0)
+        elif behind is None:
+            known = known._replace(behind=None)
+        self._lanes[lane] = known._replace(fault=fault)
+
+    @property
+    def lanes(self) -> Mapping[int, Lane]:
+        """How each lane stands."""
+        return self._lanes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every lane was read to its end."""
+        return not self._queue and all(lane.behind == 0 for lane in self._lanes.values())
+
+    # --- deliveries
+
+    def receive_many(self, timeout: float | None = None, limit: int | None = None) -> list[RawDelivery]:  # noqa: ARG002 - a subscriber's
+        """What is new, in order; empty after `timeout` seconds."""
+        if self._closed:
+            raise ClosedError("LogSubscriber is closed")
+        self._take_census()
+        if not self._queue:
+            self._bell.wait(timeout)
+        self._bell.clear()
+        found: list[RawDelivery] = []
+        for _ in range(min(PAGES_PER_TURN, len(self._queue))):
+            message = self._queue.popleft()
+            self.queued_bytes -= len(message.pushed.data)
+            found += self._read(message)
+            if self._due:
+                break
+        if self._queue:
+            self._bell.set()
+        return found
+
+    def _take_census(self) -> None:
+        """Of lanes whose place has come: everything up to it has been applied, and nothing after it."""
+        while self._due:
+            lane = self._due.pop()
+            ledger = self.ledgers[lane]
+            digests = {key: digest for key in ledger.joined() if (digest := self._digest(key)) is not None}
+            self.census[lane] = Census(ledger.position, digests)
+
+    def _read(self, message: Message) -> list[RawDelivery]:
+        lane, pushed = message
+        ledger, page = self.ledgers[lane], decode_page(pushed.data)
+        events: list[Event] = []
+        at = self._lanes[lane].at
+        if page is None:
+            log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
+            ledger.skip(pushed.position)
+        else:
+            if at is not None and at // CENSUS_SECONDS != page.at // CENSUS_SECONDS:
+                self._due.append(lane)
+            events, at = ledger.feed(pushed.position, page), page.at
+        self._lanes[lane] = Lane(pushed.position, pushed.pending, "", at)
+        now = self._clock()
+        self._heard.update(
+            {
+                (lane, bridge): (beaten.page, now)
+                for bridge, beaten in ledger.beats.items()
+                if self._heard.get((lane, bridge), (-1, 0.0))[0] != beaten.page
+            }
+        )
+        return [event for event in events if self._note(lane, event)]  # type: ignore[misc]  # those that are deliveries
+
+    def _note(self, lane: int, event: Event) -> bool:
+        """What an event means to trust; whether it is a delivery."""
+        if isinstance(event, RawBatch | Reset | Gap):
+            self._count(event)
+            return True
+        if isinstance(event, Arrival | Departure):
+            self._of[event.key] = lane
+            if isinstance(event, Departure):
+                self._begun.discard(event.key)
+            self.members += 1
+        elif isinstance(event, Breach):
+            log.error("lane %d, %s rank %d: %s; no bridge writes that", lane, *event.key, event.what)
+            self._doubt(event.key, Doubt.REJECTED)
+        return False
+
+    def _count(self, event: RawDelivery) -> None:
+        key = (event.source, event.rank)
+        counters = self._counters.setdefault(key, StreamCounters())
+        if isinstance(event, RawBatch):
+            if key not in self._begun:
+                self._begun.add(key)
+                if event.seq > 0:
+                    self._doubt(key, Doubt.LOST)
+            counters.delivered += 1
+            counters.replayed += event.replayed
+        elif isinstance(event, Gap):
+            counters.gaps += 1
+            counters.lost += event.last - event.first + 1
+            self._doubt(key, Doubt.LOST)
+        else:
+            counters.resets += 1
+            self._doubts.pop(key, None)
+            self._begun.discard(key)
+
+    def _doubt(self, key: Key, doubt: Doubt) -> None:
+        self._doubts.setdefault(key, set()).add(doubt)
+
+    def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
+        """What applying a batch has shown."""
+        if findings is None:
+            return
+        key = (delivery.source, delivery.rank)
+        if findings.cleared or findings.agrees:
+            self._doubts.pop(key, None)
+        if findings.agrees is False:
+            self.diverged += Doubt.DIVERGED not in self._doubts.get(key, ())
+            self._doubt(key, Doubt.DIVERGED)
+        if findings.heartbeat is not None:
+            self._counters.setdefault(key, StreamCounters()).heartbeats += 1
+
+    # --- what is known
+
+    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
+        """How far a stream can be trusted."""
+        return self._trust((name or "", rank))
+
+    def _trust(self, key: Key) -> Trust:
+        lane_number, standing = self._find(key)
+        lane = self._lanes[lane_number]
+        if lane.fault:
+            return Trust.STALE.because(f"the log cannot be read: {lane.fault}")
+        if lane.behind is None or lane.behind > 0:
+            return Trust.REPLAYING.because("the log is being read")
+        said = self._said(lane_number, standing)
+        seen = self._doubts.get(key)
+        if said == Trust.EXACT and seen:
+            return Trust.DEGRADED.because("; ".join(sorted(_SEEN_HERE[doubt] for doubt in seen)))
+        return said
+
+    def _said(self, lane: int, standing: Standing) -> Trust:
+        """The best that a living bridge says."""
+        alive = [told for bridge, told in standing.told.items() if self._is_alive(lane, bridge)]
+        if alive:
+            best = min(alive, key=lambda told: _BEST_FIRST.index(told.trust) if told.trust in _BEST_FIRST else len(_BEST_FIRST))
+            return Trust(best.trust, best.reason)
+        if standing.told:
+            return Trust.STALE.because("no bridge is heard that follows it")
+        return Trust.REPLAYING.because("no bridge has said yet how far it is to be trusted")
+
+    def _is_alive(self, lane: int, bridge: str) -> bool:
+        beaten, heard = self.ledgers[lane].beats.get(bridge), self._heard.get((lane, bridge))
+        if beaten is None:
+            return False
+        since = self._clock() - heard[1] if heard is not None else float("inf")
+        return since < MISSED_BEATS * beaten.beat.every
+
+    def _find(self, key: Key) -> tuple[int, Standing]:
+        lane = self._of.get(key)
+        standing = None if lane is None else self.ledgers[lane].streams.get(key)
+        if lane is None or standing is None:
+            raise UnknownSourceError(f"the log has no source {key[0]!r} with rank {key[1]}")
+        return lane, standing
+
+    def cards(self) -> dict[Key, bytes]:
+        """The streams that there are, with what bridges say of their engines."""
+        return {key: card for ledger in self.ledgers.values() for key, card in ledger.joined().items()}
+
+    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
+        """Trust, numbers and counters of one stream."""
+        key = (name or "", rank)
+        lane, standing = self._find(key)
+        counters = self._counters.setdefault(key, StreamCounters())
+        return StreamStatus(
+            key[0],
+            key[1],
+            f"lane {lane}",
+            self._trust(key),
+            frozenset(self._doubts.get(key, ())),
+            standing.incarnation,
+            standing.last_seq,
+            0,
+            counters.copy(),
+        )
+
+    def statuses(self) -> list[StreamStatus]:
+        """The same of every stream."""
+        return [self.status(*key) for key in self.cards()]
+
+    def doubts(self) -> dict[Key, frozenset[Doubt]]:
+        """What was seen here against each stream; for a snapshot."""
+        return {key: frozenset(found) for key, found in self._doubts.items() if found}
+
+    # --- what a subscriber can besides
+
+    def add(self, source: Source, resume: Checkpoint | None = None) -> None:
+        """Nothing: bridges decide what is followed."""
+
+    def remove(self, name: str, rank: int = 0) -> None:
+        """Nothing, as `add`."""
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """None: a log is read again from its snapshot."""
+        return []
+
+    def close(self) -> None:
+        """Hand out nothing any more."""
+        self._closed = True
+        self._bell.set()

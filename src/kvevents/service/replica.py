@@ -1,0 +1,395 @@
+"""An index that is built from a plane's log, in the place of one that follows engines itself.
+
+Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that
+applies what they bring. It begins with the newest snapshot, reads the lanes to their end, and is hidden until then; then the
+fleet answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the other
+replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
+
+Replicas tell each other the digests of all streams at the same places of the log. One that is alone with what it holds is in
+the wrong; where nobody has a majority they build anew one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvevents.errors import ConfigError, KVEventsError, PlaneError, SnapshotError, UnknownSourceError
+from kvevents.index import PrefixIndex
+from kvevents.plane.connection import opened, require_jetstream
+from kvevents.plane.faults import told
+from kvevents.plane.layout import Layout, find, state_of
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.reading import LaneReader
+from kvevents.plane.records import Key
+from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.snapshots import Kept, Snapshots, Taken, digests_of
+from kvevents.plane.subscriber import LogSubscriber
+from kvevents.service.fleet import Fleet
+from kvevents.service.follower import Follower, Listener
+from kvevents.service.registration import Registration
+from kvevents.stream import Checkpoint
+
+if TYPE_CHECKING:
+    from kvevents.plane.client import PlaneClient
+
+log = logging.getLogger(__name__)
+
+ORIGIN: Final = "plane"
+"""Who names the members."""
+LOOK_SECONDS: Final = 0.05
+"""Between two looks at readers and members."""
+TELL_SECONDS: Final = 2.0
+"""Between two looks at the other replicas."""
+AGAIN_SECONDS: Final = 2.0
+"""Between two attempts to reach the servers, or to build."""
+MAX_QUEUED_BYTES: Final = 128 << 20
+"""Of pages that came and are not in the index; a lane is read no further above it."""
+TURN_SECONDS: Final = 20.0
+"""That replicas of different opinions, none of them a majority, leave each other to build anew."""
+REBUILD_SECONDS: Final = 60.0
+"""Between two generations at least, when it is the content that is doubted."""
+TAKE_SECONDS: Final = 60.0
+"""For the thread that applies to write a snapshot to the disk."""
+
+
+class Opinion(msgspec.Struct, frozen=True):
+    """What a replica holds at some place of each lane."""
+
+    places: dict[str, tuple[int, dict[str, str]]]
+    """By lane the page, and by stream the digest."""
+
+
+@dataclass
+class Generation:
+    """An index, and what keeps it."""
+
+    index: PrefixIndex
+    subscriber: LogSubscriber
+    follower: Follower
+    made: dict[int, str]
+    """By lane which stream it is."""
+    began_with: str
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    broken: str = ""
+    """Why it cannot go on."""
+
+    async def end(self) -> None:
+        """Stop reading, and applying."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.to_thread(self.follower.stop)
+
+
+class Replica:
+    """Keeps a fleet's index as the log is. `run` until it is cancelled; everything else may be read at any time."""
+
+    def __init__(
+        self, plane: PlaneSettings, name: str, fleet: Fleet, *, snapshot_seconds: float, memory_limit: int | None
+    ) -> None:
+        self.plane: Final = plane
+        self.name: Final = name
+        self.is_complete = False
+        """Whether there was ever a generation that had read the log to its end."""
+        self.fault = "it has not begun"
+        """Why nothing is known, or nothing new; empty where all is well."""
+        self.generations = 0
+        self.disagreements = 0
+        """How often another replica held something else at the same place."""
+        self.snapshot: Kept | None = None
+        """The newest one that this replica has taken."""
+        self.snapshot_fault = ""
+        self._fleet: Final = fleet
+        self._snapshot_seconds: Final = snapshot_seconds
+        self._memory_limit: Final = memory_limit
+        self._generation: Generation | None = None
+        self._members = -1
+        self._built_at = float("-inf")
+        self._differs_since: float | None = None
+
+    @property
+    def generation(self) -> Generation | None:
+        """The one that answers."""
+        return self._generation
+
+    # --- its life
+
+    async def run(self) -> None:
+        """For as long as the service lives."""
+        try:
+            while True:
+                try:
+                    async with opened(self.plane, name=f"kvevents replica {self.name}") as client:
+                        await require_jetstream(client)
+                        await self._replicate(client)
+                except (PlaneError, SnapshotError) as error:
+                    self._tell(str(error))
+                    await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            if self._generation is not None:
+                await self._generation.end()
+
+    def _tell(self, fault: str) -> None:
+        if fault and fault != self.fault:
+            log.warning("%s", fault)
+        self.fault = fault
+
+    async def _replicate(self, client: PlaneClient) -> None:
+        js = client.jetstream()
+        while (layout := await find(js, self.plane.name)) is None:
+            self._tell(f"there is no plane {self.plane.name!r} yet; a bridge makes it")
+            await asyncio.sleep(AGAIN_SECONDS)
+        snapshots = Snapshots(js, layout)
+        while True:
+            generation = await self._build(client, layout, snapshots)
+            await self._adopt(generation)
+            await self._keep(client, layout, snapshots, generation)
+
+    # --- a generation
+
+    async def _build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> Generation:
+        """One that is complete. Raises `PlaneError` where the log cannot be read."""
+        while True:
+            generation = await self._begin(client, layout, snapshots)
+            try:
+                while not generation.subscriber.is_complete and not generation.broken:
+                    faults = [lane.fault for lane in generation.subscriber.lanes.values() if lane.fault]
+                    self._tell(faults[0] if faults else self.fault if self.is_complete else "the log is being read")
+                    await asyncio.sleep(LOOK_SECONDS)
+            except BaseException:
+                await generation.end()
+                raise
+            if not generation.broken:
+                return generation
+            self._tell(f"an index could not be completed: {generation.broken}")
+            await generation.end()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _begin(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> Generation:
+        index = PrefixIndex(memory_limit=self._memory_limit)
+        states = {lane: await state_of(client.jetstream(), layout, lane) for lane in range(layout.lanes)}
+        ledgers = {lane: Ledger() for lane in states}
+        doubts: Mapping[Key, frozenset[object]] = {}
+        kept, taken = await self._restored(snapshots, index)
+        if kept is not None and taken is not None:
+            restored, doubts = taken.restored()
+            for lane, ledger in restored.items():
+                if lane in states and kept.made.get(str(lane)) == states[lane].made:
+                    ledgers[lane] = ledger
+                else:
+                    for key in ledger.streams:
+                        index.remove_worker(key)
+                        index.admit(key)
+        subscriber = LogSubscriber(ledgers, doubts, time.monotonic, lambda key: _digest(index, key))  # type: ignore[arg-type]
+        follower = Follower(subscriber, index, Listener())
+        made = {lane: state.made for lane, state in states.items()}
+        generation = Generation(index, subscriber, follower, made, "the log alone" if kept is None else f"snapshot {kept.name}")
+        follower.start()
+        generation.tasks = [asyncio.create_task(self._read(client, layout, lane, generation)) for lane in ledgers]
+        return generation
+
+    async def _restored(self, snapshots: Snapshots, index: PrefixIndex) -> tuple[Kept | None, Taken | None]:
+        """The newest snapshot that can be read, in `index`."""
+        for kept in await snapshots.kept():
+            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+                try:
+                    return kept, await snapshots.load(kept, index, Path(folder))
+                except (SnapshotError, PlaneError) as error:
+                    if isinstance(error, PlaneError) and error.fault != "missing":
+                        raise
+                    log.warning("%s", error)
+        return None, None
+
+    async def _read(self, client: PlaneClient, layout: Layout, lane: int, generation: Generation) -> None:
+        """Read one lane for as long as it can be, and there is room for what comes."""
+        subscriber = generation.subscriber
+        position = subscriber.ledgers[lane].position
+        while True:
+            reader = LaneReader(
+                client,
+                layout,
+                lane,
+                position,
+                generation.made[lane],
+                lambda came, lane=lane: subscriber.put(lane, came),  # type: ignore[misc]
+            )
+            reading = asyncio.create_task(reader.run())
+            try:
+                while subscriber.queued_bytes < MAX_QUEUED_BYTES:
+                    done, _ = await asyncio.wait({reading}, timeout=LOOK_SECONDS)
+                    subscriber.tell(lane, reader.behind, reader.fault)
+                    if done:
+                        generation.broken = f"lane {lane} was {reading.result().why}"
+                        return
+            finally:
+                reading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reading
+            position = reader.position
+            while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes it away
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _adopt(self, generation: Generation) -> None:
+        """Have the fleet answer from it."""
+        registrations = self._registrations(generation)
+        for registration in registrations:
+            generation.index.label(registration.key[0], registration.wall.name)
+        before, self._generation = self._generation, generation
+        former = self._fleet.switch(generation.follower, generation.index)
+        self._register(generation, registrations)
+        self.generations += 1
+        self._built_at, self._differs_since = time.monotonic(), None
+        self.is_complete = True
+        self._tell("")
+        log.info("the index is complete: %d streams, begun with %s", len(registrations), generation.began_with)
+        if before is not None:
+            await before.end()
+        else:
+            await asyncio.to_thread(former.stop)
+
+    # --- members
+
+    def _registrations(self, generation: Generation) -> list[Registration]:
+        found = []
+        self._members = generation.subscriber.members
+        for key, card in list(generation.subscriber.cards().items()):
+            try:
+                registration = msgspec.json.decode(card, type=Registration)
+            except (msgspec.MsgspecError, ConfigError) as error:
+                log.warning("%s rank %d has a card that cannot be read, and is left out: %s", *key, error)
+                continue
+            if registration.key == key:
+                found.append(registration)
+        return found
+
+    def _register(self, generation: Generation, registrations: list[Registration]) -> None:
+        known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
+        if any(known.get(each.key, each) != each for each in registrations):
+            # Another model behind the same name: the index would forget what it holds of it, and could not learn it again.
+            generation.broken = "the card of an engine has changed"
+        for fault in self._fleet.replace(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
+            log.warning("%s", fault)
+
+    # --- as long as it goes well
+
+    async def _keep(self, client: PlaneClient, layout: Layout, snapshots: Snapshots, generation: Generation) -> None:
+        """Until it must be built anew."""
+        tell_at = 0.0
+        snapshot_at = time.monotonic() + self._snapshot_seconds
+        while not generation.broken:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._watch(generation)
+            now = time.monotonic()
+            if now >= tell_at:
+                tell_at = now + TELL_SECONDS
+                await self._compare(client, layout, generation, now)
+            if now >= snapshot_at:
+                snapshot_at = now + self._snapshot_seconds
+                await self._take(snapshots, generation)
+        log.warning("the index is built anew: %s", generation.broken)
+
+    def _watch(self, generation: Generation) -> None:
+        if generation.subscriber.members != self._members:
+            self._register(generation, self._registrations(generation))
+        if generation.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
+            generation.broken = "an engine holds something else than this index"
+        faults = [lane.fault for lane in generation.subscriber.lanes.values() if lane.fault]
+        self._tell(faults[0] if faults else "")
+
+    async def _take(self, snapshots: Snapshots, generation: Generation) -> None:
+        """Write a snapshot. What the servers do not take is a state that shows, and is tried again."""
+        if self._differs_since is not None or not generation.subscriber.is_complete:
+            return
+        try:
+            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+                path = Path(folder, "index")
+                order = generation.follower.order(lambda: _take(generation, path))
+                async with asyncio.timeout(TAKE_SECONDS):
+                    taken, blocks = await asyncio.wrap_future(order)
+                self.snapshot = await snapshots.save(taken, path, blocks, self.name, generation.made)
+        except (KVEventsError, OSError, TimeoutError) as error:
+            self.snapshot_fault = str(error) or "it was not written in time"
+            log.warning("no snapshot was taken: %s", self.snapshot_fault)
+        else:
+            self.snapshot_fault = ""
+
+    # --- what the others hold
+
+    async def _compare(self, client: PlaneClient, layout: Layout, generation: Generation, now: float) -> None:
+        try:
+            others = await self._opinions(client, layout, generation)
+        except PlaneError as error:
+            log.debug("the other replicas cannot be asked: %s", error)
+            return
+        against = Counter(kind for name, opinion in others.items() if (kind := self._kind(generation, opinion)) is not None)
+        if not against["differs"]:
+            if against["agrees"]:
+                self._differs_since = None
+            return
+        if self._differs_since is None:
+            self._differs_since = now
+            self.disagreements += 1
+            log.error("%d of %d replicas hold something else at the same place", against["differs"], len(others))
+        turn = sorted([self.name, *others]).index(self.name)
+        outvoted = against["differs"] > against["agrees"] + 1
+        in_turn = against["differs"] == against["agrees"] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
+        if (outvoted or in_turn) and now - self._built_at > TURN_SECONDS:
+            generation.broken = "the other replicas hold something else"
+
+    async def _opinions(self, client: PlaneClient, layout: Layout, generation: Generation) -> dict[str, Opinion]:
+        """What the others say, after this one has."""
+        places = {
+            str(lane): (census.position, {f"{source}\x1f{rank}": digest for (source, rank), digest in census.digests.items()})
+            for lane, census in list(generation.subscriber.census.items())
+        }
+        prefix = "digest."
+        with told("telling the other replicas what this one holds"):
+            bucket = await client.jetstream().key_value(layout.leases)
+            await bucket.put(prefix + self.name, msgspec.json.encode(Opinion(places)))
+            found: dict[str, Opinion] = {}
+            for key in await bucket.keys(filters=[f"{prefix}*"]):
+                name = key.removeprefix(prefix)
+                if name != self.name:
+                    entry = await bucket.get(key)
+                    with suppress(msgspec.MsgspecError):
+                        found[name] = msgspec.json.decode(entry.value or b"", type=Opinion)
+        return found
+
+    @staticmethod
+    def _kind(generation: Generation, opinion: Opinion) -> str | None:
+        """Whether another replica agrees where both have looked; None where they have not looked at the same place."""
+        seen = None
+        for lane, census in list(generation.subscriber.census.items()):
+            position, digests = opinion.places.get(str(lane), (-1, {}))
+            if position == census.position:
+                own = {f"{source}\x1f{rank}": digest for (source, rank), digest in census.digests.items()}
+                if own != digests:
+                    return "differs"
+                seen = "agrees"
+        return seen
+
+
+def _digest(index: PrefixIndex, key: Key) -> str | None:
+    with suppress(UnknownSourceError):
+        return index.digest(key)
+    return None
+
+
+def _take(generation: Generation, path: Path) -> tuple[Taken, int]:
+    """By the thread that applies: ledgers and index are of one moment then."""
+    subscriber, index = generation.subscriber, generation.index
+    index.snapshot(path)
+    ledgers = {lane: ledger.save() for lane, ledger in subscriber.ledgers.items()}
+    doubts = [(*key, [doubt.name for doubt in found]) for key, found in subscriber.doubts().items()]
+    return Taken(1, ledgers, doubts, digests_of(index)), index.stats().blocks
