@@ -102,7 +102,7 @@ class Replica:
         self.name: Final = name
         self.is_complete = False
         """Whether there was ever a generation that had read the log to its end."""
-        self.fault = "it has not begun"
+        self.fault = ""
         """Why nothing is known, or nothing new; empty where all is well."""
         self.generations = 0
         self.disagreements = 0
@@ -117,6 +117,11 @@ class Replica:
         self._members = -1
         self._built_at = float("-inf")
         self._differs_since: float | None = None
+
+    @property
+    def why_hidden(self) -> str:
+        """Why there is no answer yet."""
+        return self.fault or "the log is being read"
 
     @property
     def generation(self) -> Generation | None:
@@ -165,7 +170,7 @@ class Replica:
             try:
                 while not generation.subscriber.is_complete and not generation.broken:
                     faults = [lane.fault for lane in generation.subscriber.lanes.values() if lane.fault]
-                    self._tell(faults[0] if faults else self.fault if self.is_complete else "the log is being read")
+                    self._tell(faults[0] if faults else "")
                     await asyncio.sleep(LOOK_SECONDS)
             except BaseException:
                 await generation.end()
@@ -358,9 +363,9 @@ class Replica:
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.put(prefix + self.name, msgspec.json.encode(Opinion(places)))
             found: dict[str, Opinion] = {}
-            for key in await bucket.keys(filters=[f"{prefix}*"]):
+            for key in await bucket.keys():
                 name = key.removeprefix(prefix)
-                if name != self.name:
+                if name not in {key, self.name}:
                     entry = await bucket.get(key)
                     with suppress(msgspec.MsgspecError):
                         found[name] = msgspec.json.decode(entry.value or b"", type=Opinion)

@@ -307,7 +307,7 @@ class Service:
         self._is_ready = self._is_ready or settled or late
         why = f"{exact} of {len(members)} sources are EXACT"
         if hidden and self.replica is not None:
-            why = self.replica.fault
+            why = self.replica.why_hidden
         elif not has_looked and not late:
             why = "not every way of discovery has answered"
         elif late and not settled:
