@@ -1,8 +1,8 @@
 """An index that is built from a plane's log, in the place of one that follows engines itself.
 
-Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that
-applies what they bring. It begins with the newest snapshot, reads the lanes to their end, and is hidden until then; then the
-fleet answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the other
+Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that applies
+what they bring. It begins with the newest snapshot, reads the lanes to their end, and is hidden until then; then the fleet
+answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the other
 replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
 
 Replicas tell each other the digests of all streams at the same places of the log. One that is alone with what it holds is in
@@ -30,6 +30,7 @@ from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, find, state_of
 from kvevents.plane.ledger import Ledger
+from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.reading import LaneReader
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
@@ -59,15 +60,10 @@ TURN_SECONDS: Final = 20.0
 """That replicas of different opinions, none of them a majority, leave each other to build anew."""
 REBUILD_SECONDS: Final = 60.0
 """Between two generations at least, when it is the content that is doubted."""
+FRESH: Final = 0.8
+"""Share of the time between two snapshots within which another replica's is new enough."""
 TAKE_SECONDS: Final = 60.0
 """For the thread that applies to write a snapshot to the disk."""
-
-
-class Opinion(msgspec.Struct, frozen=True):
-    """What a replica holds at some place of each lane."""
-
-    places: dict[str, tuple[int, dict[str, str]]]
-    """By lane the page, and by stream the digest."""
 
 
 @dataclass
@@ -108,7 +104,7 @@ class Replica:
         self.disagreements = 0
         """How often another replica held something else at the same place."""
         self.snapshot: Kept | None = None
-        """The newest one that this replica has taken."""
+        """The newest one that counts, as far as this replica knows."""
         self.snapshot_fault = ""
         self._fleet: Final = fleet
         self._snapshot_seconds: Final = snapshot_seconds
@@ -209,11 +205,14 @@ class Replica:
         for kept in await snapshots.kept():
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
-                    return kept, await snapshots.load(kept, index, Path(folder))
+                    taken = await snapshots.load(kept, index, Path(folder))
                 except (SnapshotError, PlaneError) as error:
                     if isinstance(error, PlaneError) and error.fault != "missing":
                         raise
                     log.warning("%s", error)
+                else:
+                    self.snapshot = kept
+                    return kept, taken
         return None, None
 
     async def _read(self, client: PlaneClient, layout: Layout, lane: int, generation: Generation) -> None:
@@ -317,6 +316,10 @@ class Replica:
         if self._differs_since is not None or not generation.subscriber.is_complete:
             return
         try:
+            kept = await snapshots.kept()
+            if kept and time.time() - kept[0].at < self._snapshot_seconds * FRESH:
+                self.snapshot = kept[0]
+                return
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 path = Path(folder, "index")
                 order = generation.follower.order(lambda: _take(generation, path))
@@ -332,57 +335,40 @@ class Replica:
     # --- what the others hold
 
     async def _compare(self, client: PlaneClient, layout: Layout, generation: Generation, now: float) -> None:
+        own = Opinion.of(dict(generation.subscriber.census))
         try:
-            others = await self._opinions(client, layout, generation)
+            others = await self._opinions(client, layout, own)
         except PlaneError as error:
             log.debug("the other replicas cannot be asked: %s", error)
             return
-        against = Counter(kind for name, opinion in others.items() if (kind := self._kind(generation, opinion)) is not None)
-        if not against["differs"]:
-            if against["agrees"]:
+        against = Counter(own.agrees(opinion) for opinion in others.values())
+        if not against[False]:
+            if against[True]:
                 self._differs_since = None
             return
         if self._differs_since is None:
             self._differs_since = now
             self.disagreements += 1
-            log.error("%d of %d replicas hold something else at the same place", against["differs"], len(others))
+            log.error("%d of %d replicas hold something else at the same place", against[False], len(others))
         turn = sorted([self.name, *others]).index(self.name)
-        outvoted = against["differs"] > against["agrees"] + 1
-        in_turn = against["differs"] == against["agrees"] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
+        outvoted = against[False] > against[True] + 1
+        in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
         if (outvoted or in_turn) and now - self._built_at > TURN_SECONDS:
             generation.broken = "the other replicas hold something else"
 
-    async def _opinions(self, client: PlaneClient, layout: Layout, generation: Generation) -> dict[str, Opinion]:
+    async def _opinions(self, client: PlaneClient, layout: Layout, own: Opinion) -> dict[str, Opinion]:
         """What the others say, after this one has."""
-        places = {
-            str(lane): (census.position, {f"{source}\x1f{rank}": digest for (source, rank), digest in census.digests.items()})
-            for lane, census in list(generation.subscriber.census.items())
-        }
-        prefix = "digest."
         with told("telling the other replicas what this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
-            await bucket.put(prefix + self.name, msgspec.json.encode(Opinion(places)))
+            await bucket.put(PREFIX + self.name, own.encode())
             found: dict[str, Opinion] = {}
             for key in await bucket.keys():
-                name = key.removeprefix(prefix)
+                name = key.removeprefix(PREFIX)
                 if name not in {key, self.name}:
                     entry = await bucket.get(key)
-                    with suppress(msgspec.MsgspecError):
-                        found[name] = msgspec.json.decode(entry.value or b"", type=Opinion)
+                    opinion = Opinion.decode(entry.value or b"")
+                    found |= {} if opinion is None else {name: opinion}
         return found
-
-    @staticmethod
-    def _kind(generation: Generation, opinion: Opinion) -> str | None:
-        """Whether another replica agrees where both have looked; None where they have not looked at the same place."""
-        seen = None
-        for lane, census in list(generation.subscriber.census.items()):
-            position, digests = opinion.places.get(str(lane), (-1, {}))
-            if position == census.position:
-                own = {f"{source}\x1f{rank}": digest for (source, rank), digest in census.digests.items()}
-                if own != digests:
-                    return "differs"
-                seen = "agrees"
-        return seen
 
 
 def _digest(index: PrefixIndex, key: Key) -> str | None:
