@@ -57,6 +57,7 @@ class PlaneClient(Client):
     def abandon(self) -> None:
         """Cut the connection and forget what is still to be sent; `close` then waits for nothing."""
         self._cut()
+        self._transport = None
         self._pending.clear()
         self._pending_data_size = 0
 
