@@ -93,8 +93,9 @@ def test_what_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
     ids=str,
 )
 def test_files_that_cannot_be_what_they_should_are_refused(files: dict[str, str], wrong: dict[str, str], said: str) -> None:
+    fields: dict[str, Any] = {name: files[file] for name, file in wrong.items()}
     with pytest.raises(ConfigError, match=said):
-        PlaneSettings(servers=(URL,), **{name: files[file] for name, file in wrong.items()})
+        PlaneSettings(servers=(URL,), **fields)
 
 
 def test_there_is_no_tls_where_it_cannot_be(files: dict[str, str]) -> None:
