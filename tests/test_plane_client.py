@@ -27,6 +27,8 @@ class Script:
     def __init__(self) -> None:
         self.info: dict[str, Any] = {"server_id": "x", "version": "2.9.10", "max_payload": 1 << 20, "headers": True}
         self.connections = 0
+        self.nonsense: list[bytes] = []
+        """Said to a connection, one after another, in the place of a greeting."""
         self.heard = asyncio.Condition()
         self.lines: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -60,6 +62,10 @@ class Script:
         self._tasks.append(task)
         self._writer = writer
         self.connections += 1
+        if self.nonsense:
+            writer.write(self.nonsense.pop(0))
+            writer.close()
+            return
         self.greet()
         while line := await reader.readline():
             if line == b"PING\r\n":
@@ -68,6 +74,19 @@ class Script:
                 self.lines.append(line)
                 self.heard.notify_all()
         writer.close()
+
+
+class States:
+    """What `on_state` was told."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self.back = asyncio.Event()
+
+    def __call__(self, state: str) -> None:
+        self.all.append(state)
+        if self.all[-2:] == ["reconnecting", "connected"]:
+            self.back.set()
 
 
 @pytest.fixture(autouse=True)
@@ -99,21 +118,27 @@ async def test_servers_that_have_left_the_cluster_are_forgotten() -> None:
     ["Stale Connection", "User Authentication Expired", "Account Authentication Expired", "Secure Connection - TLS Required"],
 )
 async def test_whatever_a_server_says_the_client_comes_back(reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    script, states = Script(), list[str]()
-    back = asyncio.Event()
-
-    def note(state: str) -> None:
-        states.append(state)
-        if states[-2:] == ["reconnecting", "connected"]:
-            back.set()
-
-    async with script.serving() as settings, opened(settings, name="test", on_state=note) as client:
+    script, states = Script(), States()
+    async with script.serving() as settings, opened(settings, name="test", on_state=states) as client:
         script.say(f"-ERR '{reason}'")
-        await within(back.wait())
+        await within(states.back.wait())
         await round_trip(client)
         assert script.connections == 2
-    assert states == ["connected", "reconnecting", "connected", "closed"]
+    assert states.all == ["connected", "reconnecting", "connected", "closed"]
     assert sum(record.getMessage().endswith(f"'{reason.lower()}'") for record in caplog.records) == 1
+
+
+async def test_no_answer_ends_the_attempts_to_come_back() -> None:
+    """Neither one that is too long, nor one that cannot be read, nor none."""
+    script, states = Script(), States()
+    script.info["connect_urls"] = []
+    async with script.serving() as settings, opened(settings, name="test", on_state=states) as client:
+        script.nonsense = [b"x" * (1 << 20), b"INFO \xff\r\n", b"INFO []\r\n", b"PING\r\n", b""]
+        script.say("-ERR 'Stale Connection'")
+        await within(states.back.wait())
+        await round_trip(client)
+        assert script.connections == 7
+    assert states.all == ["connected", "reconnecting", "connected", "closed"]
 
 
 async def test_a_permission_that_is_missing_ends_the_requests_that_need_it() -> None:

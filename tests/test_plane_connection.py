@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -161,9 +162,12 @@ async def test_a_file_of_credentials(tmp_path: Path) -> None:
             await require_jetstream(client)
             server.kill()
             await states.wait("connected", "reconnecting")
+            wrong = path.read_text()
             path.write_text("nothing of the kind")
             server.start()
-            await until("an attempt without credentials", lambda: client.last_error is not None)
+            await until("five attempts without credentials", lambda: client.server_pool[0].reconnects >= 5)
+            path.write_text(re.sub(r"SU[A-Z2-7]{56}", "SU" + "7" * 56, wrong))
+            await until("five with a seed that is none", lambda: client.server_pool[0].reconnects >= 10)
             assert states.all == ["connected", "reconnecting"]
             operator.credentials(path, "the same, renewed")
             await states.wait("connected", "reconnecting", "connected")
@@ -371,6 +375,13 @@ async def test_a_server_without_jetstream(tmp_path: Path) -> None:
 async def test_an_account_without_jetstream(users: NatsServer) -> None:
     async with opened(PlaneSettings(servers=(users.url_of(f"other:{IN_URL}"),)), name="test") as client:
         with pytest.raises(PlaneError, match="no JetStream for this account"):
+            await require_jetstream(client)
+
+
+async def test_a_user_who_may_not_ask_for_jetstream(users: NatsServer) -> None:
+    """Which there may well be."""
+    async with opened(PlaneSettings(servers=(users.url_of(f"reader:{IN_URL}"),)), name="test") as client:
+        with pytest.raises(PlaneError, match=r"asking for JetStream: this user may not publish to '\$JS.API.INFO'; give"):
             await require_jetstream(client)
 
 
