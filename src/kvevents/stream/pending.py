@@ -1,4 +1,4 @@
-"""Batches that wait for a missing one, in the order of their numbers."""
+"""Batches that wait for a missing one, and replayed ones that may come live as well."""
 
 from __future__ import annotations
 
@@ -56,3 +56,26 @@ class Pending:
         self._order.clear()
         self._bytes = 0
         return count
+
+
+class Recent:
+    """The replayed batches that were delivered last: the newest, as many as `StreamLimits` lets be remembered."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._batches: dict[int, bytes] = {}
+        self._bytes = 0
+
+    def add(self, seq: int, payload: bytes) -> None:
+        """Remember one, and forget the oldest for it."""
+        self.take(seq)
+        self._batches[seq] = payload
+        self._bytes += len(payload)
+        while len(self._batches) > self._limits.max_recent or self._bytes > self._limits.max_recent_bytes:
+            self.take(next(iter(self._batches)))
+
+    def take(self, seq: int) -> bytes | None:
+        """Forget the payload of this number, and return it."""
+        payload = self._batches.pop(seq, None)
+        self._bytes -= 0 if payload is None else len(payload)
+        return payload
