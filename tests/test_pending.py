@@ -45,3 +45,17 @@ def test_what_waits_is_within_both_bounds(steps: list[tuple[bool, int, bytes]]) 
             model |= {seq: payload} if fits else {}
         assert len(pending) == len(model)
         assert pending.first() == min(model, default=None)
+
+
+def test_a_batch_that_was_taken_out_of_turn_keeps_nothing_of_what_comes_after_it() -> None:
+    """As when a snapshot takes the place of a batch that waits, and another batch of its number comes."""
+    pending = Pending(LIMITS)
+    for seq in (1, 2):
+        assert pending.add(seq, b"", replayed=False)
+    assert pending.take(2)
+    assert pending.add(2, b"", replayed=False)
+    for seq in range(1, 1000):
+        assert pending.take(seq)
+        assert pending.add(seq + 2, b"", replayed=False)
+    assert len(pending._order) == 2
+    assert pending.first() == 1000

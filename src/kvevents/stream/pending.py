@@ -39,14 +39,13 @@ class Pending:
         found = self._batches.pop(seq, None)
         if found is not None:
             self._bytes -= len(found[0])
-            if self._order[0] == seq:
+            # Whatever was taken out of turn before is here still, and would keep all that comes after it.
+            while self._order and self._order[0] not in self._batches:
                 heapq.heappop(self._order)
         return found
 
     def first(self) -> int | None:
         """The lowest number here."""
-        while self._order and self._order[0] not in self._batches:
-            heapq.heappop(self._order)
         return self._order[0] if self._order else None
 
     def clear(self) -> int:
