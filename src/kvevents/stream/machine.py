@@ -43,7 +43,7 @@ from struct import Struct
 from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
-from kvevents.events import AllBlocksCleared, Heartbeat
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
@@ -677,7 +677,7 @@ class Stream(Generic[B]):
 
         To ask once more for each hole before it would bring, each time, another snapshot that waits here, of some MiB.
         """
-        if self._pending.get(reply.seq) != reply.payload and _is_snapshot(reply.payload):
+        if self._pending.get(reply.seq) != reply.payload and _is_whole_snapshot(reply.payload):
             self._brought(ask)
             self._pending.take(reply.seq)
             while self._expected < reply.seq:
@@ -969,5 +969,14 @@ _JOINED: Final = "live batches follow replayed ones; are both of one life?"
 
 def _is_snapshot(payload: bytes) -> bool:
     """Whether it may stand for everything before it: it begins with a clear of everything."""
+    return _begins_with_clear(decode_batch(payload).batch.events)
+
+
+def _is_whole_snapshot(payload: bytes) -> bool:
+    """The same, in one batch: of several, which have numbers of batches that may wait here, each has a heartbeat."""
     events = decode_batch(payload).batch.events
+    return _begins_with_clear(events) and not any(type(event) is BlockRemoved and event.heartbeat for event in events)
+
+
+def _begins_with_clear(events: Sequence[KVEvent]) -> bool:
     return bool(events) and type(events[0]) is AllBlocksCleared and events[0].unrecognised is None
