@@ -97,7 +97,7 @@ def _size(count: int) -> str:
 COMMAND: Final = Command(
     name="plane",
     summary="how a plane's log on NATS stands, and who writes and reads it",
-    description="Ask a plane's NATS servers how its log stands, who writes it, which snapshots count, and whether replicas agree.",
+    description="Ask the NATS servers how the log stands, who writes it, which snapshots count, and whether replicas agree.",
     examples="""\
   kvevents plane status
   kvevents plane status --at nats://10.0.0.9:4222 --plane prod
