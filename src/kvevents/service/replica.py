@@ -29,6 +29,7 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, find, state_of
+from kvevents.plane.leases import Holder, Lease, lease_key
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.reading import LaneReader
@@ -50,6 +51,8 @@ ORIGIN: Final = "plane"
 """Who names the members."""
 LOOK_SECONDS: Final = 0.05
 """Between two looks at readers and members."""
+SNAPSHOT_LEASE: Final = lease_key("lease", "snapshot")
+"""Who has it writes the next snapshot."""
 TELL_SECONDS: Final = 2.0
 """Between two looks at the other replicas."""
 AGAIN_SECONDS: Final = 2.0
@@ -300,7 +303,7 @@ class Replica:
                 await self._compare(client, layout, generation, now)
             if now >= snapshot_at:
                 snapshot_at = now + self._snapshot_seconds
-                await self._take(snapshots, generation)
+                await self._take(client, layout, snapshots, generation)
         log.warning("the index is built anew: %s", generation.broken)
 
     def _watch(self, generation: Generation) -> None:
@@ -311,26 +314,38 @@ class Replica:
         faults = [lane.fault for lane in generation.subscriber.lanes.values() if lane.fault]
         self._tell(faults[0] if faults else "")
 
-    async def _take(self, snapshots: Snapshots, generation: Generation) -> None:
-        """Write a snapshot. What the servers do not take is a state that shows, and is tried again."""
+    async def _take(self, client: PlaneClient, layout: Layout, snapshots: Snapshots, generation: Generation) -> None:
+        """Write a snapshot, unless another replica does. What the servers do not take shows, and is tried again."""
         if self._differs_since is not None or not generation.subscriber.is_complete:
             return
+        lease = Lease(client.jetstream(), layout, SNAPSHOT_LEASE, Holder.here())
         try:
+            if not await lease.acquire():
+                return
             kept = await snapshots.kept()
             if kept and time.time() - kept[0].at < self._snapshot_seconds * FRESH:
                 self.snapshot = kept[0]
-                return
-            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
-                path = Path(folder, "index")
-                order = generation.follower.order(lambda: _take(generation, path))
-                async with asyncio.timeout(TAKE_SECONDS):
-                    taken, blocks = await asyncio.wrap_future(order)
-                self.snapshot = await snapshots.save(taken, path, blocks, self.name, generation.made)
+            else:
+                self.snapshot = await self._take_within(lease, snapshots, generation)
         except (KVEventsError, OSError, TimeoutError) as error:
             self.snapshot_fault = str(error) or "it was not written in time"
             log.warning("no snapshot was taken: %s", self.snapshot_fault)
         else:
             self.snapshot_fault = ""
+        finally:
+            await lease.release()
+
+    async def _take_within(self, lease: Lease, snapshots: Snapshots, generation: Generation) -> Kept:
+        keeping = asyncio.create_task(lease.keep())
+        try:
+            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+                path = Path(folder, "index")
+                order = generation.follower.order(lambda: _take(generation, path))
+                async with asyncio.timeout(TAKE_SECONDS):
+                    taken, blocks = await asyncio.wrap_future(order)
+                return await snapshots.save(taken, path, blocks, self.name, generation.made)
+        finally:
+            keeping.cancel()
 
     # --- what the others hold
 
