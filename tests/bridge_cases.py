@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -29,7 +28,7 @@ from plane_cases import SECONDS, Log
 from publisher_cases import ANY
 from publisher_engine import Engine
 from service_cases import until
-from test_cli import Lines
+from test_cli import Program
 
 T = TypeVar("T")
 
@@ -175,44 +174,31 @@ def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T
 # --- bridges in processes
 
 
-class BridgeProcess:
+class BridgeProcess(Program):
     """A bridge in a process of its own, that may be killed or stopped at any moment; a context manager."""
 
     def __init__(self, plane: PlaneSettings, *engines: TalkingEngine, name: str = "bridge", **more: Any) -> None:
         watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint] for each in engines]
         said = {"servers": plane.servers, "name": plane.name, "lanes": plane.lanes, "copies": plane.copies}
         told = {"plane": said | {"lane_bytes": plane.lane_bytes}, "bridge": {"name": name, "beat": 0.2, **more}, "watches": watches}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, json.dumps(told)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        assert self._process.stdout
-        assert self._process.stderr
-        self._out, self._err = Lines(self._process.stdout), Lines(self._process.stderr)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+        super().__init__(json.dumps(told), command=(sys.executable, "-W", "error", __file__))
 
     def wait_until_ready(self) -> Self:
-        self._out.wait("ready")
+        self.out.wait("ready")
         return self
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(SECONDS)
+        self.process.kill()
+        self.process.wait(SECONDS)
 
     def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        """It does nothing from when this returns."""
+        self.process.send_signal(signal.SIGSTOP)
+        status = Path(f"/proc/{self.process.pid}/stat")
+        until("the process to stop", lambda: status.read_text().rpartition(")")[2].split()[0] == "T", SECONDS)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def end(self) -> int:
-        """As an operator does; its exit code."""
-        self._process.terminate()
-        return self._process.wait(SECONDS)
+        self.process.send_signal(signal.SIGCONT)
 
 
 async def _main(told: dict[str, Any]) -> None:
@@ -225,16 +211,6 @@ async def _main(told: dict[str, Any]) -> None:
     await asyncio.wait({running, asyncio.create_task(bridge.ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
     print("ready", flush=True)
     await running
-
-
-def stopped(process: BridgeProcess) -> bool:
-    state = Path(f"/proc/{process._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "T"
-
-
-def until_stopped(process: BridgeProcess) -> None:
-    process.pause()
-    until("the process to stop", lambda: stopped(process), SECONDS)
 
 
 if __name__ == "__main__":

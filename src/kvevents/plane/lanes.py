@@ -4,8 +4,8 @@ Theory of operation. A reader keeps the ledger as the lane is, and a composer sa
 with the number that its lane must end with; if it does not, somebody else has written, and the reader brings it. What the
 servers do not take stays with the composer.
 
-A lane is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was deleted,
-is of another life or has lost pages: the ledger is begun anew then, and so are all streams once it has been read to its end.
+A lane is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was
+deleted, is of another life or has lost pages: the ledger is begun anew then, and so are all streams once it has been read.
 """
 
 from __future__ import annotations
