@@ -1,4 +1,4 @@
-"""What becomes of bridges when their servers are killed, stopped, full or robbed of a stream: nothing is lost, and they tell."""
+"""What becomes of bridges whose servers are killed, stopped, full or robbed of a stream: nothing is lost, and they tell."""
 
 from __future__ import annotations
 
