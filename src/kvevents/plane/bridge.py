@@ -171,7 +171,7 @@ class Bridge:
         self._loop = asyncio.get_running_loop()
         plane = self.settings.plane
         try:
-            async with opened(plane, name=f"kvevents bridge {self.settings.name}") as client:
+            async with opened(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
                 self._client = client
                 await require_jetstream(client)
                 self._layout = layout = await make(client.jetstream(), plane)
@@ -181,6 +181,11 @@ class Bridge:
                 await self._work(stop)
         finally:
             await asyncio.to_thread(self._listener.stop)
+
+    def _on_state(self, state: str) -> None:
+        if state == "connected":
+            for lane in self._lanes:
+                lane.connected()
 
     async def _work(self, stop: asyncio.Event) -> None:
         try:
