@@ -72,15 +72,19 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
 def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) -> None:
     plane = plane_at(server.url, name="agree")
     flags = ("--from", server.url, "--plane", "agree")
-    with engines(3) as found, bridging(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))):
-        with serving(*flags, "--replica", "a") as one, serving(*flags, "--replica", "b") as two:
-            for number in range(20):
-                for each in found:
-                    each.store(range(number * 100, number * 100 + 64))
-            for service in (one, two):
-                for at in range(3):
-                    service.exact(f"e{at}", blocks=80)
-            assert [one.keys(f"e{at}") for at in range(3)] == [two.keys(f"e{at}") for at in range(3)]
+    with (
+        engines(3) as found,
+        bridging(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))),
+        serving(*flags, "--replica", "a") as one,
+        serving(*flags, "--replica", "b") as two,
+    ):
+        for number in range(20):
+            for each in found:
+                each.store(range(number * 100, number * 100 + 64))
+        for service in (one, two):
+            for at in range(3):
+                service.exact(f"e{at}", blocks=80)
+        assert [one.keys(f"e{at}") for at in range(3)] == [two.keys(f"e{at}") for at in range(3)]
 
 
 def test_a_lane_that_is_deleted_is_built_anew(server: NatsServer) -> None:
@@ -143,6 +147,29 @@ def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
         answer = service.register("one", "tcp://127.0.0.1:5557")
         assert answer.status == 409
         assert "bridges" in answer.body.decode()
+
+
+def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="metrics", lanes=1)
+    flags = ("--from", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
+        one.store(range(64))
+        service.exact("one", blocks=4)
+
+        def told() -> dict[str, float]:
+            lines = [
+                line.rsplit(" ", 1) for line in service.get("/metrics").body.decode().splitlines() if "kvevents_plane" in line
+            ]
+            return {name: float(value) for name, value in lines if not name.startswith("#")}
+
+        until("a snapshot", lambda: "kvevents_plane_snapshot_age_seconds" in told())
+        found = told()
+        assert found["kvevents_plane_complete"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
+        assert found["kvevents_plane_generations_total"] == 1
+        assert found["kvevents_plane_disagreements_total"] == found["kvevents_plane_breaches_total"] == 0
+        assert found["kvevents_plane_snapshot_failing"] == 0
+        assert found['kvevents_plane_lane_position{lane="0"}'] > 0
+        assert found['kvevents_plane_lane_behind{lane="0"}'] >= 0
 
 
 def first_page(server: NatsServer, stream: str) -> int:

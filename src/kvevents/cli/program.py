@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli import doctor, export, keypair, play, publish, query, record, relay, serve, tail, top
+from kvevents.cli import doctor, export, keypair, plane, play, publish, query, record, relay, serve, tail, top
 from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.sim import group as sim
@@ -28,6 +28,7 @@ COMMANDS: Final[tuple[Command, ...]] = (
     serve.COMMAND,
     query.COMMAND,
     top.COMMAND,
+    plane.COMMAND,
     export.COMMAND,
     keypair.COMMAND,
     sim.COMMAND,

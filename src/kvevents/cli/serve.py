@@ -96,7 +96,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="build the index from a plane's log at this NATS server, rather than follow engines; one of a cluster is enough",
     )
     parser.add_argument("--plane", metavar="NAME", help="which plane it is (default: default)")
-    parser.add_argument("--replica", metavar="NAME", help="of this one among the plane's replicas (default: the host's name)")
+    parser.add_argument(
+        "--replica", metavar="NAME", help="of this one among the plane's replicas (default: made of the host's name)"
+    )
     parser.add_argument("--creds", metavar="FILE", help="credentials (JWT and seed) for --from")
     parser.add_argument("--nkey", metavar="FILE", help="NKey seed for --from")
     parser.add_argument("--tls-ca", metavar="FILE", help="authorities of the certificates of --from")

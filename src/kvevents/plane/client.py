@@ -10,6 +10,8 @@ What is different, each for what nats-py 2.16 (`nats/aio/client.py`) does:
   and comes back to no other server meanwhile.
 - Who waits to publish can be cancelled. nats-py swallows that, and waits on.
 - A request that the server forbids ends at once, and says so. nats-py lets it run into its timeout.
+- A server that answers with something else than NATS is one more attempt that failed. nats-py tries no more when, for one, its
+  first line is too long.
 - Servers that have left the cluster are forgotten.
 """
 
@@ -57,6 +59,7 @@ class PlaneClient(Client):
     def abandon(self) -> None:
         """Cut the connection and forget what is still to be sent; `close` then waits for nothing."""
         self._cut()
+        self._transport = None
         self._pending.clear()
         self._pending_data_size = 0
 
@@ -126,5 +129,9 @@ class PlaneClient(Client):
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:
-        self._cut()
-        await super()._attempt_reconnect()
+        while True:
+            self._cut()
+            try:
+                return await super()._attempt_reconnect()
+            except Exception as error:  # noqa: BLE001 - any that nats-py does not expect of a server would end its attempts
+                await self._error_cb(error)

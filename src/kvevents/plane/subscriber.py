@@ -124,6 +124,10 @@ class LogSubscriber:
         """How each lane stands."""
         return self._lanes
 
+    def bridges(self) -> int:
+        """How many bridges are heard."""
+        return len({bridge for lane, bridge in list(self._heard) if self._is_alive(lane, bridge)})
+
     @property
     def is_complete(self) -> bool:
         """Whether every lane was read to its end."""
