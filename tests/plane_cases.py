@@ -13,7 +13,7 @@ import nats
 from kvevents.index import PrefixIndex
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.layout import Layout
-from kvevents.plane.ledger import Event, Ledger
+from kvevents.plane.ledger import Arrival, Departure, Event, Ledger
 from kvevents.plane.records import Page, decode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
@@ -108,13 +108,23 @@ class Log:
                 for position in range(max(ledger.position + 1, info.state.first_seq), info.state.last_seq + 1):
                     message = await js.get_msg(self.layout.stream(lane), position)
                     page = decode_page(message.data or b"")
-                    assert page is not None
+                    if page is None:
+                        ledger.skip(position)
+                        continue
                     self.pages.append(page)
-                    found = ledger.feed(position, page)
-                    self.events += found
-                    self.index.apply_many([each for each in found if isinstance(each, RawBatch | Reset | Gap)])
+                    for event in ledger.feed(position, page):
+                        self._apply(event)
         finally:
             await client.close()
+
+    def _apply(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, RawBatch | Reset | Gap):
+            self.index.apply_many([event])
+        elif isinstance(event, Departure):
+            self.index.remove_worker(event.key)
+        elif isinstance(event, Arrival):
+            self.index.admit(event.key)
 
     def numbers(self, source: str = "engine", rank: int = 0) -> list[int]:
         return [each.seq for each in self.events if isinstance(each, RawBatch) and (each.source, each.rank) == (source, rank)]
