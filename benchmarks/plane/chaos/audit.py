@@ -34,6 +34,8 @@ class Audit:
     lost: int = 0
     """Batches that the log says are lost."""
     foreign: int = 0
+    strays: int = 0
+    """Pages that were meant for a lane that has been deleted."""
     flaws: list[str] = field(default_factory=list)
     _streams: dict[tuple[str, int, int], Stream] = field(default_factory=dict)
 
@@ -102,14 +104,17 @@ async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit) -> None:
     consumer = await js.pull_subscribe(
         layout.subject(lane), stream=layout.stream(lane), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
-    position = 0
+    position, life = 0, ""
     while position < state.last_seq:
         for message in await consumer.fetch(READ_AT_ONCE, timeout=READ_SECONDS):
             await message.ack()
             position = message.metadata.sequence.stream
             page = decode_page(message.data)
+            life = life or ("" if page is None else page.life)
             if page is None:
                 audit.foreign += 1
+            elif page.life != life:
+                audit.strays += 1
             else:
                 audit.take(position, page)
     await consumer.unsubscribe()

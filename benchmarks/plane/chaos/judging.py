@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from benchmarks.chaos.truth import EMPTY, Claim, Key
 from benchmarks.plane.chaos.roles import Told
 from kvevents.stream import Trust
+
+NEVER: Final = ("breaches", "doubled", "fell")
+"""What no bridge and no replica may count."""
 
 Kind = Literal["right", "doubted", "wrong"]
 
@@ -64,8 +67,7 @@ class Outcome:
     @property
     def wrong(self) -> bool:
         """Whether something is that must never be."""
-        never = ("breaches", "doubled", "fell")
-        return bool(self.flaws) or any(verdict.kind == "wrong" for verdict in self.verdicts) or any(map(self.counted.get, never))
+        return bool(self.flaws) or any(verdict.kind == "wrong" for verdict in self.verdicts) or any(map(self.counted.get, NEVER))
 
     @property
     def right(self) -> bool:
@@ -75,7 +77,7 @@ class Outcome:
 
 def judge(replica: str, engine: str, told: Told, truth: bytes) -> Verdict:
     """How a replica stands with an engine, when there is nothing left to come."""
-    name = engine.split("\x1f")[-1]
+    name = engine.rpartition("\x1f")[2]
     held = told.held.get(engine)
     if held is None:
         return Verdict(replica, name, "doubted", f"not there: {told.fault}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ SECONDS: Final = 3.0
 """That faults are done for; what the last ones have done must be mended after that."""
 RATES: Final = (150.0, 300.0, 600.0)
 """Batches per second of an engine."""
+LEAST_RATE: Final = 30.0
 TAIL: Final = 20
 """Batches of each engine that come when every fault is over."""
 LEAST_LANE_BYTES: Final = 1 << 20
@@ -132,6 +133,9 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     count = draw.randint(2, 4)
     engines = [_engine(draw, traits) for _ in range(count)]
     rates = [draw.choice(RATES) for _ in range(count)]
+    if "small max_payload" in traits:
+        # One whose batches are larger than a page.
+        engines[0], rates[0] = replace(engines[0], habits=replace(engines[0].habits, events=200, blocks=4_000)), LEAST_RATE
     lanes = draw.choice((1, 2, 3))
     counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "lane": lanes, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1

@@ -68,8 +68,8 @@ _HEAD: Final = """\
 # Chaos beyond one machine
 
 Whether three replicas of a plane end with what the engines hold, whatever happens to engines, bridges, servers and replicas
-meanwhile. `make plane-chaos` plays rounds, and `python -m benchmarks.plane chaos --rounds 200 --write` writes this file from what
-it saw: do not edit it.
+meanwhile. `make plane-chaos` plays rounds, and `python -m benchmarks.plane chaos --rounds 200 --write` writes this file from
+what it saw: do not edit it.
 
 - A round is drawn from a seed and its number: two bridges, three replicas, two to four engines and one NATS server or a cluster
   of three, each a process of its own, with a proxy between each engine and each bridge. For three seconds faults are done to
@@ -77,8 +77,8 @@ it saw: do not edit it.
 - The truth is the digest of an index in each engine's process after each batch. Replicas are those of `kvevents serve --from`,
   with snapshots every half second. Each writes down every hundredth of a second what it holds of every stream of which it says
   that it is EXACT; each of these claims is compared with the truth.
-- *Right* is a replica that is EXACT and holds what the engine holds; each is counted once for each engine. *Settled* is the time
-  from the last batch until all are right. Who is not is asked for a minute.
+- *Right* is a replica that is EXACT and holds what the engine holds; each is counted once for each engine. *Settled* is the
+  time from the last batch until all are right. Who is not is asked for a minute.
 - The log is then read page by page: numbers follow each other in each incarnation, none is there twice, and all batches of an
   incarnation are of one life of the engine. What bridges and replicas count besides (records that are doubled, records that no
   bridge writes) must be 0.

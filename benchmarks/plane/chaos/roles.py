@@ -146,6 +146,7 @@ def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
             "adrift": status.adrift,
             "breaches": status.breaches,
             "doubled": sum(ledger.doubled for ledger in ledgers),
+            "strays": sum(ledger.strays for ledger in ledgers),
             "waiting": sum(lane.waiting for lane in status.lanes),
         }
         fault = "; ".join(filter(None, [fault, status.failure, *(lane.fault for lane in status.lanes)]))

@@ -23,7 +23,7 @@ from benchmarks.chaos.engine import Life
 from benchmarks.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent
 from benchmarks.plane.chaos import roles
 from benchmarks.plane.chaos.audit import Audit, read_log
-from benchmarks.plane.chaos.judging import Claimed, Outcome, Verdict, check_claims, judge
+from benchmarks.plane.chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
 from benchmarks.plane.chaos.plan import BRIDGES, LEAST_LANE_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
 from benchmarks.plane.chaos.roles import BridgeRole, ReplicaRole, Told
 from benchmarks.plane.servers import Server, Servers
@@ -41,7 +41,7 @@ SETTLE_SECONDS: Final = 60.0
 ASK_SECONDS: Final = 10.0
 LOOK: Final = 0.05
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
-SMALL_PAYLOAD: Final = 6 << 10
+SMALL_PAYLOAD: Final = 24 << 10
 SMALL_PENDING: Final = 64 << 10
 DEAD_SECONDS: Final = 4.0
 """After which an engine leaves the log; longer than a fault lasts, as a rule."""
@@ -221,7 +221,7 @@ class Stage:
             tuple(verdicts),
             audit.batches,
             audit.lost,
-            tuple([*audit.flaws[:3], *claims.wrong]),
+            (*audit.flaws[:3], *claims.wrong),
             dict(self.counted) | {"claims": claims.count, "pages": audit.pages},
             time.monotonic() - began,
             settled,
@@ -349,8 +349,9 @@ class Stage:
         for kind, found in (("b", bridges), ("r", told)):
             for number, each in found.items():
                 self.counted.update({name: value for name, value in each.counted.items() if name != "claims"})
-                if each.fault:
-                    self.faults.append(f"{kind}{number}: {each.fault}")
+                bad = [f"{value} {name}" for name in NEVER if (value := each.counted.get(name))]
+                if each.fault or bad:
+                    self.faults.append(f"{kind}{number}: {' '.join([*bad, each.fault])}")
 
     def _audit(self) -> Audit:
         try:
