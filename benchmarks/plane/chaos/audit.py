@@ -14,7 +14,6 @@ from kvevents.plane.records import Batched, Lost, Page, Piece, Renewed, decode_p
 from kvevents.wire import decode_batch
 
 READ_SECONDS: Final = 20.0
-READ_AT_ONCE: Final = 500
 
 
 @dataclass(slots=True)
@@ -82,20 +81,20 @@ def _life_of(payload: bytes) -> int | None:
     return None if packed == UNPLACED else Key.unpack(packed).life
 
 
-async def read_log(servers: Iterable[str], layout: Layout) -> Audit:
-    """Everything that is there, of all lanes."""
+async def read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Audit:
+    """Everything that is there, of all lanes, so many pages at once."""
     audit = Audit()
     client = await nats.connect(list(servers))
     try:
         js = client.jetstream(timeout=READ_SECONDS)
         for lane in range(layout.lanes):
-            await _read_lane(js, layout, lane, audit)
+            await _read_lane(js, layout, lane, audit, at_once)
     finally:
         await client.close()
     return audit
 
 
-async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit) -> None:
+async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: int) -> None:
     from nats.js.api import ConsumerConfig, DeliverPolicy  # noqa: PLC0415 - an extra
 
     state = (await js.stream_info(layout.stream(lane))).state
@@ -106,7 +105,7 @@ async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit) -> None:
     )
     position, life = 0, ""
     while position < state.last_seq:
-        for message in await consumer.fetch(READ_AT_ONCE, timeout=READ_SECONDS):
+        for message in await consumer.fetch(at_once, timeout=READ_SECONDS):
             await message.ack()
             position = message.metadata.sequence.stream
             page = decode_page(message.data)

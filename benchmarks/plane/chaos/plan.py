@@ -130,6 +130,8 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     draw = Random(f"{seed}/{number}")  # noqa: S311 - a simulation, not a secret
     wanted = [name for name, trait in TRAITS.items() if draw.random() < trait.share]
     traits = [name for name in TRAITS if name in only or (name in wanted and name not in without)]
+    if {"small lanes", "no snapshots"} <= set(traits):
+        traits.remove("no snapshots")  # a full lane would stay full: only what a snapshot holds is purged
     count = draw.randint(2, 4)
     engines = [_engine(draw, traits) for _ in range(count)]
     rates = [draw.choice(RATES) for _ in range(count)]
