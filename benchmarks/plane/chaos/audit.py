@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +16,7 @@ from kvevents.plane.records import Batched, Lost, Page, Piece, Renewed, decode_p
 from kvevents.wire import decode_batch
 
 READ_SECONDS: Final = 20.0
+LOOK_SECONDS: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -88,10 +91,23 @@ async def read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Audi
     try:
         js = client.jetstream(timeout=READ_SECONDS)
         for lane in range(layout.lanes):
+            await _until_there(js, layout.stream(lane))
             await _read_lane(js, layout, lane, audit, at_once)
     finally:
         await client.close()
     return audit
+
+
+async def _until_there(js: Any, name: str) -> None:
+    """One that was deleted is made anew by the bridges, which notice it when nothing has come for a while."""
+    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+
+    async with asyncio.timeout(READ_SECONDS):
+        while True:
+            with suppress(NotFoundError):
+                await js.stream_info(name)
+                return
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: int) -> None:

@@ -141,6 +141,8 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     lanes = draw.choice((1, 2, 3))
     counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "lane": lanes, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1
+    if "no snapshots" in traits:
+        without = [*without, "purge lane"]  # who had not read what is gone could have it from nobody
     strikes = _strikes(draw, counts, only, without)
     return Plan(seed, number, tuple(traits), lanes, tuple(engines), tuple(rates), tuple(strikes))
 
