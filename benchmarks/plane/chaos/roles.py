@@ -85,8 +85,7 @@ class Told(NamedTuple):
 def bridge(pipe: Connection, role: BridgeRole) -> None:
     """The process of a bridge; it ends with the pipe."""
     _begin(role.log)
-    brisk = partial(Subscriber, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))
-    _set(listening, "Subscriber", brisk)
+    _set(listening, "Subscriber", _brisk)
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_bridge(pipe, role))
 
@@ -98,6 +97,10 @@ def replica(pipe: Connection, role: ReplicaRole) -> None:
         _set(module, name, value)
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_replica(pipe, role))
+
+
+def _brisk(*, decode: bool) -> Subscriber[Any]:
+    return Subscriber(decode=decode, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))  # type: ignore[call-overload, no-any-return]
 
 
 def _begin(log: str) -> None:
