@@ -180,7 +180,11 @@ class BridgeProcess(Program):
     def __init__(self, plane: PlaneSettings, *engines: TalkingEngine, name: str = "bridge", **more: Any) -> None:
         watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint] for each in engines]
         said = {"servers": plane.servers, "name": plane.name, "lanes": plane.lanes, "copies": plane.copies}
-        told = {"plane": said | {"lane_bytes": plane.lane_bytes}, "bridge": {"name": name, "beat": 0.2, **more}, "watches": watches}
+        told = {
+            "plane": said | {"lane_bytes": plane.lane_bytes},
+            "bridge": {"name": name, "beat": 0.2, **more},
+            "watches": watches,
+        }
         super().__init__(json.dumps(told), command=(sys.executable, "-W", "error", __file__))
 
     def wait_until_ready(self) -> Self:

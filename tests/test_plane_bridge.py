@@ -12,13 +12,15 @@ from nats.js import JetStreamContext
 from bridge_cases import BridgeProcess, TalkingEngine, settled, told_of, with_js
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.bridge import MAX_CARD_BYTES, Bridge, BridgeSettings, Watch
+from kvevents.plane.ledger import Departure
 from kvevents.plane.records import Piece
 from kvevents.plane.settings import PlaneSettings
-from kvevents.stream import RawBatch, Reset, Source
+from kvevents.stream import Gap, RawBatch, Reset, Source
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import SECONDS, Log, Running, bridging, plane_at
-from publisher_cases import batch
+from publisher_cases import batch, held
 from service_cases import until
+from test_cli import refusing
 
 pytestmark = needs_nats
 
@@ -236,6 +238,113 @@ def test_batches_above_what_a_message_may_hold_are_split_and_joined(tmp_path: Pa
             engine.say(5)
             settled(log, engine)
         assert max(len(each.payload) for each in log.events if isinstance(each, RawBatch)) > large
+
+
+@pytest.mark.parametrize("bridges", [1, 2])
+def test_what_nobody_has_is_a_gap_that_is_told_once(plane: PlaneSettings, bridges: int) -> None:
+    """And a reason to trust less."""
+    names = [f"b{at}" for at in range(bridges)]
+    with TalkingEngine() as engine, BridgesOf(plane, engine, names):
+        engine.say(10)
+        log = Log(plane).until("the first of it", lambda log: len(log.numbers()) == 10)
+        with held(engine.publisher):
+            pass  # it has burnt a number
+        engine.say(10)
+        log.until("the rest", lambda log: log.numbers()[-1] >= 20)
+        assert log.numbers() == [each for each in range(log.numbers()[-1] + 1) if each != 10]
+        assert [(each.first, each.last) for each in log.events if isinstance(each, Gap)] == [(10, 10)]
+        assert log.flaws == (0, 0)
+        log.until("their trust", lambda log: {told.trust for told in told_of(log).values()} == {"DEGRADED"})
+        assert all("lost" in told.reason for told in told_of(log).values())
+
+
+# --- engines that are gone
+
+
+def test_an_engine_that_is_gone_leaves_and_comes_back_with_a_new_incarnation(plane: PlaneSettings) -> None:
+    with TalkingEngine() as engine, TalkingEngine("other") as other:
+        log = Log(plane)
+        with bridging(plane, engine.watch, other.watch, dead_seconds=0.3):
+            for life in (1, 2):
+                engine.say(10)
+                settled(log, engine)
+                engine.end()
+                log.until("it to leave", lambda log, life=life: [type(event) for event in log.events].count(Departure) == life)
+                engine.restart()
+                engine.say(5)
+                settled(log, engine)
+                assert [each.incarnation for each in log.events if isinstance(each, Reset)] == list(range(1, life + 1))
+        assert {each.key for each in log.events if isinstance(each, Departure)} == {("engine", 0)}
+
+
+def test_engines_that_are_gone_all_at_once_stay(plane: PlaneSettings) -> None:
+    """It is the network that is suspected; and an engine that is gone by itself leaves afterwards."""
+    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    log = Log(plane)
+    with bridging(plane, *(engine.watch for engine in engines), dead_seconds=0.3) as bridge:
+        for engine in engines:
+            engine.say(10)
+        settled(log, *engines)
+        for engine in engines[:3]:
+            engine.end()
+        until("suspicion", lambda: bridge.status().suspects, SECONDS)
+        assert bridge.status().suspects.endswith("of 4 engines cannot be reached")
+        pages = len(log.read().pages)
+        # Beats go on for longer than any would need to leave.
+        log.until("some time", lambda log: len(log.pages) > pages + 10)
+        assert not [each for each in log.events if isinstance(each, Departure)]
+        for engine in engines[:2]:
+            engine.restart()
+            engine.say(3)
+        until("no suspicion", lambda: not bridge.status().suspects, SECONDS)
+        log.until("one to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
+        settled(log, engines[0], engines[1], engines[3])
+        assert {each.key for each in log.events if isinstance(each, Departure)} == {("e2", 0)}
+    for engine in engines:
+        engine.end()
+
+
+def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> None:
+    """Until that one is gone as well."""
+    with refusing() as nowhere, TalkingEngine() as engine, TalkingEngine("other") as other:
+        log = Log(plane)
+        apart = Watch(Source(nowhere, None, name="engine"), b"card")
+        with (
+            BridgeProcess(plane, engine, name="reaches").wait_until_ready() as reaches,
+            bridging(plane, apart, other.watch, name="does not", dead_seconds=0.3),
+        ):
+            engine.say(10)
+            settled(log, engine)
+            pages = len(log.pages)
+            log.until("some time", lambda log: len(log.pages) > pages + 20)
+            assert not [each for each in log.events if isinstance(each, Departure)]
+            reaches.kill()
+            log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
+
+
+def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
+    """A new card begins no new life, nor does another address of the same engine; who is watched no more leaves."""
+    with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
+        log = Log(plane)
+        bridge = Bridge(BridgeSettings(plane=plane, name="bridge", beat=0.2), [one.watch])
+        running = Running(bridge)
+        until("the bridge", bridge.ready.is_set, SECONDS)
+        one.say(10)
+        settled(log, one)
+        moved = Watch(
+            Source(one.publisher.endpoint.replace("127.0.0.1", "localhost"), one.source.replay_endpoint, name="e1"), b"new"
+        )
+        for watches in ([Watch(one.source, b"new")], [moved], [moved, two.watch]):
+            running.call(lambda watches=watches: bridge.watch(watches))
+            one.say(10)
+            settled(log, one)
+        two.say(10)
+        settled(log, two)
+        log.until("the card", lambda log: log.ledgers[log.layout.lane_of("e1")].streams["e1", 0].card == b"new")
+        running.call(lambda: bridge.watch([moved]))
+        log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
+        assert [each.key for each in log.events if isinstance(each, Departure | Reset)] == [("e2", 0)]
+        running.end()
 
 
 def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: pytest.LogCaptureFixture) -> None:

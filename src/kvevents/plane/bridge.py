@@ -255,6 +255,19 @@ class Bridge:
         self._members.begin_anew(key)
         self._listener.follow(watch.source, start, self._next_turn(key))
 
+    def _is_stuck(self, lane: BridgeLane) -> bool:
+        """Whether a lane takes nothing, and more waits for it than its share."""
+        return bool(lane.fault) and lane.composer.queued_bytes > self.settings.max_queued_bytes // (len(self._lanes) + 1)
+
+    def _look_after_lanes(self) -> None:
+        stuck = {lane.lane for lane in self._lanes if self._is_stuck(lane)}
+        for key in self._watches:
+            lane = self._lane_of(key)
+            if lane.lane in stuck and key not in lane.parked:
+                self._park(key, lane)
+            elif key in lane.parked and lane.ready.is_set() and not lane.fault and not lane.composer.waiting:
+                self._anchor(key)
+
     def _park(self, key: Key, lane: BridgeLane) -> None:
         """Follow a stream no more until there is room for what it says."""
         lane.parked.add(key)
@@ -292,8 +305,8 @@ class Bridge:
             self._anchor(key)
 
     def count(self) -> None:
-        """Less, or more, is queued."""
-        self._queued = sum(lane.composer.queued_bytes for lane in self._lanes)
+        """Less, or more, is queued. A lane whose streams are parked gets no more, and need not hold up the others."""
+        self._queued = sum(lane.composer.queued_bytes for lane in self._lanes if not lane.parked)
 
     # --- what the thread hears
 
@@ -311,7 +324,6 @@ class Bridge:
 
     def _heard(self, heard: list[Heard], size: int) -> None:
         now = asyncio.get_running_loop().time()
-        share = self.settings.max_queued_bytes // (len(self._lanes) + 1)
         for record, turn in heard:
             key = record.key
             if turn != self._turns.get(key) or key not in self._watches:
@@ -319,7 +331,7 @@ class Bridge:
             lane = self._lane_of(key)
             if isinstance(record, Trusting):
                 self._members.hear(record)
-            elif lane.fault and lane.composer.queued_bytes > share:
+            elif self._is_stuck(lane):
                 self._park(key, lane)
                 continue
             hold = GAP_HOLD_SECONDS if isinstance(record, Lost) and lane.has_company(now) else 0.0
@@ -340,10 +352,7 @@ class Bridge:
                 for lane in self._lanes:
                     lane.beat(Beat(self.settings.name, self.settings.beat, time.time(), self.suspects))
             self._look_after_members(now)
-            for lane in self._lanes:
-                if lane.parked and lane.ready.is_set() and not lane.fault and not lane.composer.waiting:
-                    for key in list(lane.parked):
-                        self._anchor(key)
+            self._look_after_lanes()
             self.count()
             await asyncio.sleep(min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds))
 

@@ -121,7 +121,7 @@ class BridgeLane:
     @property
     def fault(self) -> str:
         """Why nothing is read or written at the moment; empty where that is not so."""
-        return self._refusal or ("" if self._reader is None else self._reader.fault)
+        return (self._reader is not None and self._reader.fault) or self._refusal
 
     @property
     def written(self) -> int:
@@ -320,12 +320,14 @@ class BridgeLane:
             self._went_well()
             self.conflicts += 1
             if self._is_shorter(error) and self._reader is not None:
-                await self._reader.look_again()
+                await self._reader.look_again().wait()
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(CATCH_UP_SECONDS):
                     await self._advanced.wait()
             return
+        if error.fault == "away" and self._client.is_connected and self._reader is not None:
+            self._reader.look_again()  # there may be no such stream any more
         self._say(error)
         await asyncio.sleep(self._retry.pause())
 

@@ -121,11 +121,11 @@ class LaneReader:
         finally:
             self._looked.set()
 
-    async def look_again(self) -> None:
-        """Somebody has reason to believe that the lane is not what it was; returns when that was looked into."""
+    def look_again(self) -> asyncio.Event:
+        """There is reason to believe that the lane is not what it was. What is returned is set when that was looked into."""
         self._looked.clear()
         self._lost.set()
-        await self._looked.wait()
+        return self._looked
 
     def _tell(self, error: PlaneError) -> None:
         self.behind = None
@@ -139,7 +139,6 @@ class LaneReader:
         except PlaneError as error:
             if error.fault != "missing" or self._remake is None:
                 raise
-            self._tell(error)
             await self._remake()
             return await state_of(self._js, self._layout, self._lane)
 
