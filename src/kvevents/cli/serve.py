@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvevents.cli import logs
 from kvevents.cli.command import OK, Command
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import count, endpoint, seconds
+from kvevents.cli.options import Group, count, endpoint, seconds
 from kvevents.errors import ConfigError, MissingDependencyError
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -50,11 +50,33 @@ def worker(text: str) -> dict[str, Any]:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Flags go before the file, setting by setting; sources of both count."""
+    add_config(parser)
+    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+    add_sources(parser)
+    parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
+    parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
+    parser.add_argument(
+        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
+    )
+    logs.add_arguments(parser)
+    add_check(parser)
+
+
+def add_config(parser: ArgumentParser) -> None:
+    """The file, which goes after the flags."""
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="TOML file; its [[sources]] are read again whenever it changes"
     )
-    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+
+
+def add_check(parser: ArgumentParser) -> None:
+    """Whether to end before anything begins."""
+    parser.add_argument("--check", action="store_true", help="check the settings, and end")
+
+
+def add_sources(parser: ArgumentParser | Group) -> None:
+    """Which engines to follow; `with_sources` reads them."""
     parser.add_argument(
         "--worker",
         dest="workers",
@@ -82,13 +104,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sources", action="append", default=[], metavar="FILE", help="TOML file of [[sources]], watched")
     parser.add_argument("--model", help="model of --worker, --engine and --dns")
     parser.add_argument("--block-size", type=count, metavar="TOKENS", help="tokens per block that --worker and --dns promise")
-    parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
-    parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
-    parser.add_argument(
-        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
-    )
-    logs.add_arguments(parser)
-    parser.add_argument("--check", action="store_true", help="check the settings, and end")
 
 
 _SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit")
@@ -121,6 +136,12 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     for name in _SETTINGS:
         if (given := getattr(args, name)) is not None:
             found[name] = given
+    return with_sources(found, args)
+
+
+def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    """The tables of a file, without its own sources, and what `add_sources` has asked for. Raises `ConfigError`."""
+    found = dict(tables)
     model = {} if args.model is None else {"model": args.model}
     block_size = {} if args.block_size is None else {"block_size": args.block_size}
     if args.workers and not model:
