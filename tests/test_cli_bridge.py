@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvevents.cli.bridging import Teller, card_of
 from kvevents.config import Curve
 from kvevents.plane.bridge import BridgeSettings
-from kvevents.plane.leases import lease_key
+from kvevents.plane.connection import opened
+from kvevents.plane.layout import Layout
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
@@ -97,7 +99,8 @@ def test_two_engines_are_in_the_log_when_it_has_ended(server: NatsServer, number
     """A signal ends it with 0, and what was published before is in the log."""
     plane = f"two-{number}"
     with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
-        with bridge(server, plane, *worker("a", first), *worker("b", second)) as program:
+        arguments = (*worker("a", first), *worker("b", second))
+        with bridge(server, plane, *arguments) as program:
             for name in ("a", "b"):
                 program.err.wait(f"{name} rank 0: following tcp://")
                 program.err.wait(f"{name} rank 0: EXACT")
@@ -190,32 +193,29 @@ def test_a_bridge_that_was_killed_comes_back_and_nothing_is_lost_or_doubled(serv
 
 
 def test_a_second_bridge_of_the_same_name_is_refused(server: NatsServer, tmp_path: Path) -> None:
-    """With one sentence, after the first has had time to end; the first goes on. Where it does end the second takes its place."""
-    with publishing(replay_endpoint=ANY) as publisher:
-        with bridge(server, "same", *worker("a", publisher)) as first:
-            arguments = ["bridge", "--to", server.url, "--plane", "same", *LANE, "--name", "bridge", *worker("a", publisher)]
-            who = f"process {first.process.pid} at {re.escape(socket.gethostname())} is bridge 'bridge'"
-            with Program(*arguments, command=quick("0.5")) as second:
-                second.err.wait(f"WARNING .*{who}; waiting for at most 0.5 s")
-                ended = second.end()
-            assert ended.code == 1
-            assert re.fullmatch(f"kvevents: {who} of plane 'same'; .*give this one another with --name.*", last(ended))
-            publisher.publish(batch(0))
-            has(Log(plane_at(server.url, name="same")), "a", 1)
-            with Program(*arguments) as third:
-                third.err.wait("waiting for at most 18 s")
-                assert first.interrupt(signal.SIGTERM).code == 0
-                third.err.wait("bridge 'bridge' writes to")
-                assert third.interrupt(signal.SIGTERM).code == 0
+    """With one sentence, after the first has had time to end; the first goes on. Where it does end another takes its place."""
+    with publishing(replay_endpoint=ANY) as publisher, bridge(server, "same", *worker("a", publisher)) as first:
+        arguments = ["bridge", "--to", server.url, "--plane", "same", *LANE, "--name", "bridge", *worker("a", publisher)]
+        who = f"process {first.process.pid} at {re.escape(socket.gethostname())} is bridge 'bridge'"
+        with Program(*arguments, command=quick("0.5")) as second:
+            second.err.wait(f"WARNING .*{who}; waiting for at most 0.5 s")
+            ended = second.end()
+        assert ended.code == 1
+        assert re.fullmatch(f"kvevents: {who} of plane 'same'; .*give this one another with --name.*", last(ended))
+        publisher.publish(batch(0))
+        has(Log(plane_at(server.url, name="same")), "a", 1)
+        with Program(*arguments) as third:
+            third.err.wait("waiting for at most 18 s")
+            assert first.interrupt(signal.SIGTERM).code == 0
+            third.err.wait("bridge 'bridge' writes to")
+            assert third.interrupt(signal.SIGTERM).code == 0
 
 
 def test_a_signal_ends_a_bridge_that_waits_for_its_name(server: NatsServer) -> None:
-    with publishing() as publisher, bridge(server, "waits", *worker("a", publisher)):
-        with Program(
-            "bridge", "--to", server.url, "--plane", "waits", *LANE, "--name", "bridge", "--dns", "h:1", "--model", "m"
-        ) as second:
-            second.err.wait("waiting for at most")
-            ended = second.interrupt()
+    arguments = ["bridge", "--to", server.url, "--plane", "waits", *LANE, "--name", "bridge", *HERE]
+    with bridge(server, "waits", *HERE), Program(*arguments) as second:
+        second.err.wait("waiting for at most")
+        ended = second.interrupt()
     assert ended.code == 0
     assert "Traceback" not in ended.err
 
@@ -248,13 +248,44 @@ def test_a_name_outlives_servers_that_are_away_and_a_bucket_that_was_deleted(tmp
             server.start()
             program.err.wait("the name of this bridge is sure again")
             has(Log(plane_at(server.url, name="away")), "a", 1)
+            lines = len(program.err.all)
+            asyncio.run(delete_leases(server, "away"))
+            program.err.wait(lambda told: any("is sure again" in line for line in told[lines:]))
+            publisher.publish(batch(1))
+            has(Log(plane_at(server.url, name="away")), "a", 2)
             assert program.interrupt(signal.SIGTERM).code == 0
+
+
+async def delete_leases(server: NatsServer, plane: str) -> None:
+    async with opened(plane_at(server.url), name="tests") as client:
+        await client.jetstream().delete_key_value(Layout(plane, 2).leases)
+
+
+def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_once(tmp_path: Path) -> None:
+    """What was not written is told."""
+    with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
+        both = [
+            Program("bridge", "--to", server.url, "--name", name, *LANE, *worker("a", publisher)) for name in ("one", "two")
+        ]
+        with both[0] as patient, both[1] as hasty:
+            for program in both:
+                program.err.wait("a rank 0: EXACT")
+            server.kill()
+            publisher.publish(batch(0))
+            for program in both:
+                program.err.wait("coming back")
+                program.process.send_signal(signal.SIGTERM)
+            # Their threads are the first to end.
+            until("the end to begin", lambda: publisher.stats().subscribers == 0)
+            assert hasty.interrupt(signal.SIGINT).code == 130
+            ended = patient.end()
+        assert ended.code == 0, ended.err
+        assert re.search("ended with [12] records that the servers did not take", ended.err)
+        assert "Traceback" not in ended.err
 
 
 def quick(name_seconds: str, lease: str = "15.0") -> tuple[str, ...]:
     """The program with short waits for names."""
-    import sys  # noqa: PLC0415 - here alone
-
     code = f"""
 import sys
 from kvevents.cli import bridging, main
@@ -277,7 +308,6 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
     """Of few labels, and as the bridge is."""
     port = free_port()
     with publishing(replay_endpoint=ANY) as publisher:
-        more = (*worker("a", publisher), *worker("gone", publisher), "--metrics-port", port, "--json")
         more = (*worker("a", publisher), "--worker", "gone=tcp://127.0.0.1:1", "--metrics-port", port, "--json")
         with bridge(server, "metrics", *more) as program:
             program.err.wait("a rank 0: EXACT")
@@ -404,7 +434,7 @@ def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
 
 
 def test_a_plane_of_other_settings_is_told(server: NatsServer) -> None:
-    with publishing() as publisher, bridge(server, "other", *worker("a", publisher)) as program:
+    with bridge(server, "other", *HERE) as program:
         ended = run("bridge", "--to", server.url, "--plane", "other", "--lane-size", "65MiB", *HERE)
         assert ended.code == 1
         assert "it is there already with other settings" in last(ended)
@@ -414,7 +444,14 @@ def test_a_plane_of_other_settings_is_told(server: NatsServer) -> None:
 def test_its_name_is_the_hosts_unless_told(server: NatsServer) -> None:
     with Program("bridge", "--to", server.url, "--plane", "host", *LANE, *HERE) as program:
         program.err.wait(f"bridge '{re.escape(socket.gethostname())}' writes to")
-        assert lease_key("bridge", socket.gethostname())
-        program.process.send_signal(signal.SIGTERM)
-        assert program.end().code == 0
-    assert os.getpid() != program.process.pid
+        assert program.interrupt(signal.SIGTERM).code == 0
+
+
+def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
+    """And shown nowhere; this server takes any."""
+    with Program("bridge", "--to", server.url_of("user:secret"), "--plane", "login", *LANE, *HERE) as program:
+        program.err.wait("WARNING everybody on this machine sees a login in --to; use --creds")
+        program.err.wait("writes to the 2 lanes")
+        ended = program.interrupt(signal.SIGTERM)
+    assert ended.code == 0
+    assert "secret" not in ended.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -14,6 +15,8 @@ from kvevents.cli.console import Console, Span
 from kvevents.cli.serve import add_check, add_config, add_sources, port, size
 from kvevents.errors import MissingDependencyError
 from kvevents.plane.settings import PlaneSettings
+
+log = logging.getLogger("kvevents.bridge")
 
 
 class _Option(NamedTuple):
@@ -98,6 +101,8 @@ def run(args: Namespace) -> int:
         Console().note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
+    if any("@" in server for server in args.servers or ()):
+        log.warning("everybody on this machine sees a login in --to; use --creds, --nkey, or [plane] of --config")
     bridging.run(settings)
     return OK
 

@@ -227,7 +227,7 @@ class Process:
 
     async def _work(self, stop: asyncio.Event) -> None:
         settings = self._settings.bridge
-        async with opened(settings.plane, name=f"kvevents bridge {settings.name}: its name") as client:
+        async with opened(settings.plane, name=f"kvevents bridge {settings.name} (its name)") as client:
             await require_jetstream(client)
             js = client.jetstream()
             layout = await make(js, settings.plane)
@@ -241,7 +241,8 @@ class Process:
                     for task in running:
                         task.cancel()
             finally:
-                await lease.release()
+                if client.is_connected:
+                    await lease.release()
         self._tell_end()
 
     # --- its name

@@ -29,11 +29,13 @@ class Followers(Protocol):
     @property
     def refused(self) -> dict[Key, str]:
         """Why some of it cannot be followed, as sentences."""
+        ...
 
     def replace(
         self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None], /
     ) -> list[str]:
         """Make what one origin has registered be just this. Returns sentences about what could not be."""
+        ...
 
 
 class Finder:
