@@ -384,6 +384,23 @@ async def is_beyond(found: Bucket, revision: int) -> bool:
     return await found.revision() > revision
 
 
+async def test_who_is_cancelled_while_an_answer_comes_is_cancelled(server: NatsServer) -> None:
+    """In the very turn of the event loop in which it comes."""
+    async with opened(plane_at(server.url), name="tests") as client:
+
+        async def answer(message: Any) -> None:
+            await message.respond(b"answer")
+
+        await client.subscribe("echo", cb=answer)
+        assert (await client.request("echo")).data == b"answer"
+        asking = asyncio.create_task(client.request("echo", timeout=WAIT))
+        while not client._resp_map:  # noqa: ASYNC110 - the task has no event for it
+            await asyncio.sleep(0)
+        client._resp_map[next(iter(client._resp_map))].add_done_callback(lambda _: asking.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
 async def test_a_bucket_that_was_deleted_is_told(server: NatsServer) -> None:
     async with bucket(server, name="deleted") as found:
         lease, late = found.lease(), found.lease()
