@@ -433,6 +433,13 @@ def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+def test_lanes_that_the_servers_have_no_room_for_are_told(tmp_path: Path) -> None:
+    with nats_server(tmp_path, jetstream={"max_file": 100 << 20}) as server:
+        ended = run("bridge", "--to", server.url, *LANE, *HERE)
+    assert ended.code == 1
+    assert "no room left; raise its limit or free some. 2 lanes reserve 128 MiB in all on 1 of the servers" in last(ended)
+
+
 def test_a_plane_of_other_settings_is_told(server: NatsServer) -> None:
     with bridge(server, "other", *HERE) as program:
         ended = run("bridge", "--to", server.url, "--plane", "other", "--lane-size", "65MiB", *HERE)

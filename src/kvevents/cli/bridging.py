@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from kvevents.config import Curve
 from kvevents.errors import ConfigError, KVEventsError, PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.connection import opened, require_jetstream
-from kvevents.plane.layout import LEASE_SECONDS, make
+from kvevents.plane.layout import LEASE_SECONDS, Layout, make
 from kvevents.plane.leases import Holder, Lease, lease_key
 from kvevents.plane.metrics import BridgeCollector, Scraped
 from kvevents.plane.settings import PlaneSettings
@@ -32,6 +32,9 @@ from kvevents.service.finding import Finder
 from kvevents.service.fleet import check_alike
 from kvevents.service.registration import Key, Registration
 from kvevents.stream import Checkpoint
+
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
 
 log = logging.getLogger("kvevents.bridge")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -230,7 +233,7 @@ class Process:
         async with opened(settings.plane, name=f"kvevents bridge {settings.name} (its name)") as client:
             await require_jetstream(client)
             js = client.jetstream()
-            layout = await make(js, settings.plane)
+            layout = await _made(js, settings.plane)
             self._lease = lease = Lease(js, layout, lease_key("bridge", settings.name), Holder.here())
             try:
                 await self._take_name(lease)
@@ -263,7 +266,7 @@ class Process:
             fault="conflict",
         )
 
-    async def _keep_name(self, lease: Lease, js: Any) -> None:
+    async def _keep_name(self, lease: Lease, js: JetStreamContext) -> None:
         """Until somebody else has it. While the servers are away nobody gets it, and nobody writes either."""
         while True:
             log.warning("the name of this bridge is not sure: %s", await lease.keep())
@@ -348,6 +351,19 @@ class Teller:
             log.warning("%s", sentence)
         if before and not self._faults:
             log.info("all that is named can be followed")
+
+
+async def _made(js: JetStreamContext, plane: PlaneSettings) -> Layout:
+    try:
+        return await make(js, plane)
+    except PlaneError as error:
+        if error.fault != "full":
+            raise
+        room = plane.lanes * plane.lane_bytes >> 20
+        raise PlaneError(
+            f"{error}. {plane.lanes} lanes reserve {room} MiB in all on {plane.copies} of the servers: see --lanes and --lane-size",
+            fault=error.fault,
+        ) from error
 
 
 def _figures(seen: Scraped) -> str:
