@@ -18,11 +18,14 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvevents.cli.bridging import Teller, card_of
+from kvevents.cli import bridge as cli
+from kvevents.cli.bridging import Seen, Teller, card_of
 from kvevents.config import Curve
+from kvevents.plane import metrics
 from kvevents.plane.bridge import BridgeSettings
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import Layout
+from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
@@ -352,6 +355,30 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
             teller.tell_faults(sentences)
     told = ["lanes: 1", "lanes: 2", "a: EXACT", "lanes: well again", "x", "y", "z", "all that is named can be followed"]
     assert caplog.messages == told
+
+
+def test_the_document_lists_what_there_is() -> None:
+    """Each metric, and each setting with its flag and its default."""
+    text = (Path(__file__).parent.parent / "docs" / "plane.md").read_text()
+    told = {
+        re.split(r"[{`]", name)[0] for name in re.findall(r"`(\w+(?:\{\w+\})?)`(?=[^|]*\|[^|]*\|[^|]*\|$)", text, re.MULTILINE)
+    }
+    exported = {*metrics._GAUGES, *(f"{name}_total" for name in metrics._COUNTERS), *metrics._LANES, "streams"}
+    assert exported <= told
+    fields = {*PlaneSettings.__struct_fields__, *BridgeSettings.__struct_fields__, *Seen.__struct_fields__} - {"plane"}
+    tables = " ".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
+    assert not [field for field in fields if f"`{field}`" not in tables]
+    flags = {each.flag for each in (*cli._PLANE, *cli._LOGIN, *cli._SELF, *cli._SEEN)} - {"--metrics-port", "--metrics-host"}
+    assert not [flag for flag in flags if f"`{flag}`" not in text]
+
+
+def test_the_help_tells_the_defaults_of_the_settings() -> None:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(BridgeSettings)}
+    said = {each.field: re.search(r"\(default: (\d+)\)", each.help) for each in cli._SELF}
+    assert {name: float(found[1]) for name, found in said.items() if found} == {
+        "hold_back": defaults["hold_back"],
+        "dead_seconds": defaults["dead_seconds"],
+    }
 
 
 # --- wrong usage -------------------------------------------------------------------------------------------------------------

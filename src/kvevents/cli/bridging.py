@@ -361,7 +361,8 @@ async def _made(js: JetStreamContext, plane: PlaneSettings) -> Layout:
             raise
         room = plane.lanes * plane.lane_bytes >> 20
         raise PlaneError(
-            f"{error}. {plane.lanes} lanes reserve {room} MiB in all on {plane.copies} of the servers: see --lanes and --lane-size",
+            f"{error}. {plane.lanes} lanes reserve {room} MiB in all on {plane.copies} of the servers: see --lanes and "
+            "--lane-size",
             fault=error.fault,
         ) from error
 
