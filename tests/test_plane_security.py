@@ -136,6 +136,13 @@ async def test_a_stranger_gets_nothing(login: Login) -> None:
     assert caught.value.fault == "denied"
 
 
+def test_a_replica_that_is_not_let_in_says_so_and_is_not_ready(login: Login) -> None:
+    with serving(*flags(login("stranger"), "x")) as service:
+        until("the reason", lambda: service.told("it does not take this login"))
+        assert service.get("/readyz").status == 503
+        assert "kvevents_plane_readable 0" in service.get("/metrics").body.decode()
+
+
 async def test_a_key_without_a_certificate_gets_nothing(login: Login, certificates: Path) -> None:
     settings = PlaneSettings(
         servers=login("operator").servers, nkey=str(certificates / "operator.nk"), tls_ca=str(certificates / "ca.pem")
@@ -334,9 +341,9 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
 
     def settings(role: str) -> PlaneSettings:
         path = operator.credentials(tmp_path / f"{role}.creds", role, roles[role])
-        return PlaneSettings(servers=(server.url,), lane_bytes=64 << 20, credentials=str(path))
+        return PlaneSettings(servers=(operated.url,), lane_bytes=64 << 20, credentials=str(path))
 
-    with nats_server(tmp_path / "nats", **operator.options) as server, engine() as one:
+    with nats_server(tmp_path / "nats", **operator.options) as operated, engine() as one:
         with (
             bridging(settings("bridge"), watch_of("one", one)),
             serving(*flags(settings("replica"), "a")) as replica,
