@@ -43,6 +43,8 @@ from kvevents.service.registration import Registration
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
+    from nats.js.kv import KeyValue
+
     from kvevents.plane.client import PlaneClient
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class Replica:
         self.snapshot: Kept | None = None
         """The newest one that counts, as far as this replica knows."""
         self.snapshot_fault = ""
+        self.unheard = ""
+        """Why the other replicas are not told what this one holds, as where it may only read."""
         self._fleet: Final = fleet
         self._snapshot_seconds: Final = snapshot_seconds
         self._memory_limit: Final = memory_limit
@@ -320,20 +324,26 @@ class Replica:
             return
         lease = Lease(client.jetstream(), layout, SNAPSHOT_LEASE, Holder.here())
         try:
-            if not await lease.acquire():
-                return
-            kept = await snapshots.kept()
-            if kept and time.time() - kept[0].at < self._snapshot_seconds * FRESH:
-                self.snapshot = kept[0]
-            else:
+            if not await self._is_fresh(snapshots) and await lease.acquire() and not await self._is_fresh(snapshots):
                 self.snapshot = await self._take_within(lease, snapshots, generation)
         except (KVEventsError, OSError, TimeoutError) as error:
-            self.snapshot_fault = str(error) or "it was not written in time"
-            log.warning("no snapshot was taken: %s", self.snapshot_fault)
+            self._tell_snapshot(error)
         else:
             self.snapshot_fault = ""
         finally:
             await lease.release()
+
+    async def _is_fresh(self, snapshots: Snapshots) -> bool:
+        """Whether the newest one that counts, whoever took it, is new enough."""
+        kept = await snapshots.kept()
+        self.snapshot = kept[0] if kept else self.snapshot
+        return bool(kept) and time.time() - kept[0].at < self._snapshot_seconds * FRESH
+
+    def _tell_snapshot(self, error: Exception) -> None:
+        fault = str(error) or "it was not written in time"
+        if fault != self.snapshot_fault:
+            log.warning("no snapshot was taken: %s", fault)
+        self.snapshot_fault = fault
 
     async def _take_within(self, lease: Lease, snapshots: Snapshots, generation: Generation) -> Kept:
         keeping = asyncio.create_task(lease.keep())
@@ -375,7 +385,7 @@ class Replica:
         """What the others say, after this one has."""
         with told("telling the other replicas what this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
-            await bucket.put(PREFIX + self.name, own.encode())
+            await self._say(bucket, own)
             found: dict[str, Opinion] = {}
             for key in await bucket.keys():
                 name = key.removeprefix(PREFIX)
@@ -384,6 +394,20 @@ class Replica:
                     opinion = Opinion.decode(entry.value or b"")
                     found |= {} if opinion is None else {name: opinion}
         return found
+
+    async def _say(self, bucket: KeyValue, own: Opinion) -> None:
+        """What this one holds. One that may only read compares itself all the same."""
+        try:
+            with told("telling the other replicas what this one holds"):
+                await bucket.put(PREFIX + self.name, own.encode())
+        except PlaneError as error:
+            if error.fault != "denied":
+                raise
+            if not self.unheard:
+                log.warning("this replica only reads: %s", error)
+            self.unheard = str(error)
+        else:
+            self.unheard = ""
 
 
 def _digest(index: PrefixIndex, key: Key) -> str | None:
