@@ -7,7 +7,6 @@ from typing import Final
 
 from kvevents.stream.trust import HEALED_BY_CLEAR, KEPT_BY_CHECKPOINT, Doubt
 
-
 MAX_MARKS: Final = 64
 """Numbers that are remembered of one doubt: the oldest, and the newest ones."""
 
