@@ -359,7 +359,7 @@ class Bridge:
             self._look_after_members(now)
             self._look_after_lanes()
             self.count()
-            await asyncio.sleep(min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds))
+            await asyncio.sleep(max(PAUSE_SECONDS, min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds / 2)))
 
     def _look_after_members(self, now: float) -> None:
         present: list[Key] = []
