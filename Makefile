@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml tools/setup
 	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
 
-$(TESTS_STAMP): tools/setup $(STAMP)  # a browser and a Prometheus, for which nobody else waits
+$(TESTS_STAMP): tools/setup $(STAMP)  # a browser, a Prometheus and a NATS server, for which nobody else waits
 	tools/setup tests
 	touch $(TESTS_STAMP)
 

@@ -32,8 +32,8 @@ SECONDS: Final = 30.0
 PLAIN: Final[Mapping[str, Any]] = {}
 HOST: Final = "127.0.0.1"
 _PORTS: Final = range(15_000, 32_000)
-"""Below those that systems give to outgoing connections: while a server is down nobody else gets its port, not even a client that
-tries to reach it, which could otherwise reach itself."""
+"""Below those that systems give to outgoing connections: while a server is down nobody else gets its port, not even a client
+that tries to reach it, which could otherwise reach itself."""
 _TRIES: Final = 5
 """Sets of ports; another process may be as quick to take one."""
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from random import Random
+from typing import cast
 
 import pytest
-from benchmarks.chaos.soak import ALLOWANCES, Note, Trend, note, table, trends
+from benchmarks.chaos.parts import Leg
+from benchmarks.chaos.soak import (
+    ALLOWANCES,
+    OUTAGE_SECONDS,
+    OUTAGES,
+    WARM_UP_SECONDS,
+    Note,
+    Trend,
+    flaps,
+    note,
+    table,
+    trends,
+)
 
 HOUR = 3600.0
 DRAW = Random(1)
@@ -71,3 +84,42 @@ def test_the_table_names_what_grows() -> None:
     text = table(trends("engine", notes(lambda at: 100 + at), 0.0))
     assert "| engine | memory | 100.0 MiB | 3,690.0 MiB | 3,690.0 MiB | +3,600.0 | **grows** |" in text
     assert text.count("| flat |") == 2
+
+
+class Proxy:
+    """Notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def drop(self, share: float, *, seed: int) -> None:
+        assert seed >= 0
+        self.done.append(f"drop {share:g}")
+
+    def cut(self) -> None:
+        self.done.append("cut")
+
+
+class OneLeg:
+    """A leg of such proxies."""
+
+    def __init__(self) -> None:
+        self.live, self.replay = Proxy(), Proxy()
+        self.proxies = [self.live, self.replay]
+
+    def heal(self) -> None:
+        for proxy in self.proxies:
+            proxy.done.append("heal")
+
+
+def test_the_worst_comes_first_and_is_over_before_anybody_looks() -> None:
+    """Whatever it costs once is not taken for growth."""
+    leg = OneLeg()
+    network = flaps([cast("Leg", leg)], Random(1))
+    assert [next(network) for _ in OUTAGES] == [OUTAGE_SECONDS] * len(OUTAGES)
+    assert sum([OUTAGE_SECONDS] * len(OUTAGES)) < WARM_UP_SECONDS / 4
+    assert leg.live.done == ["drop 0.05", "drop 1"]
+    assert leg.replay.done == ["drop 0.05", "drop 0"]
+    next(network)
+    assert leg.live.done[2] == leg.replay.done[2] == "heal"
+    assert {*leg.live.done[3:], *leg.replay.done[3:]} > {"cut"}

@@ -66,3 +66,16 @@ def test_importing_needs_msgspec_and_pyzmq_only() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.splitlines() == ["[]", "[]"]
+
+
+def test_a_plane_without_its_extra_says_what_to_install() -> None:
+    """Its settings can be read all the same."""
+    script = (
+        "import sys; sys.modules['nats'] = None;"  # as if it were not installed
+        "import asyncio; from kvevents.plane.settings import PlaneSettings; from kvevents.plane.connection import connect;"
+        "asyncio.run(connect(PlaneSettings(servers=('nats://127.0.0.1',)), name='x'))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert result.stderr.splitlines()[-1].endswith(
+        "MissingDependencyError: a plane needs nats, which is not installed: pip install 'kvevents[plane]'"
+    )

@@ -113,6 +113,36 @@ def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None
     exact(made, plain, ours, late)
 
 
+CLEARING = RawBatch("u0", 0, 0, 9, False, CLEAR)
+
+
+@pytest.mark.parametrize(("between", "holes"), [(None, 1), (CLEARING, 2), (Reset("u0", 0, 0, "another"), 2)])
+def test_gaps_that_come_together_are_one_hole_unless_something_between_them_heals_it(
+    made: World, between: RawBatch | Reset | None, holes: int
+) -> None:
+    """As when a snapshot takes the place of what waits; consumers would ask twice for all that is kept, for each hole."""
+    relay = made.begin()
+    plain, ours = made.consumer(heeds=False), made.consumer()
+    store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(3)]
+    relay._forward(
+        [
+            Gap("u0", 0, 0, 4),
+            RawBatch("u0", 0, 0, 5, False, store[0]),
+            Gap("u0", 0, 6, 7),
+            RawBatch("u0", 0, 0, 8, False, store[1]),
+            *([] if between is None else [between]),
+            Gap("u0", 0, 10, 10),
+            RawBatch("u0", 0, 0, 11, False, store[2]),
+        ]
+    )
+    made.settle()
+    assert relay.status().holes == holes
+    for consumer in (plain, ours):
+        assert sum(isinstance(each, Gap) for each in consumer.seen) == holes
+    assert plain.trust.name == "DEGRADED"
+    assert len(plain.held) == (3 if between is None else 1)
+
+
 def test_history_that_was_truncated_before_the_relay_came_is_told_of_as_far_as_it_is_known(made: World) -> None:
     """The clear that every life begins with leaves a number for a snapshot, although a hole comes at once."""
     made.upstream.store(1)

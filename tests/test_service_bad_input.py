@@ -6,7 +6,6 @@ import re
 import socket
 import ssl
 import struct
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from certificate_cases import make_certificates
 from kvevents.config import Curve
 from kvevents.events import BlockStored, EventBatch
 from kvevents.wire import encode_batch
@@ -559,29 +559,14 @@ def test_roles(tmp_path: Path) -> None:
         assert not any(token in line for token in TOKENS.values() for line in service.log)
 
 
-def openssl(folder: Path, *args: str) -> None:
-    subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=DEADLINE)  # noqa: S607 - the test's own
-
-
 @pytest.fixture(scope="module", name="certificates")
 def made_certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a server and a client that it has signed."""
-    folder = tmp_path_factory.mktemp("tls")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    openssl(folder, "req", "-x509", *curve, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
-    for name in ("server", "client"):
-        openssl(
-            folder,
-            *("req", "-x509", *curve, "-subj", f"/CN={name}", "-CA", "ca.pem", "-CAkey", "ca.key"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
-            *("-keyout", f"{name}.key", "-out", f"{name}.pem"),
-        )
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 def trusting(folder: Path, client: str | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=folder / "ca.pem")
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python does from 3.13 on
     if client is not None:
         context.load_cert_chain(folder / f"{client}.pem", folder / f"{client}.key")
     return context

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+import nats
 import pytest
 
 from kvevents.plane.bridge import Watch
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
-from service_cases import MODEL, Engine, engines, serving, until
+from service_cases import MODEL, Engine, engine, engines, serving, until
 
 pytestmark = needs_nats
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +49,146 @@ def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsSer
             two.store(range(32))
             service.holds("two", range(32))
             assert service.held(list(range(64))) == {"one": 64, "two": 32}
+
+
+def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(server: NatsServer) -> None:
+    """The second snapshot lets what the first one stands for go; a replica that comes then has all of it."""
+    plane = plane_at(server.url, name="snapshots", lanes=1)
+    flags = ("--from", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        with serving(*flags, "--replica", "a") as service:
+            one.store(range(64))
+            service.exact("one", blocks=4)
+            first = until("two snapshots", lambda: first_page(server, "KVEVENTS_snapshots_0") > 3)
+            one.store(range(100, 132))
+            service.exact("one", blocks=6)
+        with serving(*flags, "--replica", "b") as service:
+            service.exact("one", blocks=6)
+            assert service.told("begun with snapshot")
+            assert service.held(list(range(64))) == {"one": 64}
+            assert first
+
+
+def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="agree")
+    flags = ("--from", server.url, "--plane", "agree")
+    with (
+        engines(3) as found,
+        bridging(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))),
+        serving(*flags, "--replica", "a") as one,
+        serving(*flags, "--replica", "b") as two,
+    ):
+        for number in range(20):
+            for each in found:
+                each.store(range(number * 100, number * 100 + 64))
+        for service in (one, two):
+            for at in range(3):
+                service.exact(f"e{at}", blocks=80)
+        assert [one.keys(f"e{at}") for at in range(3)] == [two.keys(f"e{at}") for at in range(3)]
+
+
+def test_a_lane_that_is_deleted_is_built_anew(server: NatsServer) -> None:
+    """The bridge writes it again from the engines' history, and the replica answers from another generation."""
+    plane = plane_at(server.url, name="deleted", lanes=1)
+    with engine() as one, bridging(plane, watch_of("one", one)), serving("--from", server.url, "--plane", "deleted") as service:
+        one.store(range(64))
+        service.exact("one", blocks=4)
+        delete_stream(server, "KVEVENTS_deleted_0")
+        one.store(range(100, 132))
+        service.exact("one", blocks=6)
+        assert service.told("is built anew")
+
+
+def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
+    """Before the first connection, and in the middle: nothing is EXACT meanwhile, and all is there afterwards."""
+    with nats_server(tmp_path) as server:
+        plane = plane_at(server.url, lanes=1)
+        with engine() as one, bridging(plane, watch_of("one", one)), serving("--from", server.url) as service:
+            one.store(range(64))
+            service.exact("one", blocks=4)
+            server.kill()
+            until("doubt", lambda: service.trust("one")[0] == "STALE")
+            one.store(range(100, 132))
+            server.start()
+            service.exact("one", blocks=6)
+
+
+def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="silent", lanes=1)
+    with engine() as one, serving("--from", server.url, "--plane", "silent") as service:
+        assert service.get("/readyz").status == 503
+        with bridging(plane, watch_of("one", one)):
+            one.store(range(64))
+            service.exact("one", blocks=4)
+        until("doubt", lambda: service.trust("one")[0] == "STALE")
+        assert "no bridge" in service.trust("one")[1]
+
+
+def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="restart", lanes=1)
+    with (
+        engine() as one,
+        bridging(plane, watch_of("one", one)) as bridge,
+        serving("--from", server.url, "--plane", "restart") as service,
+    ):
+        one.store(range(64))
+        service.exact("one", blocks=4)
+        endpoint, replay_endpoint = one.endpoint, one.replay_endpoint
+        one.publisher.shutdown()
+        with engine(endpoint=endpoint, replay_endpoint=replay_endpoint, bind=True, seed=2) as again:
+            again.store(range(32))
+            service.exact("one", blocks=2)
+            assert service.source("one")["incarnation"] == 1
+            assert bridge.status().breaches == 0
+
+
+def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
+    with serving("--from", server.url, "--plane", "refuses") as service:
+        answer = service.register("one", "tcp://127.0.0.1:5557")
+        assert answer.status == 409
+        assert "bridges" in answer.body.decode()
+
+
+def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="metrics", lanes=1)
+    flags = ("--from", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
+        one.store(range(64))
+        service.exact("one", blocks=4)
+
+        def told() -> dict[str, float]:
+            lines = [
+                line.rsplit(" ", 1) for line in service.get("/metrics").body.decode().splitlines() if "kvevents_plane" in line
+            ]
+            return {name: float(value) for name, value in lines if not name.startswith("#")}
+
+        until("a snapshot", lambda: "kvevents_plane_snapshot_age_seconds" in told())
+        found = told()
+        assert found["kvevents_plane_complete"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
+        assert found["kvevents_plane_generations_total"] == 1
+        assert found["kvevents_plane_disagreements_total"] == found["kvevents_plane_breaches_total"] == 0
+        assert found["kvevents_plane_snapshot_failing"] == 0
+        assert found['kvevents_plane_lane_position{lane="0"}'] > 0
+        assert found['kvevents_plane_lane_behind{lane="0"}'] >= 0
+
+
+def first_page(server: NatsServer, stream: str) -> int:
+    found: int = asked(server, lambda js: js.stream_info(stream)).state.first_seq
+    return found
+
+
+def delete_stream(server: NatsServer, stream: str) -> None:
+    asked(server, lambda js: js.delete_stream(stream))
+
+
+def asked(server: NatsServer, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """One request to JetStream."""
+
+    async def main() -> T:
+        client = await nats.connect(server.url)
+        try:
+            return await ask(client.jetstream())
+        finally:
+            await client.close()
+
+    return asyncio.run(main())

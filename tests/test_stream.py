@@ -566,6 +566,43 @@ def test_a_hole_is_filled_by_a_snapshot_as_by_the_batch_itself(wire: Wire) -> No
     assert wire.stream.counters.conflicts == 0
 
 
+def snapshot(seq: int) -> list[bytes]:
+    """An answer's message that stands for all up to a number; each number has another one."""
+    return replay_batch_frames(TOPIC, seq, payload_of(0, seq, clear=True))
+
+
+def test_an_answer_that_begins_with_a_snapshot_ends_the_wait_for_all_before_it(wire: Wire) -> None:
+    """The holes before it are told at once, with what waited between them; nobody is asked for each of them."""
+    wire.feed(live(0), live(1), live(3), live(5), live(8))
+    assert wire.asked() == 2
+    wire.answer(snapshot(6), replayed(7), replayed(8), END)
+    assert wire.taken() == ["b0", "b1", "g2-2", "b3", "g4-4", "b5", "r6", "r7", "b8"]
+    assert wire.stream.counters.requests == 2
+    assert Doubt.LOST not in wire.stream.doubts
+
+
+def test_snapshots_do_not_wait_for_each_other(wire: Wire) -> None:
+    """The publisher's buffer moves on while holes stay open: its snapshot, of some MiB, has another number in each answer."""
+    wire.feed(live(0), *(live(seq) for seq in range(2, 60, 2)))
+    for seq in range(30, 40):
+        if wire.asked() is not None:
+            wire.answer(snapshot(seq), END)
+    wire.taken()
+    assert wire.stream.last_seq >= 30
+    assert wire.stream.waiting <= 15
+
+
+def test_a_clear_that_came_live_may_lack_what_the_next_answer_brings(wire: Wire) -> None:
+    """It is a batch as others, and no snapshot: what was lost before it is asked for twice."""
+    clear = payload_of(0, 3, clear=True)
+    wire.feed(live(0), live(1), live_frames(TOPIC, 3, clear))
+    assert wire.asked() == 2
+    wire.answer(replay_batch_frames(TOPIC, 3, clear), END)
+    assert wire.asked() == 2
+    wire.answer(replayed(2), replay_batch_frames(TOPIC, 3, clear), END)
+    assert wire.taken() == ["b0", "b1", "r2", "b3"]
+
+
 def test_the_first_live_batch_after_replayed_history_is_asked_back(wire: Wire) -> None:
     """Replay and live stream are compared once per connection, so that a foreign replay endpoint cannot hide."""
     fresh = Wire()

@@ -884,3 +884,30 @@ def test_an_application_that_was_busy_for_too_long_is_not_ended_by_its_sockets()
     """libzmq 4.3.5 aborts the process that reads a full socket whose connection has timed out (its issues 3596 and 3937)."""
     done = subprocess.run([sys.executable, "-c", STALLED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+
+
+def test_healed_gaps_leave_no_timers_behind() -> None:
+    """A request's patience ends before the check of a quiet stream is due; neither timer may go on beside the other."""
+    transport = FakeTransport()
+    engine = transport.engine("tcp://e:1", "tcp://r:1")
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    ticks = 0
+    with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
+        stream = subscriber._hub._entry("e", 0).stream
+        tick = stream.tick
+
+        def counted(now: float) -> None:
+            nonlocal ticks
+            ticks += 1
+            tick(now)
+
+        stream.tick = counted  # type: ignore[method-assign]
+        for _ in range(500):
+            engine.publish(lost=True)
+            engine.publish()
+            while subscriber.receive(timeout=0) is not None:
+                pass
+            transport.clock.advance(0.1)
+        assert subscriber.status("e").counters.healed == 499
+        assert len(subscriber._hub._timers) < 10
+    assert ticks < 500 * 2

@@ -143,7 +143,7 @@ _SOAK_BEGINS: Final = "<!-- soak: written by `python -m benchmarks.chaos.soak --
 _SOAK_ENDS: Final = "<!-- /soak -->"
 _SOAK: Final = """\
 `make soak` has an engine, a relay, consumers and a service under churn and cut connections, and fails when memory, descriptors
-or threads of a process grow.
+or threads of a process grow. It begins with two outages, so that what the worst costs once is there before anybody looks.
 """
 
 

@@ -43,6 +43,12 @@ BLOCKS: Final = 5_000
 """That it holds."""
 FLAP_SECONDS: Final = 3.0
 """About, between two cuts."""
+OUTAGE_SECONDS: Final = 20.0
+"""Of each of `OUTAGES`: more batches than any replay buffer here holds."""
+OUTAGES: Final = ((0.05, 0.05), (1.0, 0.0))
+"""Shares of live and of replayed batches that are lost at first. Many wait then for what replay loses again and again; and all
+that was said is too old for replay. What such times leave behind in an allocator would else look like growth whenever the
+first of them comes. With more of replay lost a consumer may give up, DEGRADED until the cache is cleared."""
 WARM_UP: Final = 0.5
 """Share of the time that is not looked at: caches, buffers and the allocator fill; at most `WARM_UP_SECONDS`."""
 WARM_UP_SECONDS: Final = 600.0
@@ -244,7 +250,15 @@ class Chain:
 
 
 def flaps(legs: Sequence[Leg], draw: Random) -> Iterator[float]:
-    """Does something to the network each time; seconds until the next."""
+    """Does something to the network each time, the worst at first; seconds until the next."""
+    for shares in OUTAGES:
+        for leg in legs:
+            for proxy, share in zip((leg.live, leg.replay), shares, strict=True):
+                if proxy is not None:
+                    proxy.drop(share, seed=draw.randrange(1 << 30))
+        yield OUTAGE_SECONDS
+    for leg in legs:
+        leg.heal()
     while True:
         proxy = draw.choice([proxy for leg in legs for proxy in leg.proxies])
         proxy.drop(draw.choice((0.0, 0.0, 0.05)), seed=draw.randrange(1 << 30))

@@ -161,6 +161,10 @@ class Bridge:
             "" if self._listener.failure is None else repr(self._listener.failure),
         )
 
+    def trusts(self) -> dict[Key, Trusting | None]:
+        """What it says of each stream that it follows; None before it has said anything."""
+        return {key: self._trust.get(key) for key in self._watches}
+
     # --- its life
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -40,6 +40,8 @@ _FIRST_HINTS: Final[dict[Fault, str]] = {
     "timeout": "look whether it is a NATS server, and what is in between",
 }
 """In the place of `HINTS`, for the first connection."""
+_NO_JETSTREAM: Final = frozenset({None, 10035, 10039, 10076})
+"""Nobody takes requests of JetStream's; or JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
 
 
 async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None) -> PlaneClient:
@@ -96,7 +98,7 @@ async def require_jetstream(client: Client) -> AccountInfo:
         with told("asking for JetStream"):
             return await client.jetstream(timeout=CLOSE_SECONDS).account_info()
     except PlaneError as error:
-        if error.fault not in {"away", "denied"}:
+        if not _says_there_is_none(error.__cause__):
             raise
         server = client.connected_url
         where = f" at {server.hostname}:{server.port}" if server is not None else ""
@@ -105,6 +107,13 @@ async def require_jetstream(client: Client) -> AccountInfo:
             "that of its account where there are accounts",
             fault=error.fault,
         ) from error
+
+
+def _says_there_is_none(error: BaseException | None) -> bool:
+    """Whether JetStream is not there at all, rather than without a leader or forbidden."""
+    from nats.js import errors  # noqa: PLC0415 - an extra
+
+    return isinstance(error, errors.APIError) and error.err_code in _NO_JETSTREAM
 
 
 # --- the first connection ----------------------------------------------------------------------------------------------------
@@ -178,7 +187,7 @@ def _options(settings: PlaneSettings) -> dict[str, Any]:
     if settings.credentials is not None:
         _sign(settings.read_credentials().seed, "")
         found["user_jwt_cb"] = lambda: _credentials(settings).jwt.encode()  # noqa: PLW0108 - read again each time
-        found["signature_cb"] = lambda nonce: _sign(_credentials(settings).seed, nonce)
+        found["signature_cb"] = lambda nonce: _sign_again(settings, nonce)
     elif settings.nkey is not None:
         found["nkeys_seed_str"] = settings.read_seed()
         _sign(settings.read_seed(), "")
@@ -207,6 +216,14 @@ def _credentials(settings: PlaneSettings) -> Credentials:
     """As the file has them now. Raises `PlaneError`, which nats-py takes for one more attempt that failed."""
     try:
         return settings.read_credentials()
+    except ConfigError as error:
+        raise PlaneError(str(error), fault="denied") from error
+
+
+def _sign_again(settings: PlaneSettings, nonce: str) -> bytes:
+    """With the seed that the file of credentials has now. Raises `PlaneError`, as above."""
+    try:
+        return _sign(_credentials(settings).seed, nonce)
     except ConfigError as error:
         raise PlaneError(str(error), fault="denied") from error
 

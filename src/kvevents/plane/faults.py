@@ -87,7 +87,7 @@ def fault_of(error: Exception) -> Fault | None:
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
         return _BY_CODE[code]
-    if _DENIED.search(str(error)):
+    if _has_no_type(error) and _DENIED.search(str(error)):
         return "denied"
     return next((fault for kind, fault in _by_kind() if isinstance(error, kind)), None)
 
@@ -104,6 +104,12 @@ def text_of(error: Exception) -> str:
         return error.strerror or str(error) or "no answer"
     description: str | None = getattr(error, "description", None)
     return description or str(error).removeprefix("nats: ")
+
+
+def _has_no_type(error: Exception) -> bool:
+    from nats import errors  # noqa: PLC0415 - an extra
+
+    return type(error) is errors.Error
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -88,9 +89,13 @@ class Layout:
 
     def lane_of(self, source: str) -> int:
         """The lane of an engine, which is the same everywhere and always."""
-        return (
-            int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") % self.lanes
-        )
+        return _number_of(source) % self.lanes
+
+
+@lru_cache(maxsize=1 << 16)
+def _number_of(source: str) -> int:
+    """Asked for every record that a bridge writes."""
+    return int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 async def find(js: JetStreamContext, name: str) -> Layout | None:

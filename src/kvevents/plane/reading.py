@@ -240,7 +240,7 @@ class LaneReader:
                 self._hole = position  # the server has sent all that there is
             self._lost.set()
             return
-        self._delivered, self.position, self.behind = delivered, position, pending
+        self._delivered, self.position = delivered, position
         # Those that are there already go together.
         self._came.append(Pushed(position, message.data, pending))
         if len(self._came) == 1:
@@ -256,7 +256,8 @@ class LaneReader:
             self._failure = error
             self._lost.set()
             return
-        if came[-1].pending == 0:
+        self.behind = came[-1].pending
+        if self.behind == 0:
             self.caught_up.set()
 
     async def _on_status(self, message: Msg, status: str) -> None:

@@ -104,7 +104,7 @@ class Voice:
             log.warning("%s: %s", self._name, text)
 
     async def _disconnected(self) -> None:
-        if not self._client.is_closed:
+        if not self._client.is_closed and self._state == "connected":
             self._rounds.begin(time.monotonic() - self._since)
             self.say("reconnecting")
 

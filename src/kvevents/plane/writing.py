@@ -77,8 +77,8 @@ class Head:
 class _Own:
     """What a bridge has of one stream that may not be in the log yet."""
 
-    records: deque[tuple[float, StreamRecord]] = field(default_factory=deque)
-    """Each with the moment from which on it may be written."""
+    records: deque[tuple[float, StreamRecord, int]] = field(default_factory=deque)
+    """Each with the moment from which on it may be written, and the bytes that it takes at most."""
     trusting: Trusting | None = None
     """To be said when all of them are there."""
     agreed: int | None = None
@@ -149,8 +149,9 @@ class Composer:
             return
         if isinstance(record, Renewed):
             own.trusting = None  # it was about the life before
-        own.records.append((due, record))
-        self.queued_bytes += _size(record)
+        size = _size(record)
+        own.records.append((due, record, size))
+        self.queued_bytes += size
 
     def beat(self, beat: Beat) -> None:
         """Say with the next page that the bridge is alive."""
@@ -180,7 +181,7 @@ class Composer:
         own = self._own.get(key)
         self._active.pop(key, None)
         if own is not None:
-            self.queued_bytes -= sum(_size(record) for _, record in own.records)
+            self.queued_bytes -= sum(size for _, _, size in own.records)
             own.records.clear()
             own.trusting = None
 
@@ -218,7 +219,7 @@ class Composer:
         head = self._head(key, own)
         taken: list[StreamRecord] = []
         done = 0
-        for due, record in own.records:
+        for due, record, size in own.records:
             if room <= 0 or len(taken) >= count:
                 break
             verdict = _judge(head, record)
@@ -230,7 +231,6 @@ class Composer:
                 return [], room
             if verdict is Verdict.NEXT:
                 said = _said(head, record)
-                size = _size(said)
                 if size > room:
                     if not taken and room == self._page_bytes and isinstance(said, Batched):
                         piece = self._piece(head, said)
@@ -244,9 +244,9 @@ class Composer:
             head = _after(head, record, verdict)
             done += 1
         trusting = own.trusting if done == len(own.records) and _may_trust(head) else None
-        if trusting is not None and (size := _size(trusting)) <= room and len(taken) < count:
+        if trusting is not None and (most := _size(trusting)) <= room and len(taken) < count:
             taken.append(trusting)
-            room -= size
+            room -= most
         else:
             trusting = None
         outcome = _Settled(key, done, head.incarnation if head.agrees else own.agreed, trusting)
@@ -303,7 +303,7 @@ class Composer:
         if own is None:
             return
         for _ in range(outcome.done):
-            self.queued_bytes -= _size(own.records.popleft()[1])
+            self.queued_bytes -= own.records.popleft()[2]
         own.agreed = outcome.agreed
         if own.trusting is outcome.trusting:
             own.trusting = None
@@ -424,7 +424,8 @@ def _after(head: Head, record: StreamRecord, verdict: Verdict) -> Head:
 
 def _move_batch(head: Head, record: Batched, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
-        return replace(head, last_seq=record.seq, agrees=True, newest=record.payload)
+        # As `replace` does, for what there are thousands of on a page.
+        return Head(head.standing, head.incarnation, record.seq, head.joined, head.ended, True, record.payload)
     # Compared, where it is the newest. What a bridge has before that says nothing.
     return replace(head, agrees=head.agrees or record.seq == head.last_seq)
 

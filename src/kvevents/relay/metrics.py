@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvevents.errors import EndpointError, MissingDependencyError
+from kvevents import scraping
 from kvevents.relay.status import RelayStatus
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
@@ -75,33 +74,6 @@ class RelayCollector:
         yield journal
 
 
-def registry(status: Callable[[], RelayStatus]) -> CollectorRegistry:
-    """A registry of one relay. Raises `MissingDependencyError`."""
-    try:
-        from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise MissingDependencyError("metrics need prometheus_client: pip install 'kvevents[service]'") from error
-    found = CollectorRegistry()
-    found.register(RelayCollector(status))
-    ProcessCollector(registry=found)
-    return found
-
-
 def serve(status: Callable[[], RelayStatus], port: int, host: str = "127.0.0.1") -> Callable[[], None]:
     """Answer scrapes at a port until the function that is returned is called. Raises `EndpointError`."""
-    found = registry(status)
-    from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
-
-    try:
-        server, thread = start_http_server(port, host, found)
-    except OSError as error:
-        raise EndpointError(
-            error.errno, f"cannot serve metrics at {host}:{port}: {error.strerror}; choose another port"
-        ) from error
-
-    def end() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return end
+    return scraping.serve(RelayCollector(status), port, host)

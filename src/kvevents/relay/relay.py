@@ -8,6 +8,8 @@ numbers. What leaves the replay buffer is collapsed into what is live, which is 
 - An upstream's *reset* takes back what it told: a clear in the relay's stream, or removals where several share it. The numbers
   go on.
 - An upstream's *gap* leaves a number out, so that every consumer sees that something is missing, whatever it knows of relays.
+  One number for several gaps that come together: each costs every consumer two answers of all that is kept, and the first one
+  has said it until the stream is cleared.
 - The journal says how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is the
   same, and brings what was missed; otherwise there is a reset.
 
@@ -100,6 +102,8 @@ class Relay:
         self._closed = False
         self._broken_off = False
         """Whether something that was received may not have been sent, or sent by half."""
+        self._gap_told = False
+        """Whether a number was left out in this turn, and nothing was cleared since."""
         self._carried = self._diverged = 0
         self._told: tuple[str, str] | None = None
         """Trust as of the last heartbeat."""
@@ -243,6 +247,7 @@ class Relay:
         """Batches in a row of one upstream together: most often that is all."""
         run: list[RawBatch] = []
         ordinal = 0
+        self._gap_told = False
         for delivery in deliveries:
             place = self._upstreams.ordinal(delivery)
             if run and (place != ordinal or not isinstance(delivery, RawBatch)):
@@ -272,6 +277,7 @@ class Relay:
             # Before what it leads to. From here on no checkpoint of before counts: see `upstreams.agreeing`.
             self._journal.reset(ordinal, reset.incarnation)
         events = self._forwarding.forget(ordinal)
+        self._gap_told = False
         if events:
             self._take_back(ordinal, reset.rank, events)
         self._spelling.renew()
@@ -287,8 +293,9 @@ class Relay:
     def _gap(self, ordinal: int, gap: Gap) -> None:
         self._news = True
         log.warning("%s rank %d: numbers %d to %d are lost; consumers are told", gap.source, gap.rank, gap.first, gap.last)
-        self._output.lose()
-        self._holed = True
+        if not self._gap_told:
+            self._output.lose()
+        self._gap_told = self._holed = True
         checkpoint = self._checkpoints[ordinal]
         if checkpoint.incarnation == gap.incarnation:
             doubts = {**checkpoint.doubts, Doubt.LOST.name: gap.last}
@@ -301,6 +308,7 @@ class Relay:
         self._holed |= bool(findings.rejected)
         self._upstreams.subscriber.report(batch, findings)
         if findings.cleared:
+            self._gap_told = False
             self._heal()
 
     # --- now and then

@@ -109,7 +109,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     plane: PlaneSettings | None = None
     """Build the index from the log of this plane, in the place of following engines: nothing else is followed then."""
     replica: str | None = None
-    """Name of this replica among those of its plane; the host's unless told otherwise."""
+    """Name of this replica, which no other of its plane has; the host's and something random unless told otherwise."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

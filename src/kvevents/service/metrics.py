@@ -11,6 +11,7 @@ Labels, and what bounds them. None is a peer's word:
 - `tier`: gpu, cpu, disk; every other medium that engines name is other
 - `path`, `status`: of the table of endpoints; requests for anything else are not counted
 - `provider`: a way of discovery, as the configuration names it
+- `lane`: of a plane, 256 at most
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, get_args
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from kvevents.service.member import Member
+from kvevents.service.plane_metrics import write_plane
 from kvevents.service.shapes import TIER_WEIGHTS, State, StatsAnswer
 from kvevents.stream import StreamCounters
 
@@ -112,6 +114,8 @@ class Metrics:
         page = _Page()
         _write_fleet(page, self._service, time.time())
         _write_index(page, self._service)
+        if self._service.replica is not None:
+            write_plane(page, self._service.replica, time.time())
         self._write_requests(page)
         return page.text() + generate_latest(self._process)
 

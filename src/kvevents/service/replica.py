@@ -1,8 +1,8 @@
 """An index that is built from a plane's log, in the place of one that follows engines itself.
 
-Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that
-applies what they bring. It begins with the newest snapshot, reads the lanes to their end, and is hidden until then; then the
-fleet answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the other
+Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that applies
+what they bring. It begins with the newest snapshot, reads the lanes to their end, and is hidden until then; then the fleet
+answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the other
 replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
 
 Replicas tell each other the digests of all streams at the same places of the log. One that is alone with what it holds is in
@@ -29,7 +29,9 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, find, state_of
+from kvevents.plane.leases import Holder, Lease, lease_key
 from kvevents.plane.ledger import Ledger
+from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.reading import LaneReader
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
@@ -41,6 +43,8 @@ from kvevents.service.registration import Registration
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
+    from nats.js.kv import KeyValue
+
     from kvevents.plane.client import PlaneClient
 
 log = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ ORIGIN: Final = "plane"
 """Who names the members."""
 LOOK_SECONDS: Final = 0.05
 """Between two looks at readers and members."""
+SNAPSHOT_LEASE: Final = lease_key("lease", "snapshot")
+"""Who has it writes the next snapshot."""
 TELL_SECONDS: Final = 2.0
 """Between two looks at the other replicas."""
 AGAIN_SECONDS: Final = 2.0
@@ -59,15 +65,10 @@ TURN_SECONDS: Final = 20.0
 """That replicas of different opinions, none of them a majority, leave each other to build anew."""
 REBUILD_SECONDS: Final = 60.0
 """Between two generations at least, when it is the content that is doubted."""
+FRESH: Final = 0.8
+"""Share of the time between two snapshots within which another replica's is new enough."""
 TAKE_SECONDS: Final = 60.0
 """For the thread that applies to write a snapshot to the disk."""
-
-
-class Opinion(msgspec.Struct, frozen=True):
-    """What a replica holds at some place of each lane."""
-
-    places: dict[str, tuple[int, dict[str, str]]]
-    """By lane the page, and by stream the digest."""
 
 
 @dataclass
@@ -102,14 +103,16 @@ class Replica:
         self.name: Final = name
         self.is_complete = False
         """Whether there was ever a generation that had read the log to its end."""
-        self.fault = "it has not begun"
+        self.fault = ""
         """Why nothing is known, or nothing new; empty where all is well."""
         self.generations = 0
         self.disagreements = 0
         """How often another replica held something else at the same place."""
         self.snapshot: Kept | None = None
-        """The newest one that this replica has taken."""
+        """The newest one that counts, as far as this replica knows."""
         self.snapshot_fault = ""
+        self.unheard = ""
+        """Why the other replicas are not told what this one holds, as where it may only read."""
         self._fleet: Final = fleet
         self._snapshot_seconds: Final = snapshot_seconds
         self._memory_limit: Final = memory_limit
@@ -117,6 +120,11 @@ class Replica:
         self._members = -1
         self._built_at = float("-inf")
         self._differs_since: float | None = None
+
+    @property
+    def why_hidden(self) -> str:
+        """Why there is no answer yet."""
+        return self.fault or "the log is being read"
 
     @property
     def generation(self) -> Generation | None:
@@ -165,7 +173,7 @@ class Replica:
             try:
                 while not generation.subscriber.is_complete and not generation.broken:
                     faults = [lane.fault for lane in generation.subscriber.lanes.values() if lane.fault]
-                    self._tell(faults[0] if faults else self.fault if self.is_complete else "the log is being read")
+                    self._tell(faults[0] if faults else "")
                     await asyncio.sleep(LOOK_SECONDS)
             except BaseException:
                 await generation.end()
@@ -204,11 +212,14 @@ class Replica:
         for kept in await snapshots.kept():
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
-                    return kept, await snapshots.load(kept, index, Path(folder))
+                    taken = await snapshots.load(kept, index, Path(folder))
                 except (SnapshotError, PlaneError) as error:
                     if isinstance(error, PlaneError) and error.fault != "missing":
                         raise
                     log.warning("%s", error)
+                else:
+                    self.snapshot = kept
+                    return kept, taken
         return None, None
 
     async def _read(self, client: PlaneClient, layout: Layout, lane: int, generation: Generation) -> None:
@@ -296,7 +307,7 @@ class Replica:
                 await self._compare(client, layout, generation, now)
             if now >= snapshot_at:
                 snapshot_at = now + self._snapshot_seconds
-                await self._take(snapshots, generation)
+                await self._take(client, layout, snapshots, generation)
         log.warning("the index is built anew: %s", generation.broken)
 
     def _watch(self, generation: Generation) -> None:
@@ -307,77 +318,96 @@ class Replica:
         faults = [lane.fault for lane in generation.subscriber.lanes.values() if lane.fault]
         self._tell(faults[0] if faults else "")
 
-    async def _take(self, snapshots: Snapshots, generation: Generation) -> None:
-        """Write a snapshot. What the servers do not take is a state that shows, and is tried again."""
+    async def _take(self, client: PlaneClient, layout: Layout, snapshots: Snapshots, generation: Generation) -> None:
+        """Write a snapshot, unless another replica does. What the servers do not take shows, and is tried again."""
         if self._differs_since is not None or not generation.subscriber.is_complete:
             return
+        lease = Lease(client.jetstream(), layout, SNAPSHOT_LEASE, Holder.here())
+        try:
+            if not await self._is_fresh(snapshots) and await lease.acquire() and not await self._is_fresh(snapshots):
+                self.snapshot = await self._take_within(lease, snapshots, generation)
+        except (KVEventsError, OSError, TimeoutError) as error:
+            self._tell_snapshot(error)
+        else:
+            self.snapshot_fault = ""
+        finally:
+            await lease.release()
+
+    async def _is_fresh(self, snapshots: Snapshots) -> bool:
+        """Whether the newest one that counts, whoever took it, is new enough."""
+        kept = await snapshots.kept()
+        self.snapshot = kept[0] if kept else self.snapshot
+        return bool(kept) and time.time() - kept[0].at < self._snapshot_seconds * FRESH
+
+    def _tell_snapshot(self, error: Exception) -> None:
+        fault = str(error) or "it was not written in time"
+        if fault != self.snapshot_fault:
+            log.warning("no snapshot was taken: %s", fault)
+        self.snapshot_fault = fault
+
+    async def _take_within(self, lease: Lease, snapshots: Snapshots, generation: Generation) -> Kept:
+        keeping = asyncio.create_task(lease.keep())
         try:
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 path = Path(folder, "index")
                 order = generation.follower.order(lambda: _take(generation, path))
                 async with asyncio.timeout(TAKE_SECONDS):
                     taken, blocks = await asyncio.wrap_future(order)
-                self.snapshot = await snapshots.save(taken, path, blocks, self.name, generation.made)
-        except (KVEventsError, OSError, TimeoutError) as error:
-            self.snapshot_fault = str(error) or "it was not written in time"
-            log.warning("no snapshot was taken: %s", self.snapshot_fault)
-        else:
-            self.snapshot_fault = ""
+                return await snapshots.save(taken, path, blocks, self.name, generation.made)
+        finally:
+            keeping.cancel()
 
     # --- what the others hold
 
     async def _compare(self, client: PlaneClient, layout: Layout, generation: Generation, now: float) -> None:
+        own = Opinion.of(dict(generation.subscriber.census))
         try:
-            others = await self._opinions(client, layout, generation)
+            others = await self._opinions(client, layout, own)
         except PlaneError as error:
             log.debug("the other replicas cannot be asked: %s", error)
             return
-        against = Counter(kind for name, opinion in others.items() if (kind := self._kind(generation, opinion)) is not None)
-        if not against["differs"]:
-            if against["agrees"]:
+        against = Counter(own.agrees(opinion) for opinion in others.values())
+        if not against[False]:
+            if against[True]:
                 self._differs_since = None
             return
         if self._differs_since is None:
             self._differs_since = now
             self.disagreements += 1
-            log.error("%d of %d replicas hold something else at the same place", against["differs"], len(others))
+            log.error("%d of %d replicas hold something else at the same place", against[False], len(others))
         turn = sorted([self.name, *others]).index(self.name)
-        outvoted = against["differs"] > against["agrees"] + 1
-        in_turn = against["differs"] == against["agrees"] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
+        outvoted = against[False] > against[True] + 1
+        in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
         if (outvoted or in_turn) and now - self._built_at > TURN_SECONDS:
             generation.broken = "the other replicas hold something else"
 
-    async def _opinions(self, client: PlaneClient, layout: Layout, generation: Generation) -> dict[str, Opinion]:
+    async def _opinions(self, client: PlaneClient, layout: Layout, own: Opinion) -> dict[str, Opinion]:
         """What the others say, after this one has."""
-        places = {
-            str(lane): (census.position, {f"{source}\x1f{rank}": digest for (source, rank), digest in census.digests.items()})
-            for lane, census in list(generation.subscriber.census.items())
-        }
-        prefix = "digest."
         with told("telling the other replicas what this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
-            await bucket.put(prefix + self.name, msgspec.json.encode(Opinion(places)))
+            await self._say(bucket, own)
             found: dict[str, Opinion] = {}
-            for key in await bucket.keys(filters=[f"{prefix}*"]):
-                name = key.removeprefix(prefix)
-                if name != self.name:
+            for key in await bucket.keys():
+                name = key.removeprefix(PREFIX)
+                if name not in {key, self.name}:
                     entry = await bucket.get(key)
-                    with suppress(msgspec.MsgspecError):
-                        found[name] = msgspec.json.decode(entry.value or b"", type=Opinion)
+                    opinion = Opinion.decode(entry.value or b"")
+                    found |= {} if opinion is None else {name: opinion}
         return found
 
-    @staticmethod
-    def _kind(generation: Generation, opinion: Opinion) -> str | None:
-        """Whether another replica agrees where both have looked; None where they have not looked at the same place."""
-        seen = None
-        for lane, census in list(generation.subscriber.census.items()):
-            position, digests = opinion.places.get(str(lane), (-1, {}))
-            if position == census.position:
-                own = {f"{source}\x1f{rank}": digest for (source, rank), digest in census.digests.items()}
-                if own != digests:
-                    return "differs"
-                seen = "agrees"
-        return seen
+    async def _say(self, bucket: KeyValue, own: Opinion) -> None:
+        """What this one holds. One that may only read compares itself all the same."""
+        try:
+            with told("telling the other replicas what this one holds"):
+                await bucket.put(PREFIX + self.name, own.encode())
+        except PlaneError as error:
+            if error.fault != "denied":
+                raise
+            if not self.unheard:
+                log.warning("this replica only reads: %s", error)
+            self.unheard = str(error)
+        else:
+            self.unheard = ""
 
 
 def _digest(index: PrefixIndex, key: Key) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import socket
 import time
 from collections import Counter
@@ -307,7 +308,7 @@ class Service:
         self._is_ready = self._is_ready or settled or late
         why = f"{exact} of {len(members)} sources are EXACT"
         if hidden and self.replica is not None:
-            why = self.replica.fault
+            why = self.replica.why_hidden
         elif not has_looked and not late:
             why = "not every way of discovery has answered"
         elif late and not settled:
@@ -353,5 +354,7 @@ class Service:
 def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     if config.plane is None:
         return None
-    name = config.replica or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "replica"
+    # A name of its own for each life, since several may be on one host.
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
+    name = config.replica or f"{host}-{secrets.token_hex(3)}"
     return Replica(config.plane, name, fleet, snapshot_seconds=config.snapshot_seconds, memory_limit=config.memory_limit)

@@ -35,6 +35,8 @@ class StreamLimits:
     restarts again and again."""
     max_recent: int = 256
     """Replayed batches remembered to recognise the same ones arriving live a moment later."""
+    max_recent_bytes: int = 1024 * 1024
+    """Bytes of those: batches as engines send them have some hundred, but a snapshot that came in place of one has MiB."""
     silent_intervals: float = 3.0
     """Times the interval that a sender has told in its heartbeats, after which it is silent when nothing is heard of it: one
     heartbeat may be lost and the next be late."""

@@ -23,7 +23,8 @@ doubts, and connecting is then a reconnect. Live frames are all of the new conne
 
 A publisher that collapses its history answers with a *snapshot*: a clear, and all that was live, under the number of the last
 batch that it stands for. So one number may have two payloads in one life, if the replayed one begins with a clear. Either
-serves; where something before is missing, only the snapshot does.
+serves; where something before is missing, only the snapshot does. An answer that begins with one ends the wait for all before
+it: the first message of an answer is never lost, so nothing before it is kept any more, and nothing is needed.
 
 A sender of ours says of itself, in heartbeats, what it holds after this very batch, how far it trusts that, in which life it is
 and how soon it speaks again. Whether the state here is the same only a consumer can say (`report`); an agreement ends all doubt
@@ -42,13 +43,13 @@ from struct import Struct
 from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
-from kvevents.events import AllBlocksCleared, Heartbeat
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
 from kvevents.stream.findings import Findings, findings_of
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
-from kvevents.stream.pending import Pending
+from kvevents.stream.pending import Pending, Recent
 from kvevents.stream.sender import Sender
 from kvevents.stream.source import Source
 from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters
@@ -144,7 +145,7 @@ class Stream(Generic[B]):
         """The live one that was delivered before them, unless the answer that brought them began with a known one."""
         self._joint: Anchor | None = None
         """The newest live one that was delivered behind those: all of them must be of one life."""
-        self._recent: dict[int, bytes] = {}
+        self._recent = Recent(self._limits)
         self._emitted = False
         self._silent = False
         self._due: str | None = None
@@ -563,7 +564,7 @@ class Stream(Generic[B]):
 
     def _overlap(self, live: Live) -> None:
         """Replay was faster than the live stream: the same batch must come again."""
-        known = self._recent.pop(live.seq, None)
+        known = self._recent.take(live.seq)
         if known is not None and known != live.payload and _is_snapshot(known):
             known = None
         if known is not None and known != live.payload:
@@ -667,12 +668,25 @@ class Stream(Generic[B]):
             elif reply.seq > ask.anchor.seq:
                 ask.beyond = True
             return
-        if first and ask.fruitless and reply.seq > self._expected:
+        if first and reply.seq > self._expected:
+            self._begins_later(ask, reply)
+        self._accept_replayed(ask, reply)
+
+    def _begins_later(self, ask: OpenAsk, reply: ReplayBatch) -> None:
+        """The answer does not begin with what was asked for. Of a snapshot, nothing before it is needed or will ever come.
+
+        To ask once more for each hole before it would bring, each time, another snapshot that waits here, of some MiB.
+        """
+        if self._pending.get(reply.seq) != reply.payload and _is_whole_snapshot(reply.payload):
+            self._brought(ask)
+            self._pending.take(reply.seq)
+            while self._expected < reply.seq:
+                self._declare_gap_before(reply.seq)
+        elif ask.fruitless:
             # Asked again, and again it is not there.
             self._brought(ask)
             ask.fruitless = 0
-            self._declare_gap(min(reply.seq, self._pending.first() or reply.seq) - 1)
-        self._accept_replayed(ask, reply)
+            self._declare_gap_before(reply.seq)
 
     def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
         if not anchor.is_of(reply.payload):
@@ -898,9 +912,7 @@ class Stream(Generic[B]):
         self._unconfirmed = self._ask is None or not self._ask.proven
         if self._unconfirmed and self._last_was_live and self._before is None:
             self._before = Anchor(self._last_seq, self._last_payload, live=True)
-        self._recent[seq] = payload
-        if len(self._recent) > self._limits.max_recent:
-            del self._recent[next(iter(self._recent))]
+        self._recent.add(seq, payload)
 
     def _drain(self) -> None:
         while (found := self._pending.take(self._expected)) is not None:
@@ -909,6 +921,9 @@ class Stream(Generic[B]):
     def _declare_gap_before_pending(self) -> None:
         first = self._pending.first()
         self._declare_gap(self._newest if first is None else first - 1)
+
+    def _declare_gap_before(self, seq: int) -> None:
+        self._declare_gap(min(seq, self._pending.first() or seq) - 1)
 
     def _declare_gap(self, last: int) -> None:
         self._out.append(Gap(self._name, self._rank, self._expected, last, self.incarnation))
@@ -954,5 +969,14 @@ _JOINED: Final = "live batches follow replayed ones; are both of one life?"
 
 def _is_snapshot(payload: bytes) -> bool:
     """Whether it may stand for everything before it: it begins with a clear of everything."""
+    return _begins_with_clear(decode_batch(payload).batch.events)
+
+
+def _is_whole_snapshot(payload: bytes) -> bool:
+    """The same, in one batch: of several, which have numbers of batches that may wait here, each has a heartbeat."""
     events = decode_batch(payload).batch.events
+    return _begins_with_clear(events) and not any(type(event) is BlockRemoved and event.heartbeat for event in events)
+
+
+def _begins_with_clear(events: Sequence[KVEvent]) -> bool:
     return bool(events) and type(events[0]) is AllBlocksCleared and events[0].unrecognised is None

@@ -1,4 +1,4 @@
-"""Batches that wait for a missing one, in the order of their numbers."""
+"""Batches that wait for a missing one, and replayed ones that may come live as well."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ class Pending:
         found = self._batches.pop(seq, None)
         if found is not None:
             self._bytes -= len(found[0])
-            if self._order[0] == seq:
+            # Whatever was taken out of turn before is here still, and would keep all that comes after it.
+            while self._order and self._order[0] not in self._batches:
                 heapq.heappop(self._order)
         return found
 
     def first(self) -> int | None:
         """The lowest number here."""
-        while self._order and self._order[0] not in self._batches:
-            heapq.heappop(self._order)
         return self._order[0] if self._order else None
 
     def clear(self) -> int:
@@ -56,3 +55,26 @@ class Pending:
         self._order.clear()
         self._bytes = 0
         return count
+
+
+class Recent:
+    """The replayed batches that were delivered last: the newest, as many as `StreamLimits` lets be remembered."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._batches: dict[int, bytes] = {}
+        self._bytes = 0
+
+    def add(self, seq: int, payload: bytes) -> None:
+        """Remember one, and forget the oldest for it."""
+        self.take(seq)
+        self._batches[seq] = payload
+        self._bytes += len(payload)
+        while len(self._batches) > self._limits.max_recent or self._bytes > self._limits.max_recent_bytes:
+            self.take(next(iter(self._batches)))
+
+    def take(self, seq: int) -> bytes | None:
+        """Forget the payload of this number, and return it."""
+        payload = self._batches.pop(seq, None)
+        self._bytes -= 0 if payload is None else len(payload)
+        return payload

@@ -187,7 +187,10 @@ class Hub(Generic[B]):
                 self._hungry[entry] = None
             self._serve(entry, now)
         while self._timers and self._timers[0][0] <= now:
-            entry = heapq.heappop(self._timers)[2]
+            due, _, entry = heapq.heappop(self._timers)
+            if entry.timer != due:
+                # An earlier one has taken its place. To go on from here as well would keep both, for as long as gaps come.
+                continue
             entry.timer = None
             if self._by_link.get(entry.link) is entry:
                 entry.stream.tick(now)

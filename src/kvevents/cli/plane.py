@@ -1,0 +1,97 @@
+"""`kvevents plane`: a plane's log, its snapshots, and who writes and reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvevents.cli import nats
+from kvevents.cli.command import FAILED, OK, Command
+from kvevents.cli.console import Console, Span
+from kvevents.errors import PlaneError
+from kvevents.plane.settings import PlaneSettings
+
+if TYPE_CHECKING:
+    from kvevents.plane.status import PlaneView
+
+DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What to ask, and where."""
+    parser.add_argument("what", choices=["status"], help="lanes, lag, snapshots, leases, and whether replicas agree")
+    nats.add_servers(parser, "--at", f"NATS server (default: {DEFAULT_SERVER})")
+    nats.add_name(parser)
+    nats.add_login(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: Namespace) -> int:
+    """Ask once. 1 where something is wrong."""
+    settings = msgspec.convert({"servers": [DEFAULT_SERVER], **nats.table_of(args)}, PlaneSettings)
+    view = asyncio.run(_ask(settings))
+    console = Console()
+    if args.json:
+        console.line(msgspec.json.encode(_told(view)).decode())
+    else:
+        _print(console, view)
+    return FAILED if view.faults else OK
+
+
+async def _ask(settings: PlaneSettings) -> PlaneView:
+    from kvevents.plane.connection import opened, require_jetstream  # noqa: PLC0415 - an extra
+    from kvevents.plane.layout import find  # noqa: PLC0415 - as above
+    from kvevents.plane.status import look  # noqa: PLC0415 - as above
+
+    async with opened(settings, name="kvevents plane status") as client:
+        await require_jetstream(client)
+        layout = await find(client.jetstream(), settings.name)
+        if layout is None:
+            raise PlaneError(f"there is no plane {settings.name!r} at {settings.where}; a bridge makes it", fault="missing")
+        return await look(client.jetstream(), layout)
+
+
+def _told(view: PlaneView) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(view)
+    return found | {"faults": view.faults}
+
+
+def _print(console: Console, view: PlaneView) -> None:
+    now = time.time()
+    console.line(Span(f"plane {view.name}", "name"))
+    for lane in view.lanes:
+        held = lane.last - lane.first + 1 if lane.last else 0
+        heard = ", ".join(f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(lane.bridges.items())) or "nobody"
+        leader = f", led by {lane.leader}" if lane.leader else ""
+        console.line(f"  lane {lane.lane:>3}  {held:>9,} pages to {lane.last:,}, {_size(lane.bytes)}{leader}; bridges: {heard}")
+    for kept in view.snapshots:
+        age = f"{max(0.0, now - kept.at):.0f} s ago by {kept.by}"
+        console.line(f"  snapshot  {kept.name}: {kept.blocks:,} blocks, {_size(kept.bytes)}, {age}")
+    for each in view.replicas:
+        console.line(f"  replica   {each.name}: {each.behind:,} pages since its last census")
+    for key, holder in sorted(view.leases.items()):
+        console.line(f"  lease     {key}: {holder}")
+    for fault in view.faults:
+        console.line(Span(f"  {fault}", "bad"))
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 20):,.1f} MiB"
+
+
+COMMAND: Final = Command(
+    name="plane",
+    summary="how a plane's log on NATS stands, and who writes and reads it",
+    description="Ask the NATS servers how the log stands, who writes it, which snapshots count, and whether replicas agree.",
+    examples="""\
+  kvevents plane status
+  kvevents plane status --at nats://10.0.0.9:4222 --plane prod
+  kvevents plane status --json                         for programs
+""",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,64 @@
+"""What Prometheus is told of a replica and the log that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from kvevents.plane.subscriber import Lane, LogSubscriber
+from kvevents.service.replica import Replica
+
+
+class Page(Protocol):
+    """What metrics are written on."""
+
+    def gauge(self, name: str, text: str, samples: Mapping[str, float | None]) -> None:
+        """A value that goes up and down."""
+
+    def counter(self, name: str, text: str, samples: Mapping[str, float | None]) -> None:
+        """A value that only rises."""
+
+
+def write_plane(page: Page, replica: Replica, now: float) -> None:
+    """Everything about the plane that a replica knows, at `now` seconds since the epoch."""
+    for name, text, value in _numbers(replica, now):
+        page.gauge(name, text, {"": value})
+    page.counter("kvevents_plane_generations_total", "Times that the index was built from the log", {"": replica.generations})
+    page.counter(
+        "kvevents_plane_disagreements_total", "Times that another replica held something else", {"": replica.disagreements}
+    )
+    if (generation := replica.generation) is None:
+        return
+    subscriber = generation.subscriber
+    lanes = dict(subscriber.lanes)
+    page.counter("kvevents_plane_breaches_total", "Records of the log that no bridge writes", {"": _breaches(subscriber)})
+    page.gauge("kvevents_plane_bridges", "Bridges that are heard", {"": subscriber.bridges()})
+    page.gauge(
+        "kvevents_plane_lane_position", "Number of the newest page in the index", _by_lane(lanes, lambda lane: lane.position)
+    )
+    page.gauge(
+        "kvevents_plane_lane_behind",
+        "Pages that are not in the index yet; -1 while that is not known",
+        _by_lane(lanes, lambda lane: -1 if lane.behind is None else lane.behind),
+    )
+    page.gauge(
+        "kvevents_plane_lane_age_seconds",
+        "Since the newest page in the index was written, by its writer's clock",
+        _by_lane(lanes, lambda lane: None if lane.at is None else max(0.0, now - lane.at)),
+    )
+
+
+def _numbers(replica: Replica, now: float) -> Iterable[tuple[str, str, float | None]]:
+    yield "kvevents_plane_complete", "Whether the log was ever read to its end", int(replica.is_complete)
+    yield "kvevents_plane_readable", "Whether the log can be read at the moment", int(not replica.fault)
+    kept = replica.snapshot
+    yield "kvevents_plane_snapshot_age_seconds", "Of the newest snapshot that is known", None if kept is None else now - kept.at
+    yield "kvevents_plane_snapshot_failing", "Whether the last attempt to take one failed", int(bool(replica.snapshot_fault))
+
+
+def _breaches(subscriber: LogSubscriber) -> int:
+    return sum(ledger.breaches + ledger.foreign for ledger in subscriber.ledgers.values())
+
+
+def _by_lane(lanes: Mapping[int, Lane], value: Callable[[Lane], float | None]) -> dict[str, float | None]:
+    return {f'lane="{number}"': value(lane) for number, lane in lanes.items()}

@@ -1,0 +1,28 @@
+"""TLS certificates for tests: an authority, a server at 127.0.0.1 and a client that it has signed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+SECONDS = 20.0
+
+
+def make_certificates(folder: Path) -> Path:
+    """`ca.pem`, `server.pem` and `client.pem` with a `.key` beside each, as strict checks want them."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    signs = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    _openssl(folder, "req", "-x509", *curve, *signs, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
+    for name in ("server", "client"):
+        _openssl(
+            folder,
+            *("req", "-x509", *curve, "-subj", f"/CN={name}", "-CA", "ca.pem", "-CAkey", "ca.key"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
+            *("-addext", "authorityKeyIdentifier=keyid:always"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.pem"),
+        )
+    return folder
+
+
+def _openssl(folder: Path, *args: str) -> None:
+    subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=SECONDS)  # noqa: S607 - the test's own

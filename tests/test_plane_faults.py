@@ -1,0 +1,136 @@
+"""What NATS has against something, in one word: told by real servers, and for each of nats-py's exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, get_args
+
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy
+
+from kvevents.errors import PlaneError
+from kvevents.plane.connection import opened
+from kvevents.plane.faults import HINTS, Fault, fault_of, told
+from kvevents.plane.settings import PlaneSettings
+from nats_servers import NatsServer, nats_server, needs_nats
+
+ROOM = 64 << 10
+KINDS = {
+    kind
+    for module in (nats.errors, nats.js.errors)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+
+
+def test_every_fault_has_its_hint() -> None:
+    assert HINTS.keys() == set(get_args(Fault))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS, key=str), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
+    """Those that nats-py raises, in whichever state."""
+    needed: tuple[Any, ...] = ("a", "", 1, None) if kind is nats.errors.SlowConsumerError else ()
+    error = kind(*needed)
+    assert fault_of(error) in get_args(Fault)
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (nats.errors.TimeoutError(), "timeout"),
+        (TimeoutError(), "timeout"),
+        (nats.errors.NoRespondersError(), "away"),
+        (nats.js.errors.NoStreamResponseError(), "away"),
+        (nats.js.errors.ServiceUnavailableError(), "away"),
+        (nats.js.errors.ServiceUnavailableError(code=503, err_code=10077, description="maximum bytes exceeded"), "full"),
+        (nats.js.errors.ServerError(code=500, err_code=10047, description="insufficient storage resources available"), "full"),
+        (nats.js.errors.NotFoundError(code=404, err_code=10059), "missing"),
+        (nats.js.errors.ObjectNotFoundError(), "missing"),
+        (nats.js.errors.KeyWrongLastSequenceError("wrong last sequence: 3"), "conflict"),
+        (nats.js.errors.BadRequestError(code=400, err_code=10071), "conflict"),
+        (nats.js.errors.BadRequestError(code=400, err_code=10058), "exists"),
+        (nats.js.errors.BadRequestError(code=400, err_code=10003), "refused"),
+        (nats.errors.Error("nats: 'Authorization Violation'"), "denied"),
+        (nats.errors.Error('nats: permissions violation for publish to "a"'), "denied"),
+        (nats.errors.Error("nats: the server said 'user authentication expired'"), "denied"),
+        (nats.errors.ConnectionClosedError(), "closed"),
+        (nats.errors.OutboundBufferLimitError(), "backlog"),
+        (nats.errors.UnexpectedEOF(), "away"),
+        (ssl.SSLError(1, "handshake failure"), "tls"),
+        (ConnectionResetError(104, "Connection reset by peer"), "away"),
+    ],
+    ids=repr,
+)
+def test_each_becomes_the_fault_it_is(error: Exception, fault: Fault) -> None:
+    with pytest.raises(PlaneError, match=r"^reading: ") as caught, told("reading"):
+        raise error
+    assert caught.value.fault == fault
+    assert caught.value.__cause__ is error
+    assert str(caught.value).endswith(HINTS[fault])
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), AssertionError(), asyncio.CancelledError(), PlaneError("so", fault="full")], ids=repr
+)
+def test_nothing_else_is_touched(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, told("reading"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.fixture(scope="module", name="server")
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats"), max_payload=ROOM, jetstream={"max_file": 64 << 20}) as server:
+        yield server
+
+
+async def fill(js: JetStreamContext) -> None:
+    await js.add_stream(name="small", subjects=["small"], max_bytes=ROOM, discard=DiscardPolicy.NEW)
+    for _ in range(2):
+        await js.publish("small", bytes(ROOM // 2))
+
+
+async def fill_the_disk(js: JetStreamContext) -> None:
+    await js.add_stream(name="huge", max_bytes=1 << 40)
+
+
+async def overtake(js: JetStreamContext) -> None:
+    bucket = await js.create_key_value(bucket="leases")
+    first = await bucket.put("a", b"1")
+    await bucket.update("a", b"2", last=first)
+    await bucket.update("a", b"3", last=first)
+
+
+async def remake(js: JetStreamContext) -> None:
+    await js.add_stream(name="twice", subjects=["one"])
+    await js.add_stream(name="twice", subjects=["other"])
+
+
+@needs_nats
+@pytest.mark.parametrize(
+    ("do", "fault"),
+    [
+        (lambda js: js.stream_info("none"), "missing"),
+        (lambda js: js.publish("nobody.listens", b""), "away"),
+        (lambda js: js.publish("large", bytes(ROOM + 1)), "large"),
+        (lambda js: js.add_stream(name="copied", num_replicas=3), "refused"),
+        (fill, "full"),
+        (fill_the_disk, "full"),
+        (overtake, "conflict"),
+        (remake, "exists"),
+    ],
+    ids=["no stream", "no listener", "large", "no cluster", "full stream", "full disk", "overtaken", "made twice"],
+)
+async def test_a_real_server_is_understood(
+    server: NatsServer, do: Callable[[JetStreamContext], Awaitable[object]], fault: Fault
+) -> None:
+    async with opened(PlaneSettings(servers=(server.url,)), name="test") as client:
+        with pytest.raises(PlaneError) as caught, told("doing it"):
+            await do(client.jetstream())
+    assert caught.value.fault == fault, caught.value

@@ -1,0 +1,129 @@
+"""Which server is tried when, and that nothing is said twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.plane.voice import (
+    MAX_LINES,
+    RECONNECT_FIRST_SECONDS,
+    RECONNECT_MOST_SECONDS,
+    STEADY_SECONDS,
+    Rounds,
+    Voice,
+)
+
+HOSTS = ("a", "b", "c")
+
+
+def servers(*hosts: str) -> list[Any]:
+    return [SimpleNamespace(uri=urlsplit(f"nats://{host}:4222")) for host in hosts]
+
+
+def attempts(rounds: Rounds, count: int, *hosts: str) -> list[tuple[str, float]]:
+    chosen = [rounds.choose(servers(*hosts), {}) for _ in range(count)]
+    return [(str(server.uri.hostname), pause) for server, pause in chosen]
+
+
+def test_each_round_tries_every_server_once_after_one_pause() -> None:
+    rounds = Rounds()
+    rounds.begin(STEADY_SECONDS)
+    for number in range(8):
+        found = attempts(rounds, 3, *HOSTS)
+        assert sorted(host for host, _ in found) == list(HOSTS)
+        most = min(RECONNECT_FIRST_SECONDS * 2**number, RECONNECT_MOST_SECONDS)
+        assert most / 2 <= found[0][1] <= most
+        assert [pause for _, pause in found[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize(("lasted", "starts_again"), [(STEADY_SECONDS, True), (STEADY_SECONDS / 2, False)])
+def test_pauses_start_again_only_after_a_connection_that_lasted(lasted: float, starts_again: bool) -> None:
+    """A server that hangs up at once, again and again, is not asked without a pause."""
+    rounds = Rounds()
+    attempts(rounds, 5, "a")
+    rounds.begin(lasted)
+    assert (attempts(rounds, 1, "a")[0][1] <= RECONNECT_FIRST_SECONDS) == starts_again
+
+
+@given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), min_size=1, max_size=30))
+def test_servers_may_come_and_go(known: list[set[str]]) -> None:
+    """Whoever is chosen is known then, and nobody is chosen twice in a round."""
+    rounds, this_round = Rounds(), Counter[str]()
+    for hosts in known:
+        ((host, pause),) = attempts(rounds, 1, *hosts)
+        assert host in hosts
+        if pause:
+            this_round.clear()
+        this_round[host] += 1
+        assert this_round[host] == 1
+
+
+class Client:
+    """What a voice asks of nats-py's."""
+
+    connected_url = urlsplit("nats://a:4222")
+    is_closed = False
+
+
+def a_voice(states: list[str]) -> tuple[Voice, Client]:
+    voice, client = Voice("bridge", states.append), Client()
+    assert voice.callbacks(client)["name"] == "bridge"  # type: ignore[arg-type]
+    return voice, client
+
+
+async def test_a_state_is_told_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    states: list[str] = []
+    voice, client = a_voice(states)
+    calls = voice.callbacks(client)  # type: ignore[arg-type]
+    voice.say("connected")
+    await calls["disconnected_cb"]()
+    await calls["disconnected_cb"]()
+    await calls["reconnected_cb"]()
+    client.is_closed = True
+    await calls["disconnected_cb"]()  # nats-py says so of what is closed, too
+    await calls["closed_cb"]()
+    await calls["closed_cb"]()
+    assert states == ["connected", "reconnecting", "connected", "closed"]
+    assert len(caplog.records) == 4
+
+
+async def test_the_same_error_is_logged_once_in_each_state(caplog: pytest.LogCaptureFixture) -> None:
+    voice, client = a_voice([])
+    calls = voice.callbacks(client)  # type: ignore[arg-type]
+    voice.say("connected")
+    for _ in range(2):
+        await calls["disconnected_cb"]()
+        for _ in range(5):
+            await calls["error_cb"](ConnectionRefusedError(111, "refused"))
+        await calls["reconnected_cb"]()
+    assert [record.getMessage() for record in caplog.records].count("bridge: refused") == 2
+
+
+async def test_different_errors_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    voice, client = a_voice([])
+    calls = voice.callbacks(client)  # type: ignore[arg-type]
+    voice.say("connected")
+    for number in range(3 * MAX_LINES):
+        await calls["error_cb"](OSError(number, f"error {number}"))
+    assert len(caplog.records) == MAX_LINES
+
+
+async def test_before_the_first_connection_errors_go_to_who_connects(caplog: pytest.LogCaptureFixture) -> None:
+    states: list[str] = []
+    voice, client = a_voice(states)
+    calls = voice.callbacks(client)  # type: ignore[arg-type]
+    with pytest.raises(ConnectionRefusedError):
+        await calls["error_cb"](ConnectionRefusedError(111, "refused"))
+    voice.silence()
+    await calls["error_cb"](ConnectionRefusedError(111, "refused"))
+    await calls["closed_cb"]()
+    assert not caplog.records
+    assert not states

@@ -1,0 +1,116 @@
+"""Replicas that hold something else than the others, or than the engine: who is in the wrong builds anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from kvevents.index import PrefixIndex
+from kvevents.plane import subscriber
+from kvevents.plane.settings import PlaneSettings
+from kvevents.service import replica as module
+from kvevents.service.fleet import Fleet
+from kvevents.service.replica import Replica
+from kvevents.stream import Trust
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import Running, bridging, plane_at
+from service_cases import engine, until
+from test_service_replica import watch_of
+
+pytestmark = needs_nats
+KEY = ("default\x1fdefault\x1fone", 0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A census several times a second, and no pauses between generations."""
+    monkeypatch.setattr(subscriber, "CENSUS_SECONDS", 0.25)
+    monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "TURN_SECONDS", 0.5)
+    monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)
+
+
+class Serving:
+    """A replica with a fleet and no HTTP."""
+
+    def __init__(self, plane: PlaneSettings, name: str) -> None:
+        self.fleet = Fleet(PrefixIndex(), max_sources=100)
+        self.replica = Replica(plane, name, self.fleet, snapshot_seconds=3600, memory_limit=None)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self.fleet.follower.start()
+        task = asyncio.create_task(self.replica.run())
+        await stop.wait()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    @property
+    def digest(self) -> str | None:
+        try:
+            return self.fleet.index.digest(self.key)
+        except LookupError:
+            return None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return next(iter(self.fleet.members), ("", 0))
+
+    @property
+    def is_exact(self) -> bool:
+        return any(member.trust == Trust.EXACT for member in list(self.fleet.members.values()))
+
+    def spoil(self) -> None:
+        """Have the index forget what it holds, as a fault of ours or of the memory would."""
+        index = self.fleet.index
+        index.remove_worker(self.key)
+        index.admit(self.key)
+
+
+@contextmanager
+def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
+    with ExitStack() as stack:
+        found = [Serving(plane, f"replica-{number}") for number in range(count)]
+        for each in found:
+            stack.callback(Running(each).end)
+        until("replicas", lambda: all(each.is_exact for each in found))
+        yield found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) -> None:
+    """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
+    plane = plane_at(server.url, name=f"digests{count}", lanes=1)
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        one.store(range(64))
+        with replicas(plane, count) as found:
+            right = until("the block", lambda: len({each.digest for each in found}) == 1 and found[0].digest)
+            found[0].spoil()
+            assert found[0].digest != right
+            until("another generation", lambda: found[0].replica.generations > 1)
+            until("agreement", lambda: {each.digest for each in found} == {right})
+            assert found[0].replica.disagreements >= 1
+            if count == 3:
+                assert [each.replica.generations for each in found[1:]] == [1, 1]
+
+
+def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
+    """Its heartbeats have digests; a replica alone in the world finds out by them."""
+    plane = plane_at(server.url, name="heartbeat", lanes=1)
+    with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
+        one.store(range(64))
+        with replicas(plane, 1) as (only,):
+            right = until("the block", lambda: only.digest)
+            only.spoil()
+            until("doubt, or another generation", lambda: not only.is_exact or only.replica.generations > 1)
+            until("another generation", lambda: only.replica.generations > 1)
+            until("what the engine holds", lambda: only.digest == right and only.is_exact)
