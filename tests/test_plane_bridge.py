@@ -42,6 +42,7 @@ def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None
         log = settled(Log(plane), engine)
         assert log.numbers() == list(range(500))
         assert bridge.status().written == 500
+        assert bridge.trusts().keys() == {("engine", 0)}
         assert len(log.pages) < 500
         log.until("trust", lambda log: {told.trust for told in told_of(log).values()} == {"EXACT"})
 
