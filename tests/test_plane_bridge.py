@@ -317,7 +317,7 @@ def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> No
             engine.say(10)
             settled(log, engine)
             pages = len(log.pages)
-            log.until("some time", lambda log: len(log.pages) > pages + 20)
+            log.until("some time", lambda log: len(log.pages) > pages + 10)
             assert not [each for each in log.events if isinstance(each, Departure)]
             reaches.kill()
             log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))

@@ -142,10 +142,11 @@ def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, p
         TalkingEngine(compact=False, buffer_steps=20) as engine,
         bridging(small, engine.watch, max_queued_bytes=64 << 10) as bridge,
     ):
+        engine.say(1)
+        log = Log(small).until("it to be followed", lambda log: log.numbers() == [0])
         said_quickly(engine, 32 << 10, 60)
         until("its stream to wait", lambda: lane_of(bridge).parked, SECONDS)
         said_quickly(engine, 32 << 10, 100)
-        log = Log(small)
         until("the last batch", lambda: made_room(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
         life = numbers_of_last_life(log, "engine")
