@@ -330,14 +330,17 @@ class BridgeLane:
         self._in_flight = None
         self.composer.returned()
         if error.fault == "conflict":
-            self._went_well()
             self.conflicts += 1
             if self._is_shorter(error) and self._reader is not None:
                 await self._reader.look_again().wait()
                 return
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
                     await self._advanced.wait()
+            except TimeoutError:
+                self._say(error)  # what others have written does not come
+            else:
+                self._went_well()
             return
         if error.fault == "away" and self._client.is_connected and self._reader is not None:
             self._reader.look_again()  # there may be no such stream any more
