@@ -44,7 +44,7 @@ READ_AT_ONCE: Final = 200
 """Pages, when the log is read at the end."""
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
 SMALL_PAYLOAD: Final = 24 << 10
-SMALL_PENDING: Final = 64 << 10
+SMALL_PENDING: Final = 1 << 20
 DEAD_SECONDS: Final = 4.0
 """After which an engine leaves the log; longer than a fault lasts, as a rule."""
 SNAPSHOT_SECONDS: Final = 0.5
@@ -113,7 +113,6 @@ class Stage:
             options["max_payload"] = SMALL_PAYLOAD
         if "small max_pending" in traits:
             options["max_pending"] = SMALL_PENDING
-            options["max_payload"] = min(SMALL_PENDING, options.get("max_payload", SMALL_PENDING))
         self._servers = self._undo.enter_context(Servers(self._folder / "nats", 3 if "cluster" in traits else 1, **options))
         self.plane = PlaneSettings(
             servers=self._servers.urls,

@@ -36,7 +36,7 @@ ENTRY: Final = "snapshot"
 """Key of the entry that says which snapshots count."""
 VERSION: Final = 1
 CHUNK_BYTES: Final = 512 << 10
-"""Of a message of an object."""
+"""Of a message of an object, less where servers take less."""
 TRANSFER_SECONDS: Final = 300.0
 """For one snapshot to be written or read."""
 REQUEST_SECONDS: Final = 10.0
@@ -170,8 +170,9 @@ class Snapshots:
 
         with told(f"writing snapshot {kept.name}"):
             store = await self._js.object_store(self._layout.snapshots)
+            chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client that it was made of
             for suffix in ("index", "streams"):
-                meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
+                meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=chunk))
                 if suffix == "streams":
                     await store.put(f"{kept.name}.streams", msgspec.msgpack.encode(taken), meta)
                 else:
