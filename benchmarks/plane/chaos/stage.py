@@ -356,7 +356,7 @@ class Stage:
 
     def _audit(self) -> Audit:
         try:
-            at_once = 2 if "small max_pending" in self.plan.traits else READ_AT_ONCE
+            at_once = 1 if "small max_pending" in self.plan.traits else READ_AT_ONCE
             return asyncio.run(read_log(self.plane.servers, self.layout, at_once))
         except Exception as error:
             raise Broken(f"the log cannot be read: {error!r}") from error
