@@ -20,7 +20,7 @@ import nats
 
 from benchmarks.chaos import engine, truth
 from benchmarks.chaos.engine import Life
-from benchmarks.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent
+from benchmarks.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent, preload
 from benchmarks.plane.chaos import roles
 from benchmarks.plane.chaos.audit import Audit, read_log
 from benchmarks.plane.chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
@@ -433,6 +433,7 @@ HEALS: Final[dict[str, Deed]] = {
 def play(plan: Plan, logs: str = "") -> Outcome:
     """One round. What breaks the stage is told in the outcome, too."""
     began = time.monotonic()
+    preload("benchmarks.plane.chaos.roles")
     try:
         with Stage(plan, logs) as stage:
             return stage.play()
