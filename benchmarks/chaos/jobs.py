@@ -19,10 +19,10 @@ from benchmarks.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
 """After which a job is taken for dead."""
-T = TypeVar("T", covariant=True)
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Rounds(Protocol[T]):
+class Rounds(Protocol[T_co]):
     """What is played."""
 
     @property
@@ -30,7 +30,7 @@ class Rounds(Protocol[T]):
         """What rounds are drawn from."""
         ...
 
-    def play(self, number: int) -> T:
+    def play(self, number: int) -> T_co:
         """One of them."""
         ...
 
@@ -94,7 +94,7 @@ def outcomes(run: Rounds[T], numbers: Iterator[int], jobs: int, go_on: Callable[
             over.set()  # whoever listens has had enough: rounds that are being played are the last ones
 
 
-def _played(part: Part, run: Rounds[T], number: int) -> T:
+def _played(part: Part, run: Rounds[T], number: int) -> T_co:
     try:
         outcome: T = part.ask(number, ROUND_SECONDS)
     except Silent as error:
