@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import nats
+from nats.js import api
 
 from kvevents.index import PrefixIndex
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.layout import Layout
-from kvevents.plane.ledger import Event, Ledger
+from kvevents.plane.ledger import Arrival, Departure, Event, Ledger
 from kvevents.plane.records import Page, decode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
@@ -104,17 +105,38 @@ class Log:
         try:
             js = client.jetstream()
             for lane, ledger in self.ledgers.items():
-                info = await js.stream_info(self.layout.stream(lane))
-                for position in range(max(ledger.position + 1, info.state.first_seq), info.state.last_seq + 1):
-                    message = await js.get_msg(self.layout.stream(lane), position)
-                    page = decode_page(message.data or b"")
-                    assert page is not None
-                    self.pages.append(page)
-                    found = ledger.feed(position, page)
-                    self.events += found
-                    self.index.apply_many([each for each in found if isinstance(each, RawBatch | Reset | Gap)])
+                state = (await js.stream_info(self.layout.stream(lane))).state
+                ledger.position = max(ledger.position, state.first_seq - 1)
+                if ledger.position >= state.last_seq:
+                    continue
+                config = api.ConsumerConfig(
+                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=ledger.position + 1
+                )
+                reading = await js.subscribe(self.layout.subject(lane), ordered_consumer=True, config=config)
+                while ledger.position < state.last_seq:
+                    message = await reading.next_msg(SECONDS)
+                    self._feed(ledger, message.metadata.sequence.stream, message.data)
+                await reading.unsubscribe()
         finally:
             await client.close()
+
+    def _feed(self, ledger: Ledger, position: int, data: bytes) -> None:
+        page = decode_page(data)
+        if page is None:
+            ledger.skip(position)
+            return
+        self.pages.append(page)
+        for event in ledger.feed(position, page):
+            self._apply(event)
+
+    def _apply(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, RawBatch | Reset | Gap):
+            self.index.apply_many([event])
+        elif isinstance(event, Departure):
+            self.index.remove_worker(event.key)
+        elif isinstance(event, Arrival):
+            self.index.admit(event.key)
 
     def numbers(self, source: str = "engine", rank: int = 0) -> list[int]:
         return [each.seq for each in self.events if isinstance(each, RawBatch) and (each.source, each.rank) == (source, rank)]

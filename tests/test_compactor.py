@@ -362,6 +362,89 @@ def test_a_golden_payload_is_folded_and_told_again(golden: Golden) -> None:
     same(index_of([golden.payload]), index_of([first]), [(list(range(100, 112)), Scope())])
 
 
+# --- long stores --------------------------------------------------------------------------------------------------------------
+
+
+class Chains:
+    """A cache whose stores are of 1 to 600 blocks: conversations that grow, begin alike, lose their tails, middles and
+    beginnings, and come back, some of their blocks a second time."""
+
+    def __init__(self, choices: random.Random) -> None:
+        self._random = choices
+        self._paths: list[list[int]] = []
+        self._live: set[int] = set()
+        self._next = 0
+
+    def batch(self) -> bytes:
+        return payload_of(*[self._event() for _ in range(self._random.choice((1, 1, 4)))])
+
+    def _event(self) -> KVEvent:
+        return self._random.choice((self._grow, self._grow, self._again, self._tail, self._some, self._oldest))()
+
+    def _grow(self) -> KVEvent:
+        """A new chain, or one that branches off another one."""
+        base = self._random.choice([*self._paths[-8:], []])
+        base = base[: self._random.choice((len(base), len(base), len(base) // 2))]
+        count = self._random.choice((1, 1, 3, 40, 64, 65, 600))
+        fresh = list(range(self._next + 1, self._next + 1 + count))
+        self._next += count
+        if base and base[-1] not in self._live:
+            base = []
+        self._paths.append(base + fresh)
+        return self._store(fresh, base[-1] if base else None)
+
+    def _again(self) -> KVEvent:
+        """What is gone of a chain comes back behind what is left of it."""
+        path = self._random.choice(self._paths or [[1]])
+        first = next((at for at, value in enumerate(path) if value not in self._live), len(path) - 1)
+        return self._store(path[first:], path[first - 1] if first else None)
+
+    def _store(self, hashes: list[int], parent: int | None) -> KVEvent:
+        self._live.update(hashes)
+        return store(hashes, [value % 5_000 + at for value in hashes for at in (0, 1)], 2, parent)
+
+    def _remove(self, hashes: list[int]) -> KVEvent:
+        gone = [value for value in hashes if value in self._live]
+        self._live.difference_update(gone)
+        return removal(*gone)
+
+    def _tail(self) -> KVEvent:
+        path = self._random.choice(self._paths or [[1]])
+        return self._remove(path[-self._random.randint(1, len(path)) :][::-1])
+
+    def _some(self) -> KVEvent:
+        path = self._random.choice(self._paths or [[1]])
+        return self._remove(self._random.sample(path, self._random.randint(0, len(path))))
+
+    def _oldest(self) -> KVEvent:
+        return self._remove(self._paths.pop(0) if len(self._paths) > 4 else [])
+
+
+@examples(40)
+@given(st.integers(0, 1 << 32), st.integers(20, 100), st.integers(2, 30))
+def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: int, every: int) -> None:
+    """What is told again and again, and what is told once, lead an index to what one knows who saw everything."""
+    chains, often, once, whole = Chains(random.Random(seed)), history(), history(), PrefixIndex()
+    for seq in range(count):
+        payload = chains.batch()
+        often.fold(payload)
+        once.fold(payload)
+        whole.apply_payload(WORKER, 0, seq, payload)
+        if seq % every == every - 1:
+            first = collapsed(often)
+            assert first is not None
+            assert index_of([first]).digest(WORKER) == whole.digest(WORKER)
+        assert (often.live, native(often).nodes) == (once.live, native(once).nodes)
+    first = collapsed(once)
+    assert first is not None
+    assert once.live == whole.stats().blocks
+    assert index_of([first]).digest(WORKER) == whole.digest(WORKER)
+    for kept in (often, once):
+        kept.fold(payload_of(cleared(medium="GPU")))
+        assert (kept.live, native(kept).nodes) == (0, 0)
+        assert kept.bytes <= 4 * SLACK
+
+
 # --- what is told -------------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.buffer import Collapsed, Numbered, ReplayBuffer
+from kvevents.publisher.buffer import GROUP, GROUPS, Collapsed, Numbered, ReplayBuffer
 from kvevents.publisher.parts import MAX_PARTS
 from kvevents.stream import Batch, Source, Stream
 from kvevents.wire import decode_batch, encode_batch
@@ -336,3 +336,26 @@ def test_any_thread_may_collapse_while_another_one_sends() -> None:
         other = ReplayBuffer.collapsing(1)
         other.resume(*collapsed, [(collapsed.number + 1, encode_batch(KVEventBatch(0.0, [])))])
         assert indexed(other.since(0)) == sent.digests[collapsed.number]
+
+
+@pytest.mark.parametrize("steps", [1, 15, 16, 100, 64 * 16, 64 * 16 + 500])
+def test_batches_leave_in_groups(steps: int) -> None:
+    """No more than a group is kept beyond those that were asked for, and without a history nothing; what has left and what is
+    kept are everything together, whenever one looks."""
+    most = steps + min(GROUP - 1, steps // GROUPS)
+    sent, plain, sizes = Sent(5, steps), ReplayBuffer(steps), set()
+    for number in range(most + 3 * GROUP):
+        batch = sent.publish()
+        assert batch is not None
+        plain.extend([batch])
+        kept = len(sent.buffer)
+        sizes.add(kept)
+        assert min(number + 1, steps) <= kept <= most
+        assert len(plain) == min(number + 1, steps)
+        stats = sent.buffer.history_stats()
+        assert stats is not None
+        assert stats.batches + kept == number + 1
+    assert max(sizes) == most
+    found = sent.buffer.since(0)
+    assert indexed(found) == sent.digests[-1]
+    assert numbers(found) == list(range(found[0][0], len(sent.digests)))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from benchmarks.chaos.engine import Make
 from benchmarks.chaos.judging import Outcome
@@ -19,6 +19,20 @@ from benchmarks.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
 """After which a job is taken for dead."""
+T = TypeVar("T", covariant=True)
+
+
+class Rounds(Protocol[T]):
+    """What is played."""
+
+    @property
+    def seed(self) -> str:
+        """What rounds are drawn from."""
+        ...
+
+    def play(self, number: int) -> T:
+        """One of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +49,20 @@ class Run:
     def plan(self, number: int) -> Plan:
         return draw_plan(self.seed, number, self.batches, self.makes, self.only, self.without, can_mount=self.can_mount)
 
+    def play(self, number: int) -> Outcome:
+        return play(self.plan(number))
 
-def work(pipe: Connection, run: Run) -> None:
+
+def work(pipe: Connection, run: Rounds[object]) -> None:
     """A job: told a number, it answers with an outcome."""
     with suppress(EOFError, BrokenPipeError):
         while True:
-            pipe.send(play(run.plan(pipe.recv())))
+            pipe.send(run.play(pipe.recv()))
 
 
-def outcomes(run: Run, numbers: Iterator[int], jobs: int, go_on: Callable[[], bool]) -> Iterator[Outcome]:
+def outcomes(run: Rounds[T], numbers: Iterator[int], jobs: int, go_on: Callable[[], bool]) -> Iterator[T]:
     """What comes of each round, as it comes; no further round is begun once `go_on` says no."""
-    found: SimpleQueue[Outcome | BaseException | None] = SimpleQueue()
+    found: SimpleQueue[T | BaseException | None] = SimpleQueue()
     drawing, over = threading.Lock(), threading.Event()
 
     def job() -> None:
@@ -77,9 +94,9 @@ def outcomes(run: Run, numbers: Iterator[int], jobs: int, go_on: Callable[[], bo
             over.set()  # whoever listens has had enough: rounds that are being played are the last ones
 
 
-def _played(part: Part, run: Run, number: int) -> Outcome:
+def _played(part: Part, run: Rounds[T], number: int) -> T:
     try:
-        outcome: Outcome = part.ask(number, ROUND_SECONDS)
+        outcome: T = part.ask(number, ROUND_SECONDS)
     except Silent as error:
         raise RuntimeError(f"round {number} of seed {run.seed} ended its job: {error}") from error
     return outcome

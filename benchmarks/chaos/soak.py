@@ -45,10 +45,10 @@ FLAP_SECONDS: Final = 3.0
 """About, between two cuts."""
 OUTAGE_SECONDS: Final = 20.0
 """Of each of `OUTAGES`: more batches than any replay buffer here holds."""
-OUTAGES: Final = ((0.05, 0.3), (1.0, 0.0))
+OUTAGES: Final = ((0.05, 0.05), (1.0, 0.0))
 """Shares of live and of replayed batches that are lost at first. Many wait then for what replay loses again and again; and all
 that was said is too old for replay. What such times leave behind in an allocator would else look like growth whenever the
-first of them comes."""
+first of them comes. With more of replay lost a consumer may give up, DEGRADED until the cache is cleared."""
 WARM_UP: Final = 0.5
 """Share of the time that is not looked at: caches, buffers and the allocator fill; at most `WARM_UP_SECONDS`."""
 WARM_UP_SECONDS: Final = 600.0

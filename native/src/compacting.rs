@@ -5,6 +5,7 @@ mod manners;
 mod naming;
 mod rules;
 mod shelf;
+mod slots;
 mod spelling;
 mod state;
 mod store;
@@ -50,9 +51,19 @@ impl Compactor {
         read
     }
 
+    /// Takes payloads in up to the first one that is not read: how many.
+    pub fn fold_many(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
+        let mut next = payloads.iter().skip(1);
+        let unread = payloads.iter().position(|payload| {
+            next.next().into_iter().for_each(|next| prefetch(next));
+            !self.fold(payload, schema)
+        });
+        unread.unwrap_or(payloads.len())
+    }
+
     /// What rebuilds the state after a clear of everything. None where that is not known, or cannot be said in events.
-    pub fn events(&self) -> Option<Vec<Told>> {
-        telling::tell(&self.state)
+    pub fn events(&mut self) -> Option<Vec<Told>> {
+        telling::tell(&mut self.state)
     }
 
     /// Notes that some of the stream was never seen; what is known is kept, and told.
@@ -66,9 +77,9 @@ impl Compactor {
     }
 
     /// The same as payloads of at most `limit` bytes for `fold`, by limits of ours; the first event is a clear of everything.
-    pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
+    pub fn payloads(&mut self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
         let mut sheets = Sheets::new(limit, ts);
-        telling::tell_to(&self.state, |event| sheets.take(&event))?;
+        telling::tell_to(&mut self.state, |event| sheets.take(&event))?;
         Some(sheets.finish())
     }
 
@@ -100,5 +111,20 @@ impl Compactor {
     /// Heap bytes, about; those of the last payload apart.
     pub fn bytes(&self) -> usize {
         self.state.bytes()
+    }
+}
+
+/// Bytes of the next payload that are asked for while one is folded: it lay in a buffer for long.
+const AHEAD: usize = 512;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+#[inline]
+fn prefetch(payload: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in payload.chunks(LINE).take(AHEAD / LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch is a hint, and the bytes are there.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
 }

@@ -241,6 +241,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
         schema,
         scratch,
         free_bytes: schema.limits.max_free_bytes,
+        single: 0,
     };
     scanner.batch()?;
     (scanner.reader.left() == 0).then_some(())
@@ -251,7 +252,14 @@ struct Scanner<'a> {
     schema: &'a Schema,
     scratch: &'a mut Scratch,
     free_bytes: usize,
+    /// Where the last list of hashes began.
+    single: usize,
 }
+
+/// What a list of one hash of 64 bits begins with.
+const SINGLE: [u8; 2] = [0x91, 0xCF];
+/// Bytes of that hash.
+const HASH_BYTES: usize = 8;
 
 impl<'a> Scanner<'a> {
     fn batch(&mut self) -> Option<()> {
@@ -279,13 +287,47 @@ impl<'a> Scanner<'a> {
         if count > self.schema.limits.max_events {
             return None;
         }
-        for _ in 0..count {
+        let mut left = count;
+        while left > 0 {
+            let start = self.reader.at;
             match self.reader.peek()? {
                 0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
                 _ => self.map_event()?,
             }
+            left -= 1;
+            if self.schema.joins && left > 0 {
+                left -= self.join(start, left);
+            }
         }
         Some(())
+    }
+
+    /// Joins up to `left` events to the one that was read from `start` on, if that is a removal of one hash and they are the same
+    /// but for the hash: how many.
+    fn join(&mut self, start: usize, left: usize) -> usize {
+        let (data, end, hash) = (self.reader.data(), self.reader.at, self.single + SINGLE.len());
+        let Some(event) = self.scratch.events.last_mut() else {
+            return 0;
+        };
+        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[self.single..].starts_with(&SINGLE) {
+            return 0;
+        }
+        let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
+        let mut joined = 0;
+        for next in data[end..].chunks_exact(end - start).take(left) {
+            let (before, rest) = next.split_at(head.len());
+            let Some((hash, behind)) = rest.split_first_chunk::<HASH_BYTES>() else {
+                break;
+            };
+            if before != head || behind != tail {
+                break;
+            }
+            self.scratch.hashes.push(u64::from_be_bytes(*hash));
+            joined += 1;
+        }
+        event.hashes.length += joined as u32;
+        self.reader.at += joined * (end - start);
+        joined
     }
 
     fn array_event(&mut self) -> Option<()> {
@@ -353,7 +395,10 @@ impl<'a> Scanner<'a> {
     fn field(&mut self, field: Field, event: &mut Event) -> Option<()> {
         let start = self.reader.at;
         match field {
-            Field::BlockHashes => event.hashes = self.hashes()?,
+            Field::BlockHashes => {
+                self.single = start;
+                event.hashes = self.hashes()?;
+            }
             Field::Parent => event.parent = self.parent()?,
             Field::TokenIds => self.tokens(event)?,
             Field::BlockSize => event.block_size = self.size()?,
@@ -392,7 +437,15 @@ impl<'a> Scanner<'a> {
         }
         let start = self.scratch.hashes.len();
         self.scratch.hashes.reserve(count);
-        for _ in 0..count {
+        let quick = self.reader.rest().as_chunks::<{ 1 + HASH_BYTES }>().0.iter().take(count);
+        let quick = quick.map_while(|chunk| match chunk {
+            [0xCF | 0xD3, bytes @ ..] => Some(u64::from_be_bytes(*bytes)),
+            _ => None,
+        });
+        self.scratch.hashes.extend(quick);
+        let done = self.scratch.hashes.len() - start;
+        self.reader.at += done * (1 + HASH_BYTES);
+        for _ in done..count {
             let hash = self.hash()?;
             self.scratch.hashes.push(hash);
         }

@@ -1,7 +1,8 @@
-//! The blocks of a stream: those with copies, and those that only hold a place in a chain. How they come is here, how they go in the room
-//! below.
+//! The blocks of a stream: those with copies, and those that only hold a place in a chain. How they come is here, how they go in a room
+//! below, and in another one those that nobody had to look into.
 
 mod leaving;
+mod stretches;
 
 use std::collections::HashMap;
 
@@ -13,6 +14,9 @@ use crate::table::{Spot, Stage, Table};
 
 use super::naming::{Identity, NO_SHELF, Namings, Spelled};
 use super::shelf::Shelf;
+use stretches::Stretches;
+
+pub use stretches::Fresh;
 
 /// No block: the root.
 pub const NONE: u32 = u32::MAX;
@@ -34,6 +38,8 @@ pub struct Node {
     pub naming: u32,
     /// Number of its tokens, if it has any.
     pub slot: u32,
+    /// Blocks that came before it, modulo 2^32: in this order they are told.
+    pub born: u32,
     /// The manner of its first store with tokens.
     pub home: u8,
 }
@@ -80,8 +86,9 @@ pub struct Blocks {
     shelves: Vec<Tokens>,
     /// Blocks with copies, by hash.
     table: Table,
-    /// Those without, by hash and key.
+    /// Those without, by hash and key, and how many have a hash.
     dead: HashTable<u32>,
+    dead_hashes: HashMap<u64, u32>,
     /// Of hashes with several blocks all that have copies, the newest last.
     several: HashMap<u64, Vec<u32>>,
     /// Copies beyond the first.
@@ -89,20 +96,28 @@ pub struct Blocks {
     extra: usize,
     namings: Namings,
     secret: Secret,
+    births: u64,
+    stretches: Stretches,
+    full: bool,
 }
 
 impl Default for Blocks {
     fn default() -> Self {
+        let secret = Secret::new();
         Self {
             nodes: Shelf::new(1),
             shelves: Vec::new(),
             table: Table::dense(),
             dead: HashTable::new(),
+            dead_hashes: HashMap::new(),
             several: HashMap::new(),
             copies: HashMap::new(),
             extra: 0,
             namings: Namings::default(),
-            secret: Secret::new(),
+            secret,
+            births: 0,
+            stretches: Stretches::new(secret),
+            full: false,
         }
     }
 }
@@ -119,12 +134,17 @@ pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
 impl Blocks {
     /// Blocks with copies.
     pub fn live(&self) -> usize {
-        self.table.len()
+        self.table.len() + self.stretches.live()
     }
 
     /// Blocks without.
     pub fn dead(&self) -> usize {
-        self.dead.len()
+        self.dead.len() + self.stretches.dead()
+    }
+
+    /// Whether there were more than numbers for them.
+    pub fn is_full(&self) -> bool {
+        self.full
     }
 
     /// Copies beyond the first of each block and manner.
@@ -149,10 +169,12 @@ impl Blocks {
             + self.shelves.capacity() * size_of::<Tokens>()
             + self.table.bytes()
             + self.dead.allocation_size()
+            + self.dead_hashes.capacity() * (size_of::<(u64, u32)>() + 1)
             + self.several.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
             + self.several.values().map(|list| list.capacity() * 4).sum::<usize>()
             + self.copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
             + self.namings.bytes()
+            + self.stretches.bytes()
     }
 
     /// One more than the highest number, or more.
@@ -214,13 +236,22 @@ impl Blocks {
         Spot::from(self.secret.place(hash))
     }
 
-    /// Asks for the memory that is looked at for a hash.
+    /// Asks for the memory that the tree is looked up in for these hashes.
     #[inline]
-    pub fn prefetch(&self, hash: u64) {
-        self.table.prefetch(self.spot(hash), Stage::Bucket);
+    pub fn prefetch<'a>(&self, hashes: impl Iterator<Item = &'a u64>) {
+        if !self.table.is_empty() {
+            hashes.for_each(|&hash| self.table.prefetch(self.spot(hash), Stage::Bucket));
+        }
     }
 
-    /// The block that `hash` means, the most recently stored one of several.
+    /// The block that `hash` means, in the tree.
+    #[inline]
+    pub fn seek(&mut self, hash: u64) -> Option<u32> {
+        self.look_into(hash);
+        self.newest(hash)
+    }
+
+    /// The block of the tree that `hash` means, the most recently stored one of several.
     #[inline]
     pub fn newest(&self, hash: u64) -> Option<u32> {
         if !self.several.is_empty()
@@ -234,6 +265,12 @@ impl Blocks {
     /// One copy more of a block.
     #[inline]
     pub fn place(&mut self, block: &Block<'_>) -> Placed {
+        self.look_into(block.hash);
+        self.place_in_tree(block)
+    }
+
+    #[inline]
+    fn place_in_tree(&mut self, block: &Block<'_>) -> Placed {
         let spot = self.spot(block.hash);
         let seat = self.table.seat(spot);
         let (mut known, mut own) = (None, None);
@@ -299,8 +336,10 @@ impl Blocks {
             children: 0,
             naming: block.naming,
             slot,
+            born: self.births as u32,
             home: block.manner,
         };
+        self.births += 1;
         if block.parent != NONE {
             self.get_mut(block.parent).children += 1;
         }
@@ -324,6 +363,7 @@ impl Blocks {
             node.hash == block.hash && node.key == block.key && namings.get(node.naming).identity == block.identity
         };
         let number = self.dead.find_entry(place, same).ok()?.remove().0;
+        self.count_out(block.hash);
         self.shrink_dead();
         let node = self.get_mut(number);
         (node.mask, node.home) = (1 << block.manner, block.manner);

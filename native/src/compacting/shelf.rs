@@ -98,11 +98,6 @@ impl<T: Copy, const COUNT: usize> Shelf<T, COUNT> {
         self.width
     }
 
-    /// Slots in use.
-    pub fn len(&self) -> usize {
-        self.used
-    }
-
     /// One more than the highest number in use, or more.
     pub fn bound(&self) -> usize {
         self.chunks.len() << self.bits
@@ -253,12 +248,12 @@ mod tests {
             }
             let mut numbers: Vec<u32> = kept.iter().map(|(number, _)| *number).collect();
             numbers.sort_unstable();
-            assert!(shelf.numbers().eq(numbers.iter().copied()) && shelf.len() == numbers.len());
+            assert!(shelf.numbers().eq(numbers.iter().copied()) && shelf.used == numbers.len());
             for (number, value) in kept {
                 assert!(shelf.get(number).iter().all(|&found| found == value));
                 shelf.give(number);
             }
-            assert_eq!((shelf.bytes(), shelf.len()), (baseline, 0));
+            assert_eq!((shelf.bytes(), shelf.used), (baseline, 0));
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What events mean for what is kept: as `applying` has it, with everything that a snapshot has to say again.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use crate::applying::{Read, extras_at, extras_of};
 use crate::keys::{self, Scheme};
@@ -8,7 +9,7 @@ use crate::planes::Rule;
 use crate::scan::{Event, Kind};
 use crate::waiting::{Queue, Waiting, Weight};
 
-use super::blocks::{Block, Blocks, NONE, Placed};
+use super::blocks::{Block, Blocks, Fresh, NONE, Placed};
 use super::manners::{Manners, is_dense, window_of};
 use super::naming::{Identity, Naming, Spelled};
 use super::rules::{Lessons, rule_of};
@@ -95,19 +96,35 @@ struct Dense<'a> {
 impl<'a> Dense<'a> {
     /// Tokens that the hash of block `at` covers.
     fn window<'b>(&'b self, at: usize, buffer: &'b mut Vec<u32>) -> &'b [u32] {
+        self.windows(at..at + 1, buffer)
+    }
+
+    /// Those of several blocks, one after the other.
+    fn windows<'b>(&'b self, blocks: Range<usize>, buffer: &'b mut Vec<u32>) -> &'b [u32] {
         let size = self.identity.scheme.size as usize;
         if !self.pairs {
-            return &self.tokens[at * size..][..size];
+            return &self.tokens[blocks.start * size..blocks.end * size];
         }
-        let pairs = &self.tokens[at * size * 2..][..size * 2];
         buffer.clear();
-        buffer.extend(pairs.iter().step_by(2));
-        buffer.push(pairs[pairs.len() - 1]);
+        for at in blocks {
+            let pairs = &self.tokens[at * size * 2..][..size * 2];
+            buffer.extend(pairs.iter().step_by(2));
+            buffer.push(pairs[pairs.len() - 1]);
+        }
         buffer
     }
 
+    fn extra(&self, at: usize) -> Option<&'a [u8]> {
+        self.entries.get(at).copied().flatten()
+    }
+
     fn spelled(&self, at: usize) -> Spelled<'a> {
-        self.spelled.with(self.entries.get(at).copied().flatten())
+        self.spelled.with(self.extra(at))
+    }
+
+    /// Whether all blocks have the same extra keys.
+    fn is_alike(&self) -> bool {
+        self.entries.is_empty() || (1..self.hashes.len()).all(|at| self.extra(at) == self.extra(0))
     }
 }
 
@@ -153,6 +170,7 @@ impl State {
             (self.blocks.extra(), live + MAX_EXTRA, "copies"),
             (self.blocks.named(), MAX_NAMED_BYTES, "bytes of names and extra keys"),
             (self.blocks.windows(), MAX_WINDOWS, "block sizes"),
+            (self.blocks.is_full().into(), 0, "blocks"),
         ];
         let above = limits.iter().find(|(found, limit, _)| found > limit);
         above.map_or(Ok(()), |(_, _, what)| Err(*what))
@@ -200,7 +218,7 @@ impl State {
         }
         let manner = self.manners.of(store, Some(store.block_size)).ok_or("manners")?;
         for &hash in store.hashes {
-            match self.blocks.newest(hash) {
+            match self.blocks.seek(hash) {
                 Some(number) => self.blocks.copy(number, manner),
                 None => self.wait(hash, manner, hash, None),
             }
@@ -260,9 +278,8 @@ impl State {
 
     fn with_tokens(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {
         // Where their hashes belong is known before anything else is.
-        for &hash in store.parent.iter().chain(store.hashes.iter().take(FIRST)) {
-            self.blocks.prefetch(hash);
-        }
+        self.blocks
+            .prefetch(store.parent.iter().chain(store.hashes.iter().take(FIRST)));
         let manner = self.manners.of(store, None).ok_or("manners")?;
         let lora = match (store.lora_name, store.lora_id) {
             (Some(name), _) => keys::lora_name(name),
@@ -291,16 +308,39 @@ impl State {
             entries: found,
             manner,
         };
-        self.dense(&dense, store.parent)
+        let kept = self.keep(&dense, store.parent);
+        self.dense(&dense, kept, store.parent)
     }
 
-    fn dense(&mut self, store: &Dense<'_>, parent: Option<u64>) -> Result<(), &'static str> {
-        for at in 0..store.hashes.len() {
+    /// Keeps blocks as they came, up to the first one that has to be looked into: how many.
+    fn keep(&mut self, store: &Dense<'_>, parent: Option<u64>) -> usize {
+        if !self.work.extras.is_empty() || !store.is_alike() {
+            return 0;
+        }
+        let waits = |&hash: &u64| !self.waiting.is_empty() && self.waiting.names(hash);
+        let count = store.hashes.iter().position(waits).unwrap_or(store.hashes.len());
+        let Some(above) = self.blocks.above(parent) else { return 0 };
+        let salt = store.salt.unwrap_or_else(|| self.blocks.salt(above));
+        let naming = self.blocks.name(Identity { salt, ..store.identity }, &store.spelled(0));
+        let fresh = Fresh {
+            hashes: &store.hashes[..count],
+            tokens: store.windows(0..count, &mut self.work.window),
+            above,
+            naming,
+            manner: store.manner,
+        };
+        let kept = self.blocks.keep(&fresh);
+        self.blocks.unname(naming);
+        kept
+    }
+
+    fn dense(&mut self, store: &Dense<'_>, first: usize, parent: Option<u64>) -> Result<(), &'static str> {
+        for at in first..store.hashes.len() {
             let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
             let Some(awaited) = awaited else {
                 return self.run(store, at, NONE);
             };
-            if let Some(found) = self.blocks.newest(awaited) {
+            if let Some(found) = self.blocks.seek(awaited) {
                 return self.run(store, at, found);
             }
             let orphan = Orphan {
@@ -423,9 +463,7 @@ impl State {
             return Ok(());
         }
         let (exact, plane) = self.manners.meant(place).ok_or("manners")?;
-        for &hash in hashes.iter().take(FIRST) {
-            self.blocks.prefetch(hash);
-        }
+        self.blocks.prefetch(hashes.iter().take(FIRST));
         for &hash in hashes {
             if !self.blocks.remove(hash, exact, plane) && !self.waiting.is_empty() {
                 self.waiting.remove_where(hash, |manner| plane >> manner & 1 != 0);

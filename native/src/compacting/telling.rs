@@ -21,17 +21,19 @@ use super::store::{Store, Told, joined};
 use order::{Order, Twins};
 
 /// What rebuilds `state` after a clear; None where that cannot be said.
-pub fn tell(state: &State) -> Option<Vec<Told>> {
+pub fn tell(state: &mut State) -> Option<Vec<Told>> {
     let mut told = Vec::new();
     tell_to(state, |event| told.push(event))?;
     Some(told)
 }
 
 /// The same, one event after the other.
-pub fn tell_to(state: &State, take: impl FnMut(Told)) -> Option<()> {
-    if state.lost.is_some() {
+pub fn tell_to(state: &mut State, take: impl FnMut(Told)) -> Option<()> {
+    state.blocks.look_into_all();
+    if state.lost.is_some() || state.blocks.is_full() {
         return None;
     }
+    let state = &*state;
     let twins = Twins::of(&state.blocks);
     if twins.is_empty() {
         told(state, &twins, take);
@@ -288,14 +290,15 @@ fn rebuilds(told: &[Told], state: &State) -> bool {
             return false;
         }
     }
+    tried.blocks.look_into_all();
     let waiting = |state: &State| -> Vec<(u64, u64)> { state.waiting.iter().map(|item| (item.hash, item.awaited)).collect() };
     known(&tried) == known(state) && ordered(&tried) == ordered(state) && waiting(&tried) == waiting(state)
 }
 
-type Known = (u64, u64, super::naming::Identity, u64, i64);
+pub(super) type Known = (u64, u64, super::naming::Identity, u64, i64);
 
 /// Copies by what a consumer tells blocks and planes apart by.
-fn known(state: &State) -> HashMap<Known, u32> {
+pub(super) fn known(state: &State) -> HashMap<Known, u32> {
     let mut found = HashMap::new();
     for number in state.blocks.numbers() {
         let node = state.blocks.get(number);
@@ -315,7 +318,7 @@ fn known(state: &State) -> HashMap<Known, u32> {
 }
 
 /// Keys of twins in their order.
-fn ordered(state: &State) -> HashMap<u64, Vec<u64>> {
+pub(super) fn ordered(state: &State) -> HashMap<u64, Vec<u64>> {
     let keys = |list: &Vec<u32>| list.iter().map(|&number| state.blocks.get(number).key).collect();
     state
         .blocks

@@ -169,9 +169,9 @@ proptest! {
                 model.take(hash, gpu);
             }
         }
-        let told = telling::tell(&state).expect("hashes are distinct");
+        let told = telling::tell(&mut state).expect("hashes are distinct");
         for limit in [1, 90, 200, 1 << 20] {
-            let again = refolded(&told, limit);
+            let mut again = refolded(&told, limit);
             prop_assert_eq!(again.live(), state.blocks.live());
             prop_assert_eq!(again.events(), Some(told.clone()));
         }
@@ -202,7 +202,7 @@ fn a_chain_is_told_as_one_run_with_its_dead_ancestors() {
     }
     take(&mut state, 1, GPU);
     take(&mut state, 2, GPU);
-    let told = telling::tell(&state).expect("hashes are distinct");
+    let told = telling::tell(&mut state).expect("hashes are distinct");
     let stored: Vec<_> = (told.iter())
         .filter_map(|event| match event {
             Told::Stored(store) => Some((store.hashes.clone(), store.parent)),
@@ -228,7 +228,7 @@ fn twins_are_told_with_their_children_in_the_order_in_which_they_came() {
     put(10, Some(9), 6);
     put(9, Some(2), 5);
     put(11, Some(9), 6);
-    let told = telling::tell(&state).expect("they came in an order that can be told");
+    let told = telling::tell(&mut state).expect("they came in an order that can be told");
     let order: Vec<u64> = (told.iter())
         .flat_map(|event| match event {
             Told::Stored(store) => store.hashes.clone(),
@@ -248,12 +248,12 @@ fn too_many_orphans_are_lost_until_a_clear() {
     let tokens = vec![7; 2 * hashes.len()];
     assert_eq!(state.stored(&store(&hashes, Some(5), &tokens, GPU)), Err("orphans"));
     state.lose("orphans");
-    assert!(telling::tell(&state).is_none() && state.bytes() < 8_192);
+    assert!(telling::tell(&mut state).is_none() && state.bytes() < 8_192);
     put(&mut state, 1, GPU);
     assert_eq!((state.blocks.live(), state.lost), (0, Some("orphans")));
     state.cleared(None, None);
     put(&mut state, 1, GPU);
-    assert_eq!(telling::tell(&state).map(|told| told.len()), Some(1));
+    assert_eq!(telling::tell(&mut state).map(|told| told.len()), Some(1));
 }
 
 /// What the scanner does not read changes nothing.
@@ -305,7 +305,7 @@ fn what_is_spelled_is_read_again() {
         let mut state = State::default();
         state.stored(&view).expect("within limits");
         state.removed(&hashes[..5], &view.place).expect("within limits");
-        let told = telling::tell(&state).expect("hashes are distinct");
+        let told = telling::tell(&mut state).expect("hashes are distinct");
         for limit in (1..400).step_by(7).chain([1 << 20]) {
             assert_eq!(refolded(&told, limit).events().as_ref(), Some(&told));
         }
@@ -334,7 +334,7 @@ fn blocks_of_keys_are_told_together() {
     ] {
         state.stored(&malformed).expect("nothing comes of it");
     }
-    let told = telling::tell(&state).expect("hashes are distinct");
+    let told = telling::tell(&mut state).expect("hashes are distinct");
     let stored: Vec<_> = (told.iter())
         .filter_map(|event| match event {
             Told::Stored(store) => Some((store.hashes.clone(), store.parent, store.keys.clone())),
@@ -348,11 +348,11 @@ fn blocks_of_keys_are_told_together() {
     ];
     assert_eq!(stored, expected);
     let local = crate::keys::local(&[5, 6], crate::keys::seed(0, 0));
-    let child = state.blocks.newest(3).expect("it is live");
+    let child = state.blocks.seek(3).expect("it is live");
     assert_eq!(state.blocks.get(child).key, crate::keys::chained(11, local));
     state.removed(&[2, 3, 4], &GPU).expect("within limits");
     assert_eq!((state.blocks.bound(), state.blocks.windows()), (0, 0));
-    let taught = telling::tell(&state).expect("nothing is live");
+    let taught = telling::tell(&mut state).expect("nothing is live");
     assert!(
         matches!(&taught[..], [Told::Stored(one), Told::Removed(..)] if one.keys == Some(vec![0]) && one.tokens.is_empty())
     );
@@ -376,4 +376,197 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     compactor.miss();
     compactor.clear();
     assert!(!compactor.partial());
+}
+
+/// Something that happens to a cache, in small numbers.
+type Step = (u8, u8, u8, u8);
+
+/// Has both of two states take a step in which stores are long, and hashes come again: in other places, with other tokens, in the
+/// middle of others, behind what is gone.
+fn step(state: &mut State, (what, hash, count, variant): Step) {
+    let first = u64::from(hash) * 8;
+    let place = if variant.is_multiple_of(11) { CPU } else { GPU };
+    let count = u64::from(count) % if variant.is_multiple_of(3) { 150 } else { 3 } + 1;
+    let hashes: Vec<u64> = (first..first + count).collect();
+    let outcome = match what % 16 {
+        0..=6 => {
+            let parent = match variant % 7 {
+                0 => None,
+                1 => Some(first / 2),
+                _ => first.checked_sub(1),
+            };
+            let salt = if variant.is_multiple_of(13) { 9 } else { 7 };
+            let tokens: Vec<u32> = hashes.iter().flat_map(|&hash| [hash as u32, salt]).collect();
+            state.stored(&StoreView {
+                lora_id: (variant % 17 == 0).then_some(1),
+                ..store(&hashes, parent, &tokens, place)
+            })
+        }
+        7 => state.stored(&store(&hashes[..1], None, &[], place)),
+        8 => {
+            let keys: Vec<u64> = hashes.iter().map(|hash| hash + 1000).collect();
+            state.stored(&StoreView {
+                keys: Some(&keys[..1]),
+                block_size: 2,
+                ..store(&hashes[..1], None, &[], place)
+            })
+        }
+        9 if variant.is_multiple_of(32) => {
+            state.cleared(Some(if hash % 2 == 0 { b"CPU" } else { b"GPU" }), None);
+            Ok(())
+        }
+        9..=11 => state.removed(&hashes, &place),
+        12 | 13 => {
+            let last: Vec<u64> = hashes.iter().rev().copied().collect();
+            state.removed(&last, &place)
+        }
+        _ => {
+            let some: Vec<u64> = hashes
+                .iter()
+                .filter(|&hash| hash % 5 != u64::from(variant % 5))
+                .copied()
+                .collect();
+            state.removed(&some, &place)
+        }
+    };
+    outcome.expect("within limits");
+}
+
+proptest! {
+    /// What is kept as it came is what it would be had every store been placed at once: the same copies of the same blocks, the same
+    /// twins in the same order, the same that waits and is dead; and so it stays whenever somebody looks.
+    #[test]
+    fn looking_late_is_looking_at_once(steps in prop::collection::vec(any::<Step>(), 1..250), looks in 1..40_usize) {
+        let (mut late, mut once) = (State::default(), State::default());
+        for (at, &taken) in steps.iter().enumerate() {
+            step(&mut late, taken);
+            step(&mut once, taken);
+            once.blocks.look_into_all();
+            let counts = |state: &State| (state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.named());
+            prop_assert_eq!(counts(&late), counts(&once));
+            if at % looks == 0 {
+                late.blocks.look_into_all();
+                prop_assert_eq!(telling::known(&late), telling::known(&once));
+                prop_assert_eq!(telling::ordered(&late), telling::ordered(&once));
+            }
+        }
+        prop_assert_eq!(telling::tell(&mut late).is_some(), telling::tell(&mut once).is_some());
+        prop_assert_eq!(telling::known(&late), telling::known(&once));
+        for state in [&mut late, &mut once] {
+            state.cleared(Some(b"GPU"), None);
+            state.cleared(Some(b"CPU"), None);
+            prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.bound()), (0, 0, 0, 0));
+        }
+        prop_assert!(late.bytes() < 8_192, "{} bytes", late.bytes());
+    }
+}
+
+/// Bytes of tokens and of a hash, of a block in these tests, and what is kept beside them at most.
+const BLOCK_BYTES: usize = 16 + 150;
+
+/// A state of so many chains of 512 blocks, of which only those are left that `stays` says of each place.
+fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
+    let mut state = State::default();
+    for first in (0..chains).map(|chain| chain << 9) {
+        let hashes: Vec<u64> = (first..first + 512).collect();
+        let tokens: Vec<u32> = hashes.iter().flat_map(|&hash| [hash as u32, 7]).collect();
+        state.stored(&store(&hashes, None, &tokens, GPU)).expect("within limits");
+        let gone: Vec<u64> = hashes.into_iter().filter(|&hash| !stays(hash - first)).collect();
+        state.removed(&gone, &GPU).expect("within limits");
+    }
+    state
+}
+
+/// One block of each store is left, at its beginning or with all its ancestors: memory is that of blocks that are needed, before and
+/// after somebody looked, and none when they are gone.
+#[test]
+fn memory_is_that_of_what_is_needed() {
+    for (last, needed) in [(0, 1), (15, 16), (63, 64), (64, 65), (200, 201)] {
+        let mut state = thinned(300, |at| at == last);
+        let blocks = &state.blocks;
+        assert_eq!((blocks.live(), blocks.live() + blocks.dead()), (300, 300 * needed));
+        let most = 300 * needed * BLOCK_BYTES + 65_536;
+        assert!(state.bytes() < most, "{needed}: {} bytes", state.bytes());
+        state.blocks.look_into_all();
+        assert!(state.bytes() < most, "{needed}: {} bytes", state.bytes());
+        let rest: Vec<u64> = (0..300).map(|chain| chain * 512 + last).collect();
+        state.removed(&rest, &GPU).expect("within limits");
+        assert!(state.blocks.dead() == 0 && state.bytes() < 8_192, "{} bytes", state.bytes());
+    }
+}
+
+/// Chains that grow block by block, many at once, and from one beginning: as little as long stores.
+#[test]
+fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
+    let mut state = State::default();
+    for length in 0..100 {
+        for chain in 1..50_u64 {
+            let hash = chain * 1000 + length;
+            let parent = if length > 0 { hash - 1 } else { 1000 };
+            let tokens = [hash as u32, 7];
+            state
+                .stored(&store(&[hash], (hash > 1000).then_some(parent), &tokens, GPU))
+                .expect("within limits");
+        }
+    }
+    assert_eq!(state.blocks.live(), 4900);
+    assert!(state.bytes() < 4900 * 70 + 16_384, "{} bytes", state.bytes());
+}
+
+/// Removals of one hash each are one event, wherever they are the same but for the hash, and nothing else is.
+#[test]
+fn removals_in_a_row_are_joined() {
+    let removal = |hash: u64, medium: u8| {
+        [
+            &[0x93, 0xAC][..],
+            b"BlockRemoved",
+            &[0x91, 0xCF],
+            &hash.to_be_bytes(),
+            &[0xA1, medium],
+        ]
+        .concat()
+    };
+    let small = [&[0x93, 0xAC][..], b"BlockRemoved", &[0x91, 7, 0xA1, b'a']].concat();
+    let clear = [&[0x91, 0xB0][..], b"AllBlocksCleared"].concat();
+    let (one, other) = (u64::MAX, 1 << 40);
+    let events = [
+        removal(one, b'a'),
+        removal(other, b'a'),
+        removal(one, b'a'),
+        removal(one, b'b'),
+        clear,
+        removal(one, b'b'),
+        removal(other, b'b'),
+        small.clone(),
+        small,
+        removal(other, b'a'),
+    ];
+    let payload = [&[0x92, 0x01, 0x9A][..], &events.concat()].concat();
+    let found = |schema: &Schema, payload: &[u8]| {
+        let mut scratch = crate::scan::Scratch::default();
+        scan(payload, schema, &mut scratch)?;
+        Some(
+            scratch
+                .events
+                .iter()
+                .map(|event| event.hashes.slice(&scratch.hashes).to_vec())
+                .collect::<Vec<_>>(),
+        )
+    };
+    let (plain, joining) = (read_all(), read_all().joining());
+    let all = found(&plain, &payload).expect("it is read");
+    let joined = found(&joining, &payload).expect("it is read");
+    assert_eq!(joined.concat(), all.concat());
+    assert_eq!(joined.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1, 0, 2, 1, 1, 1]);
+    for cut in 0..payload.len() {
+        assert_eq!(found(&joining, &payload[..cut]), None);
+    }
+    for at in 3..payload.len() {
+        let mut wrong = payload.clone();
+        wrong[at] ^= 0x41;
+        assert_eq!(
+            found(&joining, &wrong).map(|events| events.concat()),
+            found(&plain, &wrong).map(|events| events.concat())
+        );
+    }
 }

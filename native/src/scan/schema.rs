@@ -94,6 +94,7 @@ pub(super) struct Layout {
 pub struct Schema {
     pub(super) layouts: Box<[Layout]>,
     pub(super) limits: Limits,
+    pub(super) joins: bool,
 }
 
 impl Schema {
@@ -112,7 +113,17 @@ impl Schema {
             .iter()
             .map(|(tag, array, map)| layout(tag, array, map))
             .collect::<Result<_, _>>()?;
-        Ok(Self { layouts, limits })
+        Ok(Self {
+            layouts,
+            limits,
+            joins: false,
+        })
+    }
+
+    /// The same where removals in a row that say the same of one hash each are one event of several: engines send one for each
+    /// block, and none of them has to be read like the first.
+    pub fn joining(self) -> Self {
+        Self { joins: true, ..self }
     }
 }
 

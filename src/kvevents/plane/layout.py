@@ -12,6 +12,8 @@ so that all ranks of one are in one lane.
 from __future__ import annotations
 
 import hashlib
+import secrets
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -38,6 +40,8 @@ class Description(msgspec.Struct, frozen=True):
 
     layout: int
     lanes: int
+    life: str = ""
+    """Of this stream: one that is deleted and made anew has another, and a copy that is brought back has the same."""
 
 
 class LaneState(NamedTuple):
@@ -49,7 +53,7 @@ class LaneState(NamedTuple):
     """Number of the newest; 0 before the first."""
     bytes: int
     made: str
-    """When the stream was made: one that was deleted and made anew is another one."""
+    """Which stream it is: one that was deleted and made anew is another one."""
     leader: str | None
 
 
@@ -85,24 +89,40 @@ class Layout:
 
     def lane_of(self, source: str) -> int:
         """The lane of an engine, which is the same everywhere and always."""
-        return (
-            int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") % self.lanes
-        )
+        return _number_of(source) % self.lanes
+
+
+@lru_cache(maxsize=1 << 16)
+def _number_of(source: str) -> int:
+    """Asked for every record that a bridge writes."""
+    return int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 async def find(js: JetStreamContext, name: str) -> Layout | None:
-    """The layout of a plane that is there; None where there is none. Raises `PlaneError`."""
+    """The layout of a plane that is there; None where there is none.
+
+    Raises `PlaneError`, and `ConfigError` where the streams of that name are another's.
+    """
+    for lane in (0, 1):  # somebody may just have deleted one
+        if (info := await _info(js, Layout(name, 1), lane)) is not None:
+            return _layout(name, info)
+    return None
+
+
+async def _info(js: JetStreamContext, layout: Layout, lane: int) -> StreamInfo | None:
     try:
-        with told(f"asking for the lanes of plane {name!r}"):
-            info = await js.stream_info(Layout(name, 1).stream(0))
+        with told(f"asking for lane {lane} of plane {layout.name!r}"):
+            return await js.stream_info(layout.stream(lane))
     except PlaneError as error:
         if error.fault == "missing":
             return None
         raise
-    try:
-        found = msgspec.json.decode(info.config.description or "", type=Description)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"stream {info.config.name} is no lane of kvevents; give the plane another name") from error
+
+
+def _layout(name: str, info: StreamInfo) -> Layout:
+    found = _description(info)
+    if found is None:
+        raise ConfigError(f"stream {info.config.name} is no lane of kvevents; give the plane another name")
     if found.layout != LAYOUT:
         raise ConfigError(
             f"plane {name!r} has layout {found.layout}, and this release knows {LAYOUT}; use another release, or name"
@@ -110,17 +130,60 @@ async def find(js: JetStreamContext, name: str) -> Layout | None:
     return Layout(name, found.lanes)
 
 
+def _description(info: StreamInfo) -> Description | None:
+    try:
+        return msgspec.json.decode(info.config.description or "", type=Description)
+    except msgspec.MsgspecError:
+        return None
+
+
 async def make(js: JetStreamContext, settings: PlaneSettings) -> Layout:
-    """The plane, each part of it made where it is missing. Raises `PlaneError`."""
-    layout = await find(js, settings.name) or Layout(settings.name, settings.lanes)
+    """The plane, each part of it made where it is missing, and left as it is where it is there.
+
+    Raises `PlaneError`, and `ConfigError` where streams of the same names cannot be its lanes.
+    """
+    layout = await find(js, settings.name)
+    if layout is None:
+        await make_lane(js, Layout(settings.name, settings.lanes), 0, settings)
+        # Somebody else may have been quicker, with another number of lanes.
+        layout = await find(js, settings.name) or Layout(settings.name, settings.lanes)
     for lane in range(layout.lanes):
-        with told(f"making lane {lane} of plane {settings.name!r}"):
-            await js.add_stream(_lane_config(layout, lane, settings))
+        await make_lane(js, layout, lane, settings)
     with told(f"making the buckets of plane {settings.name!r}"):
         await _make_bucket(js, bucket=layout.bucket, replicas=settings.copies)
         await _make_bucket(js, bucket=layout.leases, replicas=settings.copies, ttl=LEASE_SECONDS)
         await _make_store(js, layout.snapshots, settings.copies)
     return layout
+
+
+async def make_lane(js: JetStreamContext, layout: Layout, lane: int, settings: PlaneSettings) -> None:
+    """One lane, where it is missing. Raises `PlaneError`, and `ConfigError` where its stream is another's."""
+    info = await _info(js, layout, lane)
+    if info is None:
+        try:
+            with told(f"making lane {lane} of plane {layout.name!r}"):
+                await js.add_stream(_lane_config(layout, lane, settings))
+        except PlaneError as error:
+            if error.fault != "exists":  # made by somebody else in this moment, and with another life
+                raise
+    elif (fault := _unfit(info, layout, lane)) is not None:
+        raise ConfigError(
+            f"stream {info.config.name} {fault}; a lane of plane {layout.name!r} cannot be that, give it another name"
+        )
+
+
+def _unfit(info: StreamInfo, layout: Layout, lane: int) -> str | None:
+    """What a lane must not be, or it would lose what nobody has read. Its size and copies are its operator's."""
+    config = info.config
+    if _description(info) is None:
+        return "is no lane of kvevents"
+    if config.subjects != [layout.subject(lane)]:
+        return f"takes {config.subjects}, and not {layout.subject(lane)} alone"
+    if config.discard != "new" or config.retention != "limits":
+        return f"discards {config.discard} messages and keeps them by {config.retention}"
+    if config.max_age or (config.max_msgs or -1) > 0:
+        return "forgets messages by their age or number"
+    return None
 
 
 async def state_of(js: JetStreamContext, layout: Layout, lane: int) -> LaneState:
@@ -135,7 +198,7 @@ def _state(info: StreamInfo) -> LaneState:
         state.first_seq,
         state.last_seq,
         state.bytes,
-        str(info.created),
+        (found.life if (found := _description(info)) is not None else "") or str(info.created),
         info.cluster.leader if info.cluster is not None else None,
     )
 
@@ -145,7 +208,7 @@ def _lane_config(layout: Layout, lane: int, settings: PlaneSettings) -> Any:
 
     return api.StreamConfig(
         name=layout.stream(lane),
-        description=msgspec.json.encode(Description(LAYOUT, layout.lanes)).decode(),
+        description=msgspec.json.encode(Description(LAYOUT, layout.lanes, secrets.token_hex(6))).decode(),
         subjects=[layout.subject(lane)],
         retention=api.RetentionPolicy.LIMITS,
         discard=api.DiscardPolicy.NEW,

@@ -10,6 +10,10 @@ log is one story all the same, because the server takes a page only from a write
 - Anything else is a *breach*: no writer of ours does it. It is counted, the stream is marked, and nothing is made of it.
 
 Pieces of a large batch follow each other, with anything in between; a piece at offset 0 begins again.
+
+A lane that is deleted and made anew has another `life`; pages of a writer who had not noticed are void in it. Where pages were
+purged before a bridge had read them, and no snapshot tells what was in them, the lane has a *hole*: nothing behind it can be
+believed until somebody writes a `Blank`, with which all streams leave and begin anew, for every reader alike.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import msgspec
 from kvevents.plane.records import (
     Batched,
     Beat,
+    Blank,
     Join,
     Key,
     Leave,
@@ -42,6 +47,8 @@ MAX_DEPARTED: Final = 100_000
 """Streams that have left and whose last incarnation is remembered, so that late records of it are void; the oldest go first."""
 MAX_WATCHERS: Final = 64
 """Bridges that say something about one stream; the one that spoke least recently goes first."""
+MAX_BRIDGES: Final = 1_000
+"""Whose last beat is remembered: each is a life of a process where they are named by pod; the oldest go first."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -150,6 +157,14 @@ class Ledger:
         """Records that said again what was there."""
         self.foreign = 0
         """Messages that are no pages."""
+        self.strays = 0
+        """Pages that were meant for a lane of another life."""
+        self.life = ""
+        """Of the lane; that of its first page where nobody has said."""
+        self.floor = 0
+        """First incarnation of a stream that was not there."""
+        self.hole = ""
+        """Why nothing of the lane can be believed yet; empty where all of it was read."""
         self._newest: dict[Key, bytes] = {}
         self._writer = ""
 
@@ -158,14 +173,33 @@ class Ledger:
     def feed(self, position: int, page: Page) -> list[Event]:
         """What a page brings. Its writer has read all before it, so `position` may leave numbers out: nobody wrote them."""
         self.position = position
+        self.life = self.life or page.life
+        if page.life != self.life:
+            self.strays += 1
+            return []
         self._writer = page.bridge
         found: list[Event] = []
         for record in page.records:
             if isinstance(record, Beat):
-                self.beats[record.bridge] = Beaten(record, position)
-            else:
+                self._hear(Beaten(record, position))
+            elif isinstance(record, Blank):
+                found += self._blank(record)
+            elif not self.hole:
                 found += self._read(record)
         return found
+
+    def _hear(self, beaten: Beaten) -> None:
+        self.beats.pop(beaten.beat.bridge, None)
+        self.beats[beaten.beat.bridge] = beaten
+        if len(self.beats) > MAX_BRIDGES:
+            del self.beats[next(iter(self.beats))]
+
+    def _blank(self, record: Blank) -> Iterable[Event]:
+        before = self.joined()
+        self.hole, self.floor = "", max(self.floor, record.floor)
+        self.streams.clear()
+        self._newest.clear()
+        return [Departure(key, record.reason) for key in before]
 
     def _read(self, record: StreamRecord) -> Iterable[Event]:
         read: Callable[[Ledger, Any], Iterable[Event]] = _READERS[type(record)]
@@ -174,7 +208,7 @@ class Ledger:
     def _join(self, record: Join) -> Iterable[Event]:
         known = self.streams.get(record.key)
         if known is None:
-            self.streams[record.key] = Standing(record.card)
+            self.streams[record.key] = Standing(record.card, self.floor)
         elif known.card is None:
             del self.streams[record.key]
             # Nothing of its old incarnation is held any more; a bridge goes on with the next one.
@@ -189,9 +223,10 @@ class Ledger:
             return
         self._newest.pop(record.key, None)
         self.streams[record.key] = Standing(None, known.incarnation)
-        departed = [key for key, standing in self.streams.items() if standing.card is None]
-        for key in departed[:-MAX_DEPARTED]:
-            del self.streams[key]
+        if len(self.streams) > MAX_DEPARTED:
+            departed = [key for key, standing in self.streams.items() if standing.card is None]
+            for key in departed[:-MAX_DEPARTED]:
+                del self.streams[key]
         yield Departure(record.key, record.reason)
 
     def _batch(self, record: Batched) -> Iterable[Event]:
@@ -296,7 +331,7 @@ class Ledger:
         """How a bridge goes on with a stream: with its own doubts, or those of who spoke last."""
         standing = self.streams.get(key)
         if standing is None:
-            return Start(None, 0)
+            return Start(None, self.floor)
         if standing.card is not None and not standing.ended and standing.last_seq < 0:
             return Start(None, standing.incarnation)
         digest = self._digest(key, standing)
@@ -320,7 +355,7 @@ class Ledger:
             self.streams[key].digest = digest_of(newest)
         rows = [(*key, standing) for key, standing in self.streams.items()]
         beats = [(beaten.beat, beaten.page) for beaten in self.beats.values()]
-        return msgspec.msgpack.encode(_Saved(self.position, rows, beats))
+        return msgspec.msgpack.encode(_Saved(self.position, rows, beats, self.life, self.floor, self.hole))
 
     @classmethod
     def restore(cls, data: bytes) -> Ledger:
@@ -330,6 +365,14 @@ class Ledger:
         ledger.position = saved.position
         ledger.streams = {(source, rank): standing for source, rank, standing in saved.streams}
         ledger.beats = {beat.bridge: Beaten(beat, page) for beat, page in saved.beats}
+        ledger.life, ledger.floor, ledger.hole = saved.life, saved.floor, saved.hole
+        return ledger
+
+    @classmethod
+    def behind(cls, position: int, hole: str) -> Ledger:
+        """Of a lane that can be read from behind a page on only; `hole` says why."""
+        ledger = cls()
+        ledger.position, ledger.hole = position, hole
         return ledger
 
 
@@ -337,6 +380,9 @@ class _Saved(msgspec.Struct, array_like=True):
     position: int
     streams: list[tuple[str, int, Standing]]
     beats: list[tuple[Beat, int]]
+    life: str = ""
+    floor: int = 0
+    hole: str = ""
 
 
 def _out_of_turn(standing: Standing, record: Batched | Piece | Lost) -> str | None:

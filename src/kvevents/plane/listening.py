@@ -7,13 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from kvevents.errors import KVEventsError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane.ledger import Start
 from kvevents.plane.records import Batched, Key, Lost, Renewed, StreamRecord, Trusting
-from kvevents.stream import Gap, RawBatch, Reset, Source
+from kvevents.plane.writing import RECORD_BYTES
+from kvevents.stream import Gap, RawBatch, Reset, Source, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.subscriber import StreamStatus, Subscriber
 
@@ -25,6 +28,8 @@ LOOK_SECONDS: Final = 0.1
 """Between two looks at the trust of every stream."""
 PAUSE_SECONDS: Final = 0.02
 """Between two looks whether there is room again, while there is none."""
+MAX_REASON: Final = 500
+"""Characters of a reason; an engine may give one of any length."""
 
 
 class Heard(NamedTuple):
@@ -62,6 +67,8 @@ class Listener(threading.Thread):
         self._whole: set[Key] = set()
         """Streams that the index knows from the beginning of their life on."""
         self._told: dict[Key, tuple[str, str]] = {}
+        self._refused: list[Heard] = []
+        self._statuses: list[StreamStatus] = []
         self._stopping = False
         self._look_at = 0.0
 
@@ -76,13 +83,15 @@ class Listener(threading.Thread):
         self._orders.append(lambda: self._leave(key))
 
     def statuses(self) -> list[StreamStatus]:
-        """Of every stream, as of now."""
-        return self._subscriber.statuses()
+        """Of every stream, as of the last look."""
+        return self._statuses
 
     def stop(self, seconds: float = 5.0) -> bool:
         """End the thread; False when it has not ended in time."""
         self._stopping = True
-        if self.is_alive():
+        if self.ident is None:
+            self._subscriber.close()  # it was never started
+        elif self.is_alive():
             self.join(seconds)
         return not self.is_alive()
 
@@ -96,7 +105,6 @@ class Listener(threading.Thread):
         except BaseException as error:
             log.exception("the thread that follows the engines has failed; nothing more is written of them")
             self.failure = error
-            raise
         finally:
             self._subscriber.close()
 
@@ -107,7 +115,9 @@ class Listener(threading.Thread):
             time.sleep(PAUSE_SECONDS)
             return
         deliveries = self._subscriber.receive_many(timeout=TURN_SECONDS)
-        heard = self._hear(deliveries) if deliveries else []
+        heard, self._refused = self._refused, []
+        if deliveries:
+            heard += self._hear(deliveries)
         now = time.monotonic()
         if now >= self._look_at or any(not isinstance(delivery, RawBatch) for delivery in deliveries):
             self._look_at = now + LOOK_SECONDS
@@ -130,13 +140,15 @@ class Listener(threading.Thread):
 
     def _trust(self) -> list[Heard]:
         found: list[Heard] = []
-        for status in self._subscriber.statuses():
+        self._statuses = self._subscriber.statuses()
+        for status in self._statuses:
             key, trust = (status.source, status.rank), status.trust
             if self._told.get(key) == (trust.name, trust.reason):
                 continue
             self._told[key] = (trust.name, trust.reason)
             doubts = self._subscriber.checkpoint(*key).doubts
-            found.append(Heard(Trusting(*key, self._bridge, trust.name, trust.reason, doubts), self._turns[key]))
+            said = Trusting(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], doubts)
+            found.append(Heard(said, self._turns[key]))
         return found
 
     # --- orders
@@ -149,15 +161,28 @@ class Listener(threading.Thread):
         self._turns[key], self._added[key] = turn, start.added
         if start.resume is None:
             self._whole.add(key)
-        self._subscriber.add(source, start.resume)
+        try:
+            self._subscriber.add(source, start.resume)
+        except KVEventsError as error:
+            # One engine that cannot be followed is no reason to follow none.
+            log.error("%s rank %d cannot be followed: %s", *key, error)  # noqa: TRY400 - no fault of ours
+            said = Trusting(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON], {})
+            self._refused.append(Heard(said, turn))
 
     def _leave(self, key: Key) -> None:
         if self._turns.pop(key, None) is None:
             return
-        self._subscriber.remove(*key)
+        with suppress(UnknownSourceError):  # it could not be followed
+            self._subscriber.remove(*key)
         self._index.remove_worker(key)
         self._whole.discard(key)
+        self._added.pop(key, None)
         self._told.pop(key, None)
+
+
+def size_of(record: StreamRecord) -> int:
+    """What a record counts in what is queued, about."""
+    return RECORD_BYTES + len(getattr(record, "payload", b""))
 
 
 def _record(delivery: RawDelivery, added: dict[Key, int]) -> StreamRecord:
@@ -167,4 +192,4 @@ def _record(delivery: RawDelivery, added: dict[Key, int]) -> StreamRecord:
         return Batched(*key, life, delivery.seq, delivery.replayed, delivery.payload)
     if isinstance(delivery, Gap):
         return Lost(*key, life, delivery.first, delivery.last)
-    return Renewed(*key, life, delivery.reason)
+    return Renewed(*key, life, delivery.reason[:MAX_REASON])

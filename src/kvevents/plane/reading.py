@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,6 +29,13 @@ SILENT_SECONDS: Final = 3.5
 """After so long without any the consumer is made anew."""
 AGAIN_SECONDS: Final = 0.5
 """Between two attempts to make it."""
+SHRUNK_SECONDS: Final = 3.0
+"""For which a lane must be told to end before what was read of it, to be believed: a server that has just become its leader may
+not have seen all of it. A stream may also have been brought back from an older copy."""
+DELETE_SECONDS: Final = 0.5
+"""For the server to forget a consumer that nobody needs; it does by itself, a little later."""
+SHORT_REPLY: Final = 9
+"""Words of a message's reply subject; there are more where it has the account's domain in it."""
 PENDING_BYTES: Final = 64 << 20
 """Of pages that came and were not handed out; what is above it is read again later."""
 
@@ -37,7 +44,10 @@ class Broken(NamedTuple):
     """Why a lane cannot be read on."""
 
     why: str
-    """`made anew`: it was deleted, and is another one now. `purged`: pages are gone that were not read."""
+    """`made anew`: it was deleted, and is another one now. `purged`: pages are gone that were not read. `shrunk`: pages are
+    gone that were read; who reads it from its beginning has what there is."""
+    first: int = 1
+    """Number of the oldest page that can be read on from."""
 
 
 class Pushed(NamedTuple):
@@ -50,12 +60,25 @@ class Pushed(NamedTuple):
 
 
 Take = Callable[[list[Pushed]], None]
+Remake = Callable[[], Awaitable[None]]
 
 
 class LaneReader:
-    """Reads one lane. `run` ends only when the lane cannot be read on."""
+    """Reads one lane. `run` ends only when the lane cannot be read on, or when `take` raises.
 
-    def __init__(self, client: Client, layout: Layout, lane: int, position: int, made: str | None, take: Take) -> None:
+    `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        layout: Layout,
+        lane: int,
+        position: int,
+        made: str | None,
+        take: Take,
+        remake: Remake | None = None,
+    ) -> None:
         self.position = position
         """Number of the last page that was handed out."""
         self.made = made
@@ -64,6 +87,8 @@ class LaneReader:
         """Pages that the server has and that were not handed out; None while that is not known."""
         self.state: LaneState | None = None
         """As the server told it last."""
+        self.caught_up = asyncio.Event()
+        """Set once everything that the lane had was handed out, and taken."""
         self.fault = ""
         """Why nothing can be read at the moment."""
         self._client: Final = client
@@ -71,40 +96,81 @@ class LaneReader:
         self._layout: Final = layout
         self._lane: Final = lane
         self._take: Final = take
+        self._remake: Final = remake
+        self._shrunk_at: float | None = None
+        self._hole: int | None = None
+        self._failure: BaseException | None = None
         self._came: list[Pushed] = []
         self._delivered = 0
         self._lost = asyncio.Event()
-        self._news = asyncio.Event()
+        self._looked = asyncio.Event()
         self._alive_at = 0.0
 
     async def run(self) -> Broken:
         """Read on until that cannot be."""
-        while True:
-            try:
-                broken = await self._look()
-                if broken is not None:
-                    return broken
-                await self._follow()
-            except PlaneError as error:
-                self.behind = None
-                if self.fault != str(error):
-                    self.fault = str(error)
-                    log.warning("lane %d: %s", self._lane, error)
-            await asyncio.sleep(AGAIN_SECONDS)
+        try:
+            while True:
+                try:
+                    broken = await self._look()
+                    if broken is not None:
+                        return broken
+                    await self._follow()
+                except PlaneError as error:
+                    self._tell(error)
+                await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            self._looked.set()
+
+    def look_again(self) -> asyncio.Event:
+        """There is reason to believe that the lane is not what it was. What is returned is set when that was looked into."""
+        self._looked.clear()
+        self._lost.set()
+        return self._looked
+
+    def _tell(self, error: PlaneError) -> None:
+        self.behind = None
+        if self.fault != str(error):
+            self.fault = str(error)
+            log.warning("lane %d: %s", self._lane, error)
+
+    async def _state(self) -> LaneState:
+        try:
+            return await state_of(self._js, self._layout, self._lane)
+        except PlaneError as error:
+            if error.fault != "missing" or self._remake is None:
+                raise
+            await self._remake()
+            return await state_of(self._js, self._layout, self._lane)
 
     async def _look(self) -> Broken | None:
         """Whether what comes next is there still."""
-        state = await state_of(self._js, self._layout, self._lane)
+        state = await self._state()
         self.state = state
         if self.made is None:
             self.made = state.made
-        if state.made != self.made or state.last < self.position:
+        if state.made != self.made:
             return Broken("made anew")
-        if self.position + 1 < state.first and self.position < state.last:
-            return Broken("purged")
+        if state.last < self.position:
+            return self._look_at_less(state)
+        self._shrunk_at = None
+        self._looked.set()
+        if self._hole is not None or (self.position + 1 < state.first and self.position < state.last):
+            return Broken("purged", max(state.first, self._hole or 0))
         if self.position >= state.last:
             self.behind = 0
+            self.caught_up.set()
         return None
+
+    def _look_at_less(self, state: LaneState) -> Broken | None:
+        now = asyncio.get_running_loop().time()
+        if self._shrunk_at is None:
+            self._shrunk_at = now
+        if now - self._shrunk_at > SHRUNK_SECONDS:
+            return Broken("shrunk", state.first)
+        raise PlaneError(
+            f"lane {self._lane} is told to end with page {state.last}, and {self.position} was read; its leader may be new",
+            fault="away",
+        )
 
     async def _follow(self) -> None:
         """Until the consumer has lost its way."""
@@ -129,8 +195,9 @@ class LaneReader:
                 with suppress(Exception):
                     await subscription.unsubscribe()
                 if name is not None and client.is_connected:
-                    with suppress(Exception):  # it goes by itself, a little later
-                        await self._js.delete_consumer(self._layout.stream(self._lane), name)
+                    with suppress(Exception):
+                        async with asyncio.timeout(DELETE_SECONDS):
+                            await self._js.delete_consumer(self._layout.stream(self._lane), name)
 
     def _config(self, inbox: str) -> Any:
         from nats.js import api  # noqa: PLC0415 - an extra
@@ -152,6 +219,8 @@ class LaneReader:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._lost.wait()
+            if self._failure is not None:
+                raise self._failure
             if loop.time() - self._alive_at > SILENT_SECONDS:
                 raise PlaneError(f"lane {self._lane}: the server has been silent", fault="timeout")
 
@@ -163,11 +232,15 @@ class LaneReader:
             await self._on_status(message, status)
             return
         numbers = message.reply.split(".")
-        position, delivered, pending = (int(numbers[at]) for at in ((5, 6, 8) if len(numbers) == 9 else (7, 8, 10)))
-        if delivered != self._delivered + 1 or position != self.position + 1:
+        if len(numbers) < SHORT_REPLY:  # nothing that a consumer sends
+            return
+        position, delivered, pending = (int(numbers[at]) for at in ((5, 6, 8) if len(numbers) == SHORT_REPLY else (7, 8, 10)))
+        if self._lost.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
+            if delivered == self._delivered + 1 and position > self.position + 1:
+                self._hole = position  # the server has sent all that there is
             self._lost.set()
             return
-        self._delivered, self.position, self.behind = delivered, position, pending
+        self._delivered, self.position = delivered, position
         # Those that are there already go together.
         self._came.append(Pushed(position, message.data, pending))
         if len(self._came) == 1:
@@ -175,8 +248,17 @@ class LaneReader:
 
     def _hand_out(self) -> None:
         came, self._came = self._came, []
-        if came:
+        if not came:
+            return
+        try:
             self._take(came)
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self._failure = error
+            self._lost.set()
+            return
+        self.behind = came[-1].pending
+        if self.behind == 0:
+            self.caught_up.set()
 
     async def _on_status(self, message: Msg, status: str) -> None:
         headers = message.headers or {}

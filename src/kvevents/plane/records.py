@@ -94,6 +94,14 @@ class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):
     """As a checkpoint keeps them."""
 
 
+class Blank(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
+    """The lane begins here: whoever wrote this could not know what was before. All streams have left, and begin anew."""
+
+    floor: _Count
+    """First incarnation of every stream from here on: above all that were."""
+    reason: str
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
     """A bridge is alive, and has written what it had."""
 
@@ -107,7 +115,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
 
 
 StreamRecord: TypeAlias = Join | Leave | Batched | Piece | Renewed | Lost | Trusting
-Record: TypeAlias = StreamRecord | Beat
+Record: TypeAlias = StreamRecord | Blank | Beat
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -119,6 +127,8 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     at: float
     """The writer's clock, seconds since the epoch."""
     records: list[Record]
+    life: str = ""
+    """Of the lane, as the writer knew it: a page that was meant for a lane that has been deleted is void in the next one."""
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Page)

@@ -92,6 +92,8 @@ class LogSubscriber:
         self._clock: Final = clock
         self._queue: deque[Message] = deque()
         self._bell = threading.Event()
+        self._handing_out = False
+        """Whether something was taken from the queue that may not have been applied yet."""
         self._closed = False
         self._lanes: dict[int, Lane] = {lane: Lane(ledger.position, None, "", None) for lane, ledger in ledgers.items()}
         self._of: dict[Key, int] = {key: lane for lane, ledger in ledgers.items() for key in ledger.streams}
@@ -130,8 +132,8 @@ class LogSubscriber:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every lane was read to its end."""
-        return not self._queue and all(lane.behind == 0 for lane in self._lanes.values())
+        """Whether every lane was read to its end, and all of it was applied."""
+        return not self._queue and not self._handing_out and all(lane.behind == 0 for lane in self._lanes.values())
 
     # --- deliveries
 
@@ -140,10 +142,12 @@ class LogSubscriber:
         if self._closed:
             raise ClosedError("LogSubscriber is closed")
         self._take_census()
+        self._handing_out = False
         if not self._queue:
             self._bell.wait(timeout)
         self._bell.clear()
         found: list[RawDelivery] = []
+        self._handing_out = bool(self._queue)
         for _ in range(min(PAGES_PER_TURN, len(self._queue))):
             message = self._queue.popleft()
             self.queued_bytes -= len(message.pushed.data)

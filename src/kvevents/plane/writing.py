@@ -16,7 +16,7 @@ whether the answer to one was.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -26,6 +26,7 @@ from kvevents.plane.records import (
     VERSION,
     Batched,
     Beat,
+    Blank,
     Join,
     Key,
     Leave,
@@ -40,8 +41,10 @@ from kvevents.plane.records import (
 from kvevents.stream import RawBatch
 from kvevents.stream.state import digest_of
 
-RECORD_BYTES: Final = 256
-"""Of a record beside its payload, card and names, at most: numbers, and a reason."""
+RECORD_BYTES: Final = 96
+"""Of a record beside its payload and its texts, at most."""
+DOUBT_BYTES: Final = 32
+"""Of a doubt's name and number, at most."""
 MAX_RECORDS: Final = 2_000
 """Of one page."""
 
@@ -74,8 +77,8 @@ class Head:
 class _Own:
     """What a bridge has of one stream that may not be in the log yet."""
 
-    records: deque[tuple[float, StreamRecord]] = field(default_factory=deque)
-    """Each with the moment from which on it may be written."""
+    records: deque[tuple[float, StreamRecord, int]] = field(default_factory=deque)
+    """Each with the moment from which on it may be written, and the bytes that it takes at most."""
     trusting: Trusting | None = None
     """To be said when all of them are there."""
     agreed: int | None = None
@@ -146,8 +149,9 @@ class Composer:
             return
         if isinstance(record, Renewed):
             own.trusting = None  # it was about the life before
-        own.records.append((due, record))
-        self.queued_bytes += _size(record)
+        size = _size(record)
+        own.records.append((due, record, size))
+        self.queued_bytes += size
 
     def beat(self, beat: Beat) -> None:
         """Say with the next page that the bridge is alive."""
@@ -163,6 +167,11 @@ class Composer:
     def _may_say(self, key: Key, own: _Own) -> bool:
         return _may_trust(self._head(key, own))
 
+    def waits(self, key: Key) -> bool:
+        """Whether there are records of a stream that are not known to be in the log."""
+        own = self._own.get(key)
+        return own is not None and bool(own.records)
+
     @property
     def waiting(self) -> int:
         """Records that are not known to be in the log."""
@@ -172,7 +181,7 @@ class Composer:
         own = self._own.get(key)
         self._active.pop(key, None)
         if own is not None:
-            self.queued_bytes -= sum(_size(record) for _, record in own.records)
+            self.queued_bytes -= sum(size for _, _, size in own.records)
             own.records.clear()
             own.trusting = None
 
@@ -184,18 +193,25 @@ class Composer:
         Say then what became of it: `landed`, or `returned`.
         """
         records: list[Record] = [] if self._beat is None else [self._beat]
-        room = self._page_bytes
         settled: list[_Settled] = []
+        if self.ledger.hole:
+            # No stream had as many incarnations as there was room for records.
+            records.append(Blank((self.ledger.position + 1) * MAX_RECORDS, self.ledger.hole))
+        else:
+            self._fill(records, settled, now)
+        if not records:
+            return None
+        page = Page(VERSION, self._bridge, at, records, self.ledger.life)
+        self._draft = _Draft(page, self._beat, settled)
+        return page
+
+    def _fill(self, records: list[Record], settled: list[_Settled], now: float) -> None:
+        room = self._page_bytes
         for key in list(self._active):
             taken, room = self._take(key, now, room, MAX_RECORDS - len(records), settled)
             records += taken
             if room <= 0 or len(records) >= MAX_RECORDS:
                 break
-        if not records:
-            return None
-        page = Page(VERSION, self._bridge, at, records)
-        self._draft = _Draft(page, self._beat, settled)
-        return page
 
     def _take(self, key: Key, now: float, room: int, count: int, settled: list[_Settled]) -> tuple[list[StreamRecord], int]:
         """What comes next of one stream, as far as there is room."""
@@ -203,17 +219,18 @@ class Composer:
         head = self._head(key, own)
         taken: list[StreamRecord] = []
         done = 0
-        for due, record in own.records:
-            if due > now or room <= 0 or len(taken) >= count:
+        for due, record, size in own.records:
+            if room <= 0 or len(taken) >= count:
                 break
             verdict = _judge(head, record)
+            if due > now and verdict is Verdict.NEXT:
+                break
             if verdict is Verdict.ADRIFT:
                 self._drop(key)
                 self.adrift[key] = None
                 return [], room
             if verdict is Verdict.NEXT:
                 said = _said(head, record)
-                size = _size(said)
                 if size > room:
                     if not taken and room == self._page_bytes and isinstance(said, Batched):
                         piece = self._piece(head, said)
@@ -227,9 +244,11 @@ class Composer:
             head = _after(head, record, verdict)
             done += 1
         trusting = own.trusting if done == len(own.records) and _may_trust(head) else None
-        if trusting is not None:
+        if trusting is not None and (most := _size(trusting)) <= room and len(taken) < count:
             taken.append(trusting)
-            room -= _size(trusting)
+            room -= most
+        else:
+            trusting = None
         outcome = _Settled(key, done, head.incarnation if head.agrees else own.agreed, trusting)
         if taken:
             settled.append(outcome)
@@ -241,7 +260,7 @@ class Composer:
     def _head(self, key: Key, own: _Own) -> Head:
         standing = self.ledger.streams.get(key)
         if standing is None:
-            return Head(Standing(None), 0, -1, joined=False, ended=False, agrees=False, newest=None)
+            return Head(Standing(None), self.ledger.floor, -1, joined=False, ended=False, agrees=False, newest=None)
         joined, newest = standing.card is not None, self.ledger.newest(key)
         ended, agrees = standing.ended or not joined, own.agreed == standing.incarnation
         return Head(standing, standing.incarnation, standing.last_seq, joined, ended, agrees, newest)
@@ -250,8 +269,8 @@ class Composer:
         """The next part of a batch that no page has room for: behind what is there of it."""
         half, offset = head.standing.half, 0
         if half is not None and (half.seq, half.total) == (record.seq, len(record.payload)):
-            offset = half.size if record.payload.startswith(b"".join(half.pieces)) else 0
-        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - len(record.source))]
+            offset = half.size if _begins_with(record.payload, half.pieces) else 0
+        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _length(record.source))]
         return Piece(*record.key, record.incarnation, record.seq, record.replayed, offset, len(record.payload), part)
 
     def _move_back(self, key: Key) -> None:
@@ -284,7 +303,7 @@ class Composer:
         if own is None:
             return
         for _ in range(outcome.done):
-            self.queued_bytes -= _size(own.records.popleft()[1])
+            self.queued_bytes -= own.records.popleft()[2]
         own.agreed = outcome.agreed
         if own.trusting is outcome.trusting:
             own.trusting = None
@@ -297,7 +316,27 @@ class Composer:
 
 
 def _size(record: StreamRecord) -> int:
-    return RECORD_BYTES + len(record.source) + len(getattr(record, "payload", b"")) + len(getattr(record, "card", b""))
+    """Bytes that a record takes in a page, at most."""
+    size = RECORD_BYTES + _length(record.source)
+    if isinstance(record, Batched | Piece):
+        return size + len(record.payload)
+    size += len(getattr(record, "card", b"")) + _length(getattr(record, "reason", ""))
+    if isinstance(record, Trusting):
+        size += _length(record.bridge) + DOUBT_BYTES * len(record.doubts)
+    return size
+
+
+def _length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _begins_with(payload: bytes, pieces: Sequence[bytes]) -> bool:
+    offset = 0
+    for piece in pieces:
+        if not payload.startswith(piece, offset):
+            return False
+        offset += len(piece)
+    return True
 
 
 # --- what comes next
@@ -385,7 +424,8 @@ def _after(head: Head, record: StreamRecord, verdict: Verdict) -> Head:
 
 def _move_batch(head: Head, record: Batched, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
-        return replace(head, last_seq=record.seq, agrees=True, newest=record.payload)
+        # As `replace` does, for what there are thousands of on a page.
+        return Head(head.standing, head.incarnation, record.seq, head.joined, head.ended, True, record.payload)
     # Compared, where it is the newest. What a bridge has before that says nothing.
     return replace(head, agrees=head.agrees or record.seq == head.last_seq)
 

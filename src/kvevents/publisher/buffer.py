@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
 
 from kvevents.events import KVEventBatch
 from kvevents.publisher.history import History, Told
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 Numbered: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""
+GROUP: Final = 64
+"""Batches that are folded at once, since a call of native code costs as much as a small batch."""
+GROUPS: Final = 16
+"""Groups that are kept at least, each smaller than that if need be."""
 
 
 class Collapsed(NamedTuple):
@@ -76,13 +80,15 @@ class ReplayBuffer:
     """The last `steps` published batches, in order. Numbers rise but may have holes. Safe to use from several threads.
 
     With a `history`, what is pushed out is collapsed into a snapshot: a clear, and stores that rebuild what was live. `encode`
-    makes its payloads, of at most `limit` bytes, by default what subscribers read.
+    makes its payloads, of at most `limit` bytes, by default what subscribers read. Batches are pushed out in groups then: up to
+    `GROUP` more are kept, a sixteenth of `steps` at most.
     """
 
     def __init__(
         self, steps: int, history: History | None = None, encode: Encode | None = None, *, limit: int | None = None
     ) -> None:
         self._steps = steps
+        self._surplus = 0 if history is None else min(GROUP - 1, steps // GROUPS)
         self._kept: deque[Numbered] = deque()
         self._lock = threading.Lock()
         self._history = history
@@ -112,7 +118,7 @@ class ReplayBuffer:
     def _extend(self, batches: Sequence[Numbered]) -> None:
         self._kept.extend(batches)
         surplus = len(self._kept) - self._steps
-        if surplus > 0:
+        if surplus > self._surplus:
             self._push_out([self._kept.popleft() for _ in range(surplus)])
 
     def since(self, start: int) -> list[Numbered]:

@@ -69,11 +69,11 @@ class History:
             elif not self._compactor.fold(respelled(events), respelled=True) or any(map(_costs_events, decoded.rejected)):
                 self.lose("payloads")
 
-    def fold_many(self, payloads: Sequence[bytes]) -> None:
+    def fold_many(self, payloads: list[bytes]) -> None:
         """The same for several in a row, other threads running meanwhile."""
         done = 0
         while done < len(payloads):
-            done += self._compactor.fold_many(list(payloads[done:]))
+            done += self._compactor.fold_many(payloads[done:])
             for payload in payloads[done : done + 1]:
                 self.fold(payload)
                 done += 1

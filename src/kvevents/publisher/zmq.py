@@ -52,7 +52,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     data_parallel_rank: added to both ports, and written into batches that carry no rank.
     endpoint, replay_endpoint: `tcp://`, `ipc://` or `inproc://`; without the second there is no replay.
-    buffer_steps: batches kept for replay. hwm: batches one slow subscriber may be behind, 0 for no limit.
+    buffer_steps: batches kept for replay, or a few more. hwm: batches one slow subscriber may be behind, 0 for no limit.
     max_queue_size: batches that may wait for the thread, 0 for no limit. topic: first frame of every batch.
     bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0.
     dialect: a `Dialect` or a name such as `sglang-0.5.17`; None sends events as declared.

@@ -173,6 +173,8 @@ class Follower(threading.Thread):
     def _obey(self) -> None:
         while self._orders:
             order = self._orders.popleft()
+            if not order.done.set_running_or_notify_cancel():
+                continue  # whoever gave it waits no more
             try:
                 order.done.set_result(order.work())
             except BaseException as error:

@@ -1,6 +1,7 @@
 //! How blocks go: by removals and clears, and with the last block that needed them.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use super::{Blocks, NONE, Node, bits};
 
@@ -12,6 +13,11 @@ impl Blocks {
     /// such. Says whether there was one.
     #[inline]
     pub fn remove(&mut self, hash: u64, exact: u64, plane: u64) -> bool {
+        if !self.stretches.is_empty()
+            && let Some(found) = self.remove_kept(hash, plane)
+        {
+            return found;
+        }
         let held = |&number: &u32| self.get(number).mask & plane != 0;
         let list = if self.several.is_empty() {
             None
@@ -59,6 +65,9 @@ impl Blocks {
 
     /// Drops all copies in these manners.
     pub fn clear(&mut self, manners: u64) {
+        if manners != 0 {
+            self.look_into_all();
+        }
         let mut meant: Vec<u32> = self
             .table
             .iter()
@@ -77,7 +86,7 @@ impl Blocks {
 
     /// Buries a block that has no copies any more, and forgets it when nothing hangs on it.
     #[inline]
-    fn settle(&mut self, number: u32) {
+    pub(super) fn settle(&mut self, number: u32) {
         let Node {
             hash,
             key,
@@ -103,6 +112,7 @@ impl Blocks {
         if children == 0 {
             return self.forget(number);
         }
+        *self.dead_hashes.entry(hash).or_default() += 1;
         let place = self.buried(hash, key);
         self.dead.insert_unique(place, number, |&other| {
             let node = &nodes.get(other)[0];
@@ -116,11 +126,12 @@ impl Blocks {
             let Node {
                 parent, naming, slot, ..
             } = *self.get(number);
-            let shelf = self.namings.release(naming);
+            let shelf = self.namings.get(naming).shelf;
             if let Some(shelf) = self.shelves.get_mut(shelf as usize) {
                 shelf.give(slot);
             }
             self.nodes.give(number);
+            self.release(naming);
             if parent == NONE {
                 break;
             }
@@ -132,8 +143,24 @@ impl Blocks {
             self.exhume(parent);
             number = parent;
         }
-        if self.nodes.len() == 0 && self.namings.is_empty() {
+    }
+
+    /// One block, or stretch, less has a naming.
+    pub(super) fn release(&mut self, naming: u32) {
+        self.namings.release(naming);
+        if self.namings.is_empty() {
             self.shelves = Vec::new();
+            self.dead_hashes = HashMap::new();
+        }
+    }
+
+    /// Nothing hangs on a block any more that did: if it is dead it goes with the last.
+    pub(super) fn unhung(&mut self, number: u32) {
+        let node = self.get_mut(number);
+        node.children -= 1;
+        if node.children == 0 && node.mask == 0 {
+            self.exhume(number);
+            self.forget(number);
         }
     }
 
@@ -141,13 +168,25 @@ impl Blocks {
         let Node { hash, key, .. } = *self.get(number);
         if let Ok(found) = self.dead.find_entry(self.buried(hash, key), |&other| other == number) {
             found.remove();
+            self.count_out(hash);
         }
         self.shrink_dead();
+    }
+
+    /// One dead block less has a hash.
+    pub(super) fn count_out(&mut self, hash: u64) {
+        if let Entry::Occupied(mut entry) = self.dead_hashes.entry(hash) {
+            *entry.get_mut() -= 1;
+            if *entry.get() == 0 {
+                entry.remove();
+            }
+        }
     }
 
     pub(super) fn shrink_dead(&mut self) {
         let (length, capacity) = (self.dead.len(), self.dead.capacity());
         if capacity > DEAD_KEPT && length * 4 < capacity {
+            self.dead_hashes.shrink_to(length * 2);
             let (nodes, secret) = (&self.nodes, self.secret);
             self.dead.shrink_to(length * 2, |&other| {
                 let node = &nodes.get(other)[0];

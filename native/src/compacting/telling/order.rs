@@ -16,13 +16,13 @@ impl Twins {
     pub fn of(blocks: &Blocks) -> Self {
         let mut all: HashMap<u64, Vec<u32>> = HashMap::new();
         let mut dead: Vec<u32> = blocks.each_dead().collect();
-        dead.sort_unstable();
+        dead.sort_unstable_by_key(|&number| blocks.get(number).born);
         for number in dead {
             all.entry(blocks.get(number).hash).or_default().push(number);
         }
         for (hash, list) in &mut all {
             if list.len() > 1 {
-                list.sort_by_cached_key(|&number| (depth(blocks, number), number));
+                list.sort_by_cached_key(|&number| (depth(blocks, number), blocks.get(number).born));
             }
             if !blocks.several().contains_key(hash) {
                 list.extend(blocks.newest(*hash));
@@ -84,8 +84,9 @@ impl<'a> Order<'a> {
             held: Vec::new(),
             ready: Vec::new(),
         };
-        let numbers: Vec<u32> = blocks.numbers().collect();
-        for &number in numbers.iter().rev() {
+        let mut numbers: Vec<(u32, u32)> = blocks.numbers().map(|number| (blocks.get(number).born, number)).collect();
+        numbers.sort_unstable(); // as they came, so that what is rebuilt is told in equal words
+        for &(_, number) in numbers.iter().rev() {
             let parent = blocks.get(number).parent;
             let list = match parent {
                 NONE => &mut order.roots,

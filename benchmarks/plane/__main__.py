@@ -1,0 +1,28 @@
+"""`python -m benchmarks.plane bridge|latency|bootstrap|chaos`: a plane on NATS JetStream, measured and under faults."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Final
+
+MODULES: Final = {
+    "bridge": "benchmarks.plane.bridging",
+    "latency": "benchmarks.plane.latency",
+    "bootstrap": "benchmarks.plane.bootstrap",
+    "chaos": "benchmarks.plane.chaos.__main__",
+}
+
+
+def main() -> int:
+    """Run what is named first, with the arguments behind it."""
+    if len(sys.argv) < 2 or sys.argv[1] not in MODULES:
+        print(__doc__, file=sys.stderr)
+        return 2
+    run: Callable[[list[str]], int] = import_module(MODULES[sys.argv[1]]).main
+    return run(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

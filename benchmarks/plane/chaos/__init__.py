@@ -1,0 +1,1 @@
+"""Rounds of faults done to engines, bridges, servers and replicas, against the truth."""

@@ -1,0 +1,639 @@
+//! Blocks that nobody had to look into yet: as they were stored, without keys.
+//!
+//! Most blocks come once, and go, without anybody asking who they are. So a store whose hashes are all unknown is kept as it came, in
+//! stretches of up to `MOST` blocks: a table entry for each of them, a bit for its copy, and all tokens in one piece. A stretch ends
+//! behind its last block with a copy, or with another stretch on it: those before are ancestors, whose tokens count. Whoever has to
+//! know a block itself, and not only whether its hash is there, places its stretch in the tree, and all that it hangs on: that is where
+//! a hash comes again, a copy is on a second tier, or a snapshot is told. A block is in one of the two, and so is a hash.
+
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+
+use crate::core::Secret;
+
+use super::super::slots::Slots;
+use super::{Block, Blocks, NONE, Placed, bits};
+
+/// Blocks of a stretch: the bits of a word.
+const MOST: usize = 64;
+/// Bits of a number that say which block of its stretch.
+const BITS: u32 = MOST.ilog2();
+/// Stretches that hang on one. Where many chains begin alike, all that they share is placed.
+const CHILDREN: u8 = 4;
+/// Blocks that a stretch has memory for, to one that it has, from which on it is copied to less.
+const SPARSE: usize = 4;
+/// Numbers of 32 bits that a hash takes.
+const HASH: usize = 2;
+
+/// On what a stretch hangs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Above {
+    /// Nothing.
+    #[default]
+    Root,
+    /// A block of the tree, by its number.
+    Placed(u32),
+    /// One of a stretch.
+    Kept(u32),
+}
+
+/// Blocks that are to be kept.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Fresh<'a> {
+    pub hashes: &'a [u64],
+    /// Those of all blocks, one after the other.
+    pub tokens: &'a [u32],
+    pub above: Above,
+    /// Number of their naming, which is retained meanwhile.
+    pub naming: u32,
+    pub manner: u8,
+}
+
+/// What a removal leaves of a stretch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Left {
+    /// All of it: there was no such copy.
+    Same,
+    /// A block less in its middle has a copy.
+    Hole,
+    /// The last block is gone.
+    Shorter,
+    /// The last block has no copy, but something hangs on it, or on one before.
+    Dead,
+}
+
+#[derive(Debug)]
+struct Stretch {
+    /// The hashes, in two halves each, and behind them the tokens.
+    data: Box<[u32]>,
+    /// A bit for each block with a copy.
+    live: u64,
+    /// `MOST` for each that came before it.
+    born: u64,
+    above: Above,
+    naming: u32,
+    /// The first of those that hang on it; the others of those that hang on the same one.
+    child: u32,
+    next: u32,
+    before: u32,
+    children: u8,
+    /// Blocks, and how many there is memory for.
+    length: u8,
+    room: u8,
+    manner: u8,
+}
+
+impl Default for Stretch {
+    fn default() -> Self {
+        Self {
+            data: Box::default(),
+            live: 0,
+            born: 0,
+            above: Above::Root,
+            naming: 0,
+            child: NONE,
+            next: NONE,
+            before: NONE,
+            children: 0,
+            length: 0,
+            room: 0,
+            manner: 0,
+        }
+    }
+}
+
+impl Stretch {
+    #[inline]
+    fn hash(&self, at: usize) -> u64 {
+        let halves = &self.data[HASH * at..][..HASH];
+        u64::from(halves[0]) | u64::from(halves[1]) << 32
+    }
+
+    /// Tokens of a block.
+    fn width(&self) -> usize {
+        self.data.len() / usize::from(self.room).max(1) - HASH
+    }
+
+    fn tokens(&self, at: usize) -> &[u32] {
+        let width = self.width();
+        &self.data[HASH * usize::from(self.room) + at * width..][..width]
+    }
+
+    /// Whether its last block has a copy.
+    fn ends_live(&self) -> bool {
+        self.length > 0 && self.live >> (self.length - 1) & 1 != 0
+    }
+
+    /// What a removal in `plane` leaves of it.
+    #[inline]
+    fn left(&self, at: usize, plane: u64) -> Left {
+        if self.live >> at & 1 == 0 || plane >> self.manner & 1 == 0 {
+            Left::Same
+        } else if at + 1 < usize::from(self.length) {
+            Left::Hole
+        } else if self.children == 0 {
+            Left::Shorter
+        } else {
+            Left::Dead
+        }
+    }
+
+    /// Writes blocks behind those that it has.
+    fn write(&mut self, hashes: &[u64], tokens: &[u32]) {
+        let (length, room) = (usize::from(self.length), usize::from(self.room));
+        let (end, width) = (length + hashes.len(), tokens.len() / hashes.len().max(1));
+        let halves = |&hash: &u64| [hash as u32, (hash >> 32) as u32];
+        if length == 0 {
+            let mut data = Vec::with_capacity(HASH * end + tokens.len());
+            data.extend(hashes.iter().flat_map(halves));
+            data.extend_from_slice(tokens);
+            (self.data, self.room) = (data.into(), end as u8);
+            return;
+        }
+        if end > room {
+            self.resize(MOST.min(end + length / 2), width);
+        }
+        let (before, behind) = self.data.split_at_mut(HASH * usize::from(self.room));
+        for (place, hash) in before[HASH * length..].chunks_exact_mut(HASH).zip(hashes) {
+            place.copy_from_slice(&halves(hash));
+        }
+        behind[length * width..end * width].copy_from_slice(tokens);
+    }
+
+    /// Has memory for `room` blocks, which it has no more of.
+    fn resize(&mut self, room: usize, width: usize) {
+        let (length, old) = (usize::from(self.length), usize::from(self.room));
+        let mut data = Vec::with_capacity(room * (HASH + width));
+        data.extend_from_slice(&self.data[..HASH * length]);
+        data.resize(HASH * room, 0);
+        data.extend_from_slice(&self.data[HASH * old..][..length * width]);
+        data.resize(room * (HASH + width), 0);
+        (self.data, self.room) = (data.into(), room as u8);
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Stretches {
+    all: Slots<Stretch>,
+    /// Numbers of their blocks by hash, those without copies too, each with the half of its place that tells where it belongs: to move
+    /// it no other memory is looked at.
+    table: HashTable<(u32, u32)>,
+    live: usize,
+    /// Numbers in `Stretch::data`.
+    held: usize,
+    secret: Secret,
+}
+
+/// Entries of a table whose room is kept, since chains come and go.
+const KEPT: usize = 448;
+/// What the allocator takes for each piece of memory, about.
+const PIECE_BYTES: usize = 16;
+
+/// The place of an entry in the table: all that is kept of it tells both the bucket and the tag there.
+#[inline]
+fn spread(half: u32) -> u64 {
+    u64::from(half).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+/// Whether an entry is that of a hash.
+#[inline]
+fn same(all: &Slots<Stretch>, half: u32, hash: u64) -> impl Fn(&(u32, u32)) -> bool {
+    move |&(other, number)| other == half && all.get(number >> BITS).hash(number as usize % MOST) == hash
+}
+
+impl Stretches {
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            all: Slots::new(1 << (u32::BITS - BITS)),
+            table: HashTable::new(),
+            live: 0,
+            held: 0,
+            secret,
+        }
+    }
+
+    /// Blocks with a copy.
+    #[inline]
+    pub fn live(&self) -> usize {
+        self.live
+    }
+
+    /// Blocks without, on which others hang.
+    #[inline]
+    pub fn dead(&self) -> usize {
+        self.table.len() - self.live
+    }
+
+    /// Whether there are none.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.table.is_empty()
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.all.bytes() + self.table.allocation_size() + self.held * size_of::<u32>() + self.all.len() * PIECE_BYTES
+    }
+
+    #[inline]
+    fn half(&self, hash: u64) -> u32 {
+        (self.secret.place(hash) >> 32) as u32
+    }
+
+    /// The block of a hash, which may have no copy.
+    #[inline]
+    fn find(&self, hash: u64) -> Option<u32> {
+        let half = self.half(hash);
+        let found = self.table.find(spread(half), same(&self.all, half, hash));
+        found.map(|&(_, number)| number)
+    }
+
+    /// Takes the copy of a block in a manner of `plane`, and the block if it was the last of a stretch and nothing hangs there: the
+    /// stretch, and what came of it. None where the hash is not here.
+    #[inline]
+    fn remove(&mut self, hash: u64, plane: u64) -> Option<(u32, Left)> {
+        let (half, all) = (self.half(hash), &self.all);
+        let entry = self.table.find_entry(spread(half), same(all, half, hash)).ok()?;
+        let (stretch, at) = (entry.get().1 >> BITS, entry.get().1 as usize % MOST);
+        let it = self.all.get_mut(stretch);
+        let left = it.left(at, plane);
+        if left != Left::Same {
+            it.live &= !(1 << at);
+            self.live -= 1;
+        }
+        if left == Left::Shorter {
+            it.length -= 1;
+            entry.remove();
+            self.shrink();
+        }
+        Some((stretch, left))
+    }
+
+    /// Gives memory back that a stretch needs no more, if that is most of what it has.
+    #[inline]
+    fn tidy(&mut self, stretch: u32) {
+        let it = self.all.get_mut(stretch);
+        if SPARSE * usize::from(it.length) <= usize::from(it.room) {
+            let before = it.data.len();
+            it.resize(it.length.into(), it.width());
+            self.held -= before - it.data.len();
+        }
+    }
+
+    fn is_live(&self, number: u32) -> bool {
+        self.all.get(number >> BITS).live >> (number as usize % MOST) & 1 != 0
+    }
+
+    /// The stretch that ends with the block on which others hang, and its blocks, where it can go on with those.
+    #[inline]
+    fn end(&self, above: Above, fresh: &Fresh<'_>) -> Option<(u32, usize)> {
+        let Above::Kept(block) = above else { return None };
+        let (it, length) = (self.all.get(block >> BITS), block as usize % MOST + 1);
+        let goes_on = length == usize::from(it.length) && length < MOST && it.children == 0;
+        (goes_on && it.naming == fresh.naming && it.manner == fresh.manner).then_some((block >> BITS, length))
+    }
+
+    /// A new one, without blocks. None when there are as many as numbers.
+    fn begin(&mut self, above: Above, fresh: &Fresh<'_>) -> Option<(u32, usize)> {
+        let stretch = Stretch {
+            above,
+            naming: fresh.naming,
+            manner: fresh.manner,
+            ..Stretch::default()
+        };
+        Some((self.all.put(stretch)?, 0))
+    }
+
+    /// Adds blocks to a stretch up to the first one whose hash is here: how many.
+    fn extend(&mut self, stretch: u32, hashes: &[u64], tokens: &[u32]) -> usize {
+        let it = self.all.get_mut(stretch);
+        let before = it.data.len();
+        it.write(hashes, tokens);
+        self.held += it.data.len() - before;
+        let first = usize::from(it.length);
+        let kept = self.enter(stretch << BITS | first as u32, hashes);
+        let it = self.all.get_mut(stretch);
+        it.length += kept as u8;
+        it.live |= ((1_u128 << (first + kept)) - (1 << first)) as u64;
+        self.live += kept;
+        if kept < hashes.len() && first + kept > 0 {
+            self.tidy(stretch);
+        }
+        kept
+    }
+
+    /// Enters hashes for the blocks `number` and those behind it up to the first one that is known: how many.
+    #[inline]
+    fn enter(&mut self, number: u32, hashes: &[u64]) -> usize {
+        for (at, &hash) in hashes.iter().enumerate() {
+            let (half, all) = (self.half(hash), &self.all);
+            match self
+                .table
+                .entry(spread(half), same(all, half, hash), |&(half, _)| spread(half))
+            {
+                Entry::Vacant(vacant) => vacant.insert((half, number + at as u32)),
+                Entry::Occupied(_) => return at,
+            };
+        }
+        hashes.len()
+    }
+
+    /// Forgets the hashes of a stretch from `first` on.
+    #[inline]
+    fn leave(&mut self, stretch: u32, first: usize) {
+        let it = self.all.get(stretch);
+        for at in first..it.length.into() {
+            let (half, number) = (self.half(it.hash(at)), stretch << BITS | at as u32);
+            if let Ok(entry) = self.table.find_entry(spread(half), |&(_, other)| other == number) {
+                entry.remove();
+            }
+        }
+        self.shrink();
+    }
+
+    #[inline]
+    fn shrink(&mut self) {
+        let (length, capacity) = (self.table.len(), self.table.capacity());
+        if length == 0 {
+            self.table = HashTable::new();
+        } else if capacity > KEPT && length * 8 < capacity {
+            self.table.shrink_to(length * 2, |&(half, _)| spread(half));
+        }
+    }
+
+    fn hang(&mut self, stretch: u32) {
+        let it = self.all.get_mut(stretch);
+        if let Above::Kept(block) = it.above {
+            let above = self.all.get_mut(block >> BITS);
+            above.children += 1;
+            let next = std::mem::replace(&mut above.child, stretch);
+            self.all.get_mut(stretch).next = next;
+            if next != NONE {
+                self.all.get_mut(next).before = stretch;
+            }
+        }
+    }
+
+    fn unhang(&mut self, above: u32, next: u32, before: u32) {
+        let above = self.all.get_mut(above);
+        above.children -= 1;
+        if before == NONE {
+            above.child = next;
+        } else {
+            self.all.get_mut(before).next = next;
+        }
+        if next != NONE {
+            self.all.get_mut(next).before = before;
+        }
+    }
+
+    /// The stretches that hang on one.
+    fn children(&self, stretch: u32) -> impl Iterator<Item = u32> + '_ {
+        let some = |number: u32| (number != NONE).then_some(number);
+        std::iter::successors(some(self.all.get(stretch).child), move |&at| some(self.all.get(at).next))
+    }
+
+    /// Blocks up to the last one that has a copy, or something on it.
+    fn needed(&self, stretch: u32) -> usize {
+        let it = self.all.get(stretch);
+        let on = |child| match self.all.get(child).above {
+            Above::Kept(block) => block as usize % MOST + 1,
+            _ => 0,
+        };
+        let hung = if it.children == 0 {
+            0
+        } else {
+            self.children(stretch).map(on).max().unwrap_or(0)
+        };
+        hung.max(MOST - it.live.leading_zeros() as usize)
+    }
+
+    fn drop(&mut self, stretch: u32) -> Stretch {
+        let gone = self.all.take(stretch);
+        self.held -= gone.data.len();
+        gone
+    }
+}
+
+impl Blocks {
+    /// Where blocks behind `parent` would hang; None where no block with a copy has that hash.
+    pub fn above(&mut self, parent: Option<u64>) -> Option<Above> {
+        let Some(hash) = parent else { return Some(Above::Root) };
+        let Some(number) = self.stretches.find(hash) else {
+            return self.newest(hash).map(Above::Placed);
+        };
+        if !self.stretches.is_live(number) {
+            return None;
+        }
+        if self.stretches.all.get(number >> BITS).children >= CHILDREN {
+            self.look_into(hash);
+            return self.newest(hash).map(Above::Placed);
+        }
+        Some(Above::Kept(number))
+    }
+
+    /// What the salt of blocks there adds to their seed, if they have none of their own.
+    pub fn salt(&self, above: Above) -> u64 {
+        let naming = match above {
+            Above::Root => return 0,
+            Above::Placed(number) => self.get(number).naming,
+            Above::Kept(number) => self.stretches.all.get(number >> BITS).naming,
+        };
+        self.namings.get(naming).identity.salt
+    }
+
+    /// Keeps blocks, each the parent of the next, up to the first one whose hash is known: how many.
+    pub fn keep(&mut self, fresh: &Fresh<'_>) -> usize {
+        let blank = self.table.is_empty() && self.dead.is_empty();
+        let known = |&hash: &u64| !blank && self.has(hash);
+        let count = fresh.hashes.iter().position(known).unwrap_or(fresh.hashes.len());
+        let width = fresh.tokens.len() / fresh.hashes.len().max(1);
+        let (mut done, mut above) = (0, fresh.above);
+        while done < count {
+            let Some((stretch, first)) = self
+                .stretches
+                .end(above, fresh)
+                .or_else(|| self.stretches.begin(above, fresh))
+            else {
+                break;
+            };
+            let end = count.min(done + MOST - first);
+            let (hashes, tokens) = (&fresh.hashes[done..end], &fresh.tokens[done * width..end * width]);
+            let kept = self.stretches.extend(stretch, hashes, tokens);
+            if first == 0 {
+                self.begun(stretch, kept);
+            }
+            done += kept;
+            if done < end {
+                break;
+            }
+            above = Above::Kept(stretch << BITS | (first + kept - 1) as u32);
+        }
+        done
+    }
+
+    /// Takes note of a stretch that is new; without blocks it is none.
+    fn begun(&mut self, stretch: u32, kept: usize) {
+        if kept == 0 {
+            self.stretches.drop(stretch);
+            return;
+        }
+        let it = self.stretches.all.get_mut(stretch);
+        it.born = self.births;
+        self.births += MOST as u64;
+        let (above, naming) = (it.above, it.naming);
+        self.namings.add(naming);
+        match above {
+            Above::Root => {}
+            Above::Placed(block) => self.get_mut(block).children += 1,
+            Above::Kept(_) => self.stretches.hang(stretch),
+        }
+    }
+
+    /// Whether a block of the tree has this hash, with copies or without.
+    fn has(&self, hash: u64) -> bool {
+        self.newest(hash).is_some() || (!self.dead.is_empty() && self.dead_hashes.contains_key(&hash))
+    }
+
+    /// Takes the copy of a block in a manner of `plane`. None where the hash is not of a stretch.
+    #[inline]
+    pub(super) fn remove_kept(&mut self, hash: u64, plane: u64) -> Option<bool> {
+        let (stretch, left) = self.stretches.remove(hash, plane)?;
+        match left {
+            Left::Same => return Some(false),
+            Left::Hole => {}
+            Left::Shorter if self.stretches.all.get(stretch).ends_live() => self.stretches.tidy(stretch),
+            Left::Shorter | Left::Dead => self.cut(stretch),
+        }
+        Some(true)
+    }
+
+    /// Forgets what nothing needs of a stretch, and of those that it hangs on.
+    fn cut(&mut self, mut stretch: u32) {
+        loop {
+            let needed = self.stretches.needed(stretch);
+            self.stretches.leave(stretch, needed);
+            let it = self.stretches.all.get_mut(stretch);
+            it.length = needed as u8;
+            if needed > 0 {
+                return self.stretches.tidy(stretch);
+            }
+            let gone = self.stretches.drop(stretch);
+            self.release(gone.naming);
+            match gone.above {
+                Above::Root => return,
+                Above::Placed(block) => return self.unhung(block),
+                Above::Kept(block) => {
+                    stretch = block >> BITS;
+                    self.stretches.unhang(stretch, gone.next, gone.before);
+                    if self.stretches.all.get(stretch).ends_live() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    // --- into the tree
+
+    /// Has the tree tell all about a hash.
+    #[inline]
+    pub fn look_into(&mut self, hash: u64) {
+        if !self.stretches.is_empty()
+            && let Some(number) = self.stretches.find(hash)
+        {
+            self.settle_up_to(number >> BITS);
+        }
+    }
+
+    /// Has the tree tell all about everything.
+    pub fn look_into_all(&mut self) {
+        let all = &self.stretches.all;
+        let mut order: Vec<(u64, u32)> = all.numbers().map(|number| (all.get(number).born, number)).collect();
+        order.sort_unstable(); // parents first, and equal histories in equal order
+        for (_, number) in order {
+            self.settle_one(number);
+        }
+    }
+
+    /// Places a stretch, and before it those that it hangs on.
+    #[cold]
+    fn settle_up_to(&mut self, stretch: u32) {
+        let up = |&at: &u32| match self.stretches.all.get(at).above {
+            Above::Kept(block) => Some(block >> BITS),
+            _ => None,
+        };
+        let path: Vec<u32> = std::iter::successors(Some(stretch), up).collect();
+        for &number in path.iter().rev() {
+            self.settle_one(number);
+        }
+    }
+
+    /// Places a stretch that hangs on none.
+    fn settle_one(&mut self, stretch: u32) {
+        if self.full {
+            return;
+        }
+        let children: Vec<u32> = self.stretches.children(stretch).collect();
+        self.stretches.leave(stretch, 0);
+        let gone = self.stretches.drop(stretch);
+        self.stretches.live -= gone.live.count_ones() as usize;
+        let above = match gone.above {
+            Above::Placed(block) => block,
+            _ => NONE,
+        };
+        let mut placed = [NONE; MOST];
+        if !self.place_all(&gone, above, &mut placed) {
+            self.full = true;
+            self.stretches = Stretches::new(self.secret);
+            return;
+        }
+        if above != NONE {
+            self.get_mut(above).children -= 1;
+        }
+        for child in children {
+            let it = self.stretches.all.get_mut(child);
+            if let Above::Kept(block) = it.above {
+                let block = placed[block as usize % MOST];
+                (it.above, it.next, it.before) = (Above::Placed(block), NONE, NONE);
+                self.get_mut(block).children += 1;
+            }
+        }
+        let length = u32::from(gone.length);
+        for at in bits(!gone.live & (u64::MAX >> (u64::BITS - length))) {
+            let number = placed[usize::from(at)];
+            self.get_mut(number).mask = 0;
+            self.settle(number);
+        }
+        self.release(gone.naming);
+    }
+
+    /// Places the blocks of a stretch, each the parent of the next. False when there are too many blocks.
+    fn place_all(&mut self, gone: &Stretch, above: u32, placed: &mut [u32; MOST]) -> bool {
+        let identity = self.namings.get(gone.naming).identity;
+        let seed = crate::keys::seed(identity.lora, identity.salt);
+        let (mut parent, mut last) = (above, (above != NONE).then(|| self.get(above).key));
+        for (at, placed) in placed.iter_mut().enumerate().take(gone.length.into()) {
+            let tokens = gone.tokens(at);
+            let local = crate::keys::local(tokens, seed);
+            let key = last.map_or(local, |last| crate::keys::chained(last, local));
+            let block = Block {
+                hash: gone.hash(at),
+                key,
+                parent,
+                identity,
+                naming: gone.naming,
+                tokens,
+                manner: gone.manner,
+            };
+            let (Placed::Fresh(number) | Placed::Known(number)) = self.place_in_tree(&block) else {
+                return false;
+            };
+            self.get_mut(number).born = (gone.born + at as u64) as u32;
+            (*placed, parent, last) = (number, number, Some(key));
+        }
+        true
+    }
+}

@@ -1,0 +1,359 @@
+"""What a bridge does with one lane: it reads all of it, and writes what comes next.
+
+Theory of operation. A reader keeps the ledger as the lane is, and a composer says what comes next (`writing`). A page goes out
+with the number that its lane must end with; if it does not, somebody else has written, and the reader brings it. What the
+servers do not take stays with the composer.
+
+A lane is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was
+deleted, is of another life or has lost pages: the ledger is begun anew then, and so are all streams once it has been read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from kvevents.backoff import Backoff
+from kvevents.errors import KVEventsError, PlaneError
+from kvevents.plane.faults import told
+from kvevents.plane.layout import Layout, make_lane, state_of
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.reading import AGAIN_SECONDS, Broken, LaneReader, Pushed
+from kvevents.plane.recalling import Recall
+from kvevents.plane.records import Beat, Key, StreamRecord, decode_page, encode_page, message_id
+from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.writing import Composer
+
+if TYPE_CHECKING:
+    from kvevents.plane.client import PlaneClient
+
+log = logging.getLogger(__name__)
+
+ACK_SECONDS: Final = 2.0
+"""Until a page must be acknowledged. To send it again does no harm: it is refused where the first one has arrived."""
+ASK_SECONDS: Final = 5.0
+"""For anything else that is asked of the servers."""
+CATCH_UP_SECONDS: Final = 2.0
+"""For the reader to bring what somebody else has written."""
+REST_SECONDS: Final = 0.5
+"""Between two looks whether something is due, unless something comes."""
+RETRY_FIRST_SECONDS: Final = 0.1
+RETRY_MOST_SECONDS: Final = 1.0
+"""Between two attempts to write what was not taken."""
+MISSED_BEATS: Final = 3
+"""After so many a bridge is dead."""
+MOST_BEAT_SECONDS: Final = 60.0
+"""Between two beats that a bridge may promise: it is not believed to be alive for longer than three of them."""
+
+_LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: (\d+)")
+
+
+class LaneStatus(NamedTuple):
+    """One lane as a bridge has it."""
+
+    lane: int
+    position: int
+    waiting: int
+    """Records that are not known to be in the log."""
+    queued_bytes: int
+    fault: str
+    """Why nothing is read or written at the moment; empty where that is not so."""
+    foreign: int = 0
+    """Messages that are no pages: somebody else writes there."""
+    parked: int = 0
+    """Streams that are not followed until what waits has been written."""
+
+
+class Host(Protocol):
+    """What a lane asks of its bridge."""
+
+    def begin(self, lane: BridgeLane) -> None:
+        """The lane is ready: follow its streams from where its log stands."""
+
+    def is_adrift(self, keys: Sequence[Key]) -> None:
+        """These and the log have lost each other."""
+
+    def count(self) -> None:
+        """Less, or more, is queued."""
+
+
+class BridgeLane:
+    """One lane of one bridge; `read` and `write` run side by side for as long as the bridge lives."""
+
+    def __init__(
+        self, host: Host, client: PlaneClient, layout: Layout, lane: int, plane: PlaneSettings, bridge: str, room: int
+    ) -> None:
+        self.lane: Final = lane
+        self.composer = Composer(Ledger(), bridge, room)
+        self.ready = asyncio.Event()
+        self.parked: set[Key] = set()
+        """Streams that are not followed, as there is no room for what they say."""
+        self.conflicts = 0
+        self._host: Final = host
+        self._client: Final = client
+        self._js: Final = client.jetstream(timeout=ASK_SECONDS)
+        self._recall: Final = Recall(self._js, layout)
+        self._layout: Final = layout
+        self._plane: Final = plane
+        self._bridge: Final = bridge
+        self._room: Final = room
+        self._reader: LaneReader | None = None
+        self._refusal = ""
+        self._retry: Final = Backoff(first=RETRY_FIRST_SECONDS, most=RETRY_MOST_SECONDS)
+        self._wake: Final = asyncio.Event()
+        self._advanced: Final = asyncio.Event()
+        self._life: Final = secrets.token_hex(4)
+        self._pages = 0
+        self._written = 0
+        self._breaches = 0
+        self._foreign = 0
+        self._in_flight: bytes | None = None
+        """The page that was sent, and not heard of since."""
+        self._patience: asyncio.Timeout | None = None
+        """For its acknowledgement."""
+        self._heard: dict[str, tuple[int, float]] = {}
+        """By bridge, the page of its last beat, and when it came."""
+
+    # --- what is known
+
+    @property
+    def fault(self) -> str:
+        """Why nothing is read or written at the moment; empty where that is not so."""
+        return (self._reader is not None and self._reader.fault) or self._refusal
+
+    @property
+    def written(self) -> int:
+        """Batches that this bridge has put into the lane."""
+        return self._written + self.composer.written
+
+    @property
+    def breaches(self) -> int:
+        """Records that no bridge writes."""
+        return self._breaches + self.composer.ledger.breaches
+
+    def status(self) -> LaneStatus:
+        """Everything at once."""
+        composer = self.composer
+        position, foreign = composer.ledger.position, self._foreign + composer.ledger.foreign
+        return LaneStatus(self.lane, position, composer.waiting, composer.queued_bytes, self.fault, foreign, len(self.parked))
+
+    def is_alive(self, bridge: str, now: float) -> bool:
+        """Whether another bridge has been heard lately."""
+        beaten = self.composer.ledger.beats.get(bridge)
+        heard = self._heard.get(bridge)
+        if beaten is None or heard is None:
+            return False
+        return now - heard[1] < MISSED_BEATS * min(beaten.beat.every, MOST_BEAT_SECONDS)
+
+    def has_company(self, now: float) -> bool:
+        """Whether any other bridge writes into this lane."""
+        return any(self.is_alive(bridge, now) for bridge in self.composer.ledger.beats if bridge != self._bridge)
+
+    # --- what is to be written
+
+    def offer(self, record: StreamRecord, due: float = 0.0) -> None:
+        """Something of a stream, to be written not before `due`."""
+        self.composer.offer(record, due)
+        self._wake.set()
+
+    def beat(self, beat: Beat) -> None:
+        """The bridge is alive."""
+        self.composer.beat(beat)
+        self._wake.set()
+
+    def set_adrift(self, key: Key) -> None:
+        """Have a stream followed anew."""
+        self.composer.adrift[key] = None
+        self._wake.set()
+
+    # --- reading
+
+    def connected(self) -> None:
+        """There is another connection: nothing that was asked over the last one is answered."""
+        if self._patience is not None:
+            with suppress(RuntimeError):  # it has just come to its end
+                self._patience.reschedule(asyncio.get_running_loop().time())
+        if self._reader is not None:
+            self._reader.look_again()
+
+    async def read(self) -> None:
+        """Keep the ledger as the lane is, whatever becomes of it."""
+        broken: Broken | None = None
+        while True:
+            made = await self._begin(broken)
+            position = self.composer.ledger.position
+            self._reader = reader = LaneReader(self._client, self._layout, self.lane, position, made, self._take, self._remake)
+            catching_up = asyncio.create_task(self._catch_up(reader))
+            try:
+                broken = await reader.run()
+            finally:
+                catching_up.cancel()
+                self.ready.clear()
+            log.error("lane %d was %s", self.lane, broken.why)
+
+    async def _begin(self, broken: Broken | None) -> str | None:
+        """A ledger for a lane that is read from a snapshot on, or from its beginning; which stream it is of."""
+        ledger, made = Ledger(), None
+        while True:
+            try:
+                state = await state_of(self._js, self._layout, self.lane)
+                made = state.made
+                recalled = await self._recall.ledger(self.lane, made)
+                if recalled is not None and recalled.position <= state.last:
+                    ledger = recalled
+                break
+            except PlaneError as error:
+                if error.fault == "missing":  # the reader makes it
+                    break
+                self._say(error)
+                await asyncio.sleep(AGAIN_SECONDS)
+        if broken is not None and broken.why == "purged" and ledger.position + 1 < broken.first:
+            why = f"pages before {broken.first} were purged before they were read"
+            log.error("lane %d is begun anew: %s", self.lane, why)
+            ledger = Ledger.behind(broken.first - 1, why)
+        self._adopt(ledger)
+        return made
+
+    def _adopt(self, ledger: Ledger) -> None:
+        before = self.composer
+        self._written += before.written
+        self._breaches += before.ledger.breaches
+        self._foreign += before.ledger.foreign
+        self._in_flight = None
+        ledger.breaches = ledger.foreign = 0
+        self.composer = Composer(ledger, self._bridge, self._room)
+        self.parked.clear()
+
+    async def _remake(self) -> None:
+        try:
+            await make_lane(self._js, self._layout, self.lane, self._plane)
+        except KVEventsError as error:
+            raise PlaneError(f"lane {self.lane} is missing, and cannot be made: {error}", fault="missing") from error
+        log.error("lane %d was deleted, and has been made anew", self.lane)
+
+    async def _catch_up(self, reader: LaneReader) -> None:
+        await reader.caught_up.wait()
+        self.composer.ledger.life = self.composer.ledger.life or reader.made or ""
+        self._host.begin(self)
+        self.ready.set()
+
+    def _take(self, came: list[Pushed]) -> None:
+        ledger = self.composer.ledger
+        if self._reader is not None:
+            ledger.life = ledger.life or self._reader.made or ""
+        for position, data, _ in came:
+            if position <= ledger.position:
+                continue
+            if data == self._in_flight:
+                # Quicker than its acknowledgement.
+                self._in_flight = None
+                self.composer.landed(position)
+            elif (page := decode_page(data)) is None:
+                if not ledger.foreign + self._foreign:
+                    log.error("message %d of lane %d is no page; somebody else writes there", position, self.lane)
+                ledger.skip(position)
+            else:
+                self.composer.read(position, page)
+        self._hear(asyncio.get_running_loop().time())
+        self._advanced.set()
+        self._wake.set()
+
+    def _hear(self, now: float) -> None:
+        beats = self.composer.ledger.beats
+        for bridge, beaten in beats.items():
+            if self._heard.get(bridge, (-1, now))[0] != beaten.page:
+                self._heard[bridge] = beaten.page, now
+        if len(self._heard) > len(beats):
+            self._heard = {bridge: heard for bridge, heard in self._heard.items() if bridge in beats}
+
+    # --- writing
+
+    async def write(self) -> None:
+        """Write whatever is due."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self.ready.wait()
+            now = loop.time()
+            page = self.composer.compose(now, time.time())
+            if self.composer.adrift:
+                self._host.is_adrift(list(self.composer.adrift))
+            if page is None:
+                self._host.count()
+                await self._rest(now)
+                continue
+            try:
+                await self._publish(encode_page(page), message_id(page, f"{page.bridge}/{self._life}#{self._pages}"))
+            except PlaneError as error:
+                await self._refused(error)
+            self._host.count()
+
+    async def _rest(self, now: float) -> None:
+        due = self.composer.due()
+        self._wake.clear()
+        wait = REST_SECONDS if due is None else min(REST_SECONDS, max(0.0, due - now))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self._wake.wait()
+
+    async def _publish(self, data: bytes, name: str) -> None:
+        composer, expected = self.composer, self.composer.ledger.position
+        self._pages += 1
+        self._in_flight = data
+        self._advanced.clear()
+        headers = {"Nats-Expected-Last-Sequence": str(expected), "Nats-Msg-Id": name}
+        with told(f"writing to lane {self.lane}"):
+            async with asyncio.timeout(ACK_SECONDS) as self._patience:
+                acknowledged = await self._js.publish(
+                    self._layout.subject(self.lane),
+                    data,
+                    timeout=2 * ACK_SECONDS,
+                    stream=self._layout.stream(self.lane),
+                    headers=headers,
+                )
+        if acknowledged.duplicate or acknowledged.seq != expected + 1:
+            raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
+        self._went_well()
+        if self.composer is composer and self._in_flight is data:
+            self._in_flight = None
+            composer.landed(acknowledged.seq)
+
+    async def _refused(self, error: PlaneError) -> None:
+        if self._in_flight is None:  # it has come back by the reader, or the lane is another one
+            self._went_well()
+            return
+        self._in_flight = None
+        self.composer.returned()
+        if error.fault == "conflict":
+            self._went_well()
+            self.conflicts += 1
+            if self._is_shorter(error) and self._reader is not None:
+                await self._reader.look_again().wait()
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CATCH_UP_SECONDS):
+                    await self._advanced.wait()
+            return
+        if error.fault == "away" and self._client.is_connected and self._reader is not None:
+            self._reader.look_again()  # there may be no such stream any more
+        self._say(error)
+        await asyncio.sleep(self._retry.pause())
+
+    def _is_shorter(self, error: PlaneError) -> bool:
+        """Whether the lane ends before what was read of it: it is another one, and what it is must be known first."""
+        found = _LAST_SEQUENCE.search(str(error))
+        return found is not None and int(found[1]) < self.composer.ledger.position
+
+    def _went_well(self) -> None:
+        self._refusal = ""
+        self._retry.reset()
+
+    def _say(self, error: PlaneError) -> None:
+        if str(error) != self._refusal:
+            log.warning("%s", error)
+        self._refusal = str(error)

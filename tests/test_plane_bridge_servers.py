@@ -1,0 +1,330 @@
+"""What becomes of bridges whose servers are killed, stopped, full or robbed of a stream: nothing is lost, and they tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nats.js import JetStreamContext
+
+from bridge_cases import TalkingEngine, holds, numbers_of_last_life, settled, told_of, with_js
+from kvevents.plane.bridge import Bridge, LaneStatus
+from kvevents.plane.layout import Layout, find, state_of
+from kvevents.plane.recalling import Recall
+from kvevents.plane.records import Blank
+from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.snapshots import Snapshots, Taken, digests_of
+from kvevents.stream import Gap, Reset
+from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
+from plane_cases import SECONDS, Log, bridging, plane_at
+from publisher_cases import batch
+from service_cases import until
+
+pytestmark = needs_nats
+LANE_BYTES = 1 << 20
+QUICK = 0.1
+"""Seconds within which `publish` returns on a loaded machine; without waiting for anybody it needs microseconds."""
+
+
+@pytest.fixture(scope="module", name="server")
+def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+@pytest.fixture(name="plane")
+def plane_of_its_own(server: NatsServer, request: pytest.FixtureRequest) -> PlaneSettings:
+    return plane_at(server.url, name=f"t{abs(hash(request.node.name))}")
+
+
+def lane_of(bridge: Bridge, name: str = "engine") -> LaneStatus:
+    lanes = bridge.status().lanes
+    return lanes[Layout("", len(lanes)).lane_of(name)]
+
+
+def said_quickly(engine: TalkingEngine, size: int, count: int) -> None:
+    """So many batches of a size; the engine's thread waits for none of them."""
+    for number in range(count):
+        large = batch(number, size // 64)
+        engine.truth.add(large)
+        began = time.monotonic()
+        engine.publisher.publish(large)
+        assert time.monotonic() - began < QUICK
+
+
+# --- servers that come and go
+
+
+def test_a_server_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) -> None:
+    with nats_server(tmp_path) as server, TalkingEngine() as engine:
+        plane = plane_at(server.url)
+        with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b") as two:
+            log = Log(plane)
+            with engine.talking():
+                for _ in range(3):
+                    before = engine.truth.count
+                    log.until("some of it", lambda log, before=before: len(log.numbers()) > before)
+                    server.kill()
+                    until("it to be told", lambda: not (one.status().connected or two.status().connected), SECONDS)
+                    until("a fault", lambda: lane_of(one).fault and lane_of(two).fault, SECONDS)
+                    server.start()
+            settled(log, engine)
+            until("all well", lambda: not lane_of(one).fault and not lane_of(two).fault, SECONDS)
+        assert log.numbers() == list(range(engine.truth.count))
+
+
+def test_a_server_that_stops_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    with nats_server(tmp_path) as server, TalkingEngine() as engine:
+        plane = plane_at(server.url)
+        with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b"):
+            log = Log(plane)
+            with engine.talking():
+                log.until("some of it", lambda log: len(log.numbers()) > 50)
+                server.pause()
+                until("a fault", lambda: lane_of(one).fault, SECONDS)
+                server.resume()
+                until("no fault", lambda: not lane_of(one).fault, SECONDS)
+            settled(log, engine)
+        assert log.numbers() == list(range(engine.truth.count))
+
+
+def test_a_cluster_whose_leader_is_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
+    with nats_cluster(tmp_path) as cluster, TalkingEngine() as engine:
+        plane = plane_at(*cluster.urls, lanes=1, copies=3)
+        with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b") as two:
+            log = Log(plane)
+            with engine.talking():
+                for _ in range(3):
+                    leader = cluster.leader_of(log.layout.stream(0))
+                    written = one.status().written + two.status().written
+                    cluster.kill(leader)
+                    until("batches", lambda: one.status().written + two.status().written > written + 50, SECONDS)  # noqa: B023
+                    cluster.restart(leader)
+                    cluster.settle()
+            settled(log, engine)
+        assert log.numbers() == list(range(engine.truth.count))
+
+
+# --- no room
+
+
+def made_room(plane: PlaneSettings, log: Log) -> Log:
+    """Read what there is, and purge that."""
+    log.read()
+    for lane, ledger in log.ledgers.items():
+        with_js(plane, lambda js: js.purge_stream(log.layout.stream(lane), seq=ledger.position + 1))  # noqa: B023
+    return log
+
+
+def test_a_full_lane_is_told_and_bounds_what_waits(server: NatsServer, plane: PlaneSettings) -> None:
+    """The engine notices nothing; once there is room all of it is fetched from the engine, and the log is whole."""
+    small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=1, lane_bytes=LANE_BYTES)
+    queued = 256 << 10
+    with TalkingEngine() as engine, bridging(small, engine.watch, max_queued_bytes=queued) as bridge:
+        said_quickly(engine, 8 << 10, 400)
+        until("a fault", lambda: "maximum bytes" in lane_of(bridge).fault, SECONDS)
+        until("its stream to wait", lambda: lane_of(bridge).parked == 1, SECONDS)
+        log = Log(small)
+        until("the truth in the log", lambda: holds(made_room(small, log), engine), SECONDS)
+        settled(log, engine)
+        assert not [each for each in log.events if isinstance(each, Gap | Reset)]
+        until("nothing to wait", lambda: not lane_of(bridge).parked and not lane_of(bridge).fault, SECONDS)
+
+
+def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, plane: PlaneSettings) -> None:
+    """It cannot prove any more that it is the same, so a new incarnation begins, with the little that it still has."""
+    small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=1, lane_bytes=LANE_BYTES)
+    with (
+        TalkingEngine(compact=False, buffer_steps=20) as engine,
+        bridging(small, engine.watch, max_queued_bytes=64 << 10) as bridge,
+    ):
+        said_quickly(engine, 32 << 10, 60)
+        until("its stream to wait", lambda: lane_of(bridge).parked, SECONDS)
+        said_quickly(engine, 32 << 10, 100)
+        log = Log(small)
+        until("the last batch", lambda: made_room(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
+        assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
+        life = numbers_of_last_life(log, "engine")
+        assert life == list(range(life[0], engine.truth.count))
+        assert life[0] > 60
+        assert log.flaws == (0, 0)
+        log.until("its trust", lambda log: told_of(log)["bridge"].trust == "DEGRADED")
+        assert "truncated" in told_of(log)["bridge"].reason
+
+
+def test_a_full_lane_does_not_hold_up_the_others(server: NatsServer, plane: PlaneSettings) -> None:
+    small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=2, lane_bytes=LANE_BYTES)
+    names = {Layout("", 2).lane_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
+    with (
+        TalkingEngine(names[0]) as full,
+        TalkingEngine(names[1]) as other,
+        bridging(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
+    ):
+        said_quickly(full, 8 << 10, 300)
+        until("a fault", lambda: lane_of(bridge, names[0]).parked, SECONDS)
+        other.say(300)
+        settled(Log(small), other)
+        assert lane_of(bridge, names[0]).fault
+        assert not lane_of(bridge, names[1]).fault
+
+
+def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
+    with (
+        nats_server(tmp_path, jetstream={"max_file": 4 << 20, "max_mem": 1 << 20}) as server,
+        TalkingEngine() as engine,
+    ):
+        plane = PlaneSettings(servers=(server.url,), lanes=1, lane_bytes=2 << 20)
+        with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
+            filler = plane_at(server.url)
+
+            async def fill(js: JetStreamContext) -> None:
+                await js.add_stream(name="filler", subjects=["filler"])
+                for _ in range(100):
+                    try:
+                        await js.publish("filler", bytes(64 << 10))
+                    except Exception:  # noqa: BLE001 - full
+                        return
+                raise AssertionError("the disk has no end")
+
+            with_js(filler, fill)
+            said_quickly(engine, 8 << 10, 100)
+            until("a fault", lambda: lane_of(bridge).fault, SECONDS)
+            assert "room" in lane_of(bridge).fault
+            with_js(filler, lambda js: js.delete_stream("filler"))
+            settled(Log(plane), engine)
+            until("no fault", lambda: not lane_of(bridge).fault, SECONDS)
+
+
+# --- what others do to a lane
+
+
+def test_a_lane_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSettings) -> None:
+    """By two bridges, from what the engines still hold."""
+    with (
+        TalkingEngine("e1") as one,
+        TalkingEngine("e2") as two,
+        bridging(plane, one.watch, two.watch, name="a") as a,
+        bridging(plane, one.watch, two.watch, name="b") as b,
+    ):
+        one.say(50)
+        two.say(50)
+        settled(Log(plane), one, two)
+        for _ in range(2):
+            made = [with_js(plane, lambda js, lane=lane: state_of(js, Layout(plane.name, 2), lane)).made for lane in (0, 1)]
+            with one.talking():
+                for lane in (0, 1):
+                    with_js(plane, lambda js, lane=lane: js.delete_stream(Layout(plane.name, 2).stream(lane)))
+                until("the lanes", lambda: with_js(plane, lambda js: both_lives(js, plane, made)), SECONDS)  # noqa: B023
+                before = one.truth.count
+                until("more", lambda: one.truth.count > before + 20, SECONDS)  # noqa: B023
+            settled(Log(plane), one, two)
+        for bridge in (a, b):
+            assert bridge.status().breaches == 0
+            until("no fault", lambda bridge=bridge: not any(lane.fault for lane in bridge.status().lanes), SECONDS)
+
+
+async def both_lives(js: JetStreamContext, plane: PlaneSettings, before: list[str]) -> bool:
+    """Whether both lanes are there, and others than before."""
+    infos = {info.config.name: info for info in await js.streams_info()}
+    layout = Layout(plane.name, 2)
+    if not {layout.stream(0), layout.stream(1)} <= infos.keys():
+        return False
+    return all([(await state_of(js, layout, lane)).made != before[lane] for lane in (0, 1)])
+
+
+def test_a_plane_is_found_by_its_other_lanes_when_the_first_is_deleted(plane: PlaneSettings) -> None:
+    """A bridge that begins then makes that one, and has as many lanes as there were."""
+    with TalkingEngine() as engine:
+        with bridging(plane, engine.watch):
+            engine.say(10)
+            settled(Log(plane), engine)
+        with_js(plane, lambda js: js.delete_stream(Layout(plane.name, 2).stream(0)))
+        other = PlaneSettings(servers=plane.servers, name=plane.name, lanes=5)
+        with bridging(other, engine.watch) as bridge:
+            settled(Log(plane), engine)
+            assert len(bridge.status().lanes) == 2
+
+
+def test_a_lane_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it(plane: PlaneSettings) -> None:
+    """For every reader alike; who had read all of it is of the same mind afterwards."""
+    with TalkingEngine() as engine, bridging(plane, engine.watch, name="knows") as knows:
+        engine.say(30)
+        log = settled(Log(plane), engine)
+        engine.restart()
+        engine.say(30)
+        settled(log, engine)
+        lane = log.layout.lane_of("engine")
+        with_js(plane, lambda js: js.purge_stream(log.layout.stream(lane)))
+        with bridging(plane, engine.watch, name="does not"):
+            engine.say(30)
+            log.until("its record", lambda log: any(isinstance(record, Blank) for page in log.pages for record in page.records))
+            engine.say(30)
+            settled(log, engine)
+            newcomer = settled(Log(plane), engine)
+            standings = [each.ledgers[lane].streams["engine", 0].incarnation for each in (log, newcomer)]
+            assert standings[0] == standings[1] > 1
+            assert knows.status().breaches == 0
+
+
+def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: PlaneSettings, tmp_path: Path) -> None:
+    with TalkingEngine() as engine:
+        with bridging(plane, engine.watch, name="first"):
+            engine.say(30)
+            log = settled(Log(plane), engine)
+        layout = with_js(plane, lambda js: find(js, plane.name))
+        assert layout is not None
+
+        async def take(js: JetStreamContext) -> None:
+            path = tmp_path / "index"
+            log.index.snapshot(path)
+            ledgers = {lane: ledger.save() for lane, ledger in log.ledgers.items()}
+            made = {lane: (await state_of(js, layout, lane)).made for lane in ledgers}
+            await Snapshots(js, layout).save(Taken(1, ledgers, [], digests_of(log.index)), path, 0, "test", made)
+            for lane, ledger in log.ledgers.items():
+                await js.purge_stream(layout.stream(lane), seq=ledger.position + 1)
+                found = await Recall(js, layout).ledger(lane, made[lane])
+                assert found is not None
+                assert found.position == ledger.position
+                assert await Recall(js, layout).ledger(lane, "another life") is None
+
+        with_js(plane, take)
+        engine.say(30)
+        with bridging(plane, engine.watch, name="second"):
+            settled(log, engine)
+        assert log.numbers() == list(range(60))
+        assert not [each for each in log.events if isinstance(each, Reset)]
+        assert not any(isinstance(record, Blank) for page in log.pages for record in page.records)
+
+
+def test_a_lane_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Path) -> None:
+    """The other lanes go on; and when somebody makes it, so does this one."""
+    bridges = {"user": "bridge", "password": "b", "permissions": {"publish": {"allow": [">"]}}}
+    users = [bridges, {"user": "admin", "password": "a"}]
+    with nats_server(tmp_path, authorization={"users": users}) as server:
+        plane = plane_at(server.url_of("bridge:b"))
+        admin = plane_at(server.url_of("admin:a"))
+        names = {Layout("", 2).lane_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
+        with (
+            TalkingEngine(names[0]) as robbed,
+            TalkingEngine(names[1]) as other,
+            bridging(plane, robbed.watch, other.watch) as bridge,
+        ):
+            robbed.say(10)
+            other.say(10)
+            settled(Log(admin), robbed, other)
+            forbidding = {**bridges, "permissions": {"publish": {"deny": ["$JS.API.STREAM.CREATE.>"]}}}
+            server.configure(authorization={"users": [forbidding, users[1]]})
+            layout = Layout(plane.name, 2)
+            info = with_js(admin, lambda js: js.stream_info(layout.stream(0)))
+            with_js(admin, lambda js: js.delete_stream(layout.stream(0)))
+            until("it to be told", lambda: "may not publish" in lane_of(bridge, names[0]).fault, SECONDS)
+            other.say(10)
+            robbed.say(10)
+            log = Log(admin)
+            log.ledgers.pop(0)
+            log.until("the other one", lambda log: len(log.numbers(names[1])) == 20)
+            with_js(admin, lambda js: js.add_stream(info.config))
+            settled(Log(admin), robbed, other)
+            until("no fault", lambda: not lane_of(bridge, names[0]).fault, SECONDS)
