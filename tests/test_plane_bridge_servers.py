@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,17 +213,21 @@ def test_a_lane_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSetti
         two.say(50)
         settled(Log(plane), one, two)
         for _ in range(2):
-            made = [with_js(plane, lambda js, lane=lane: state_of(js, Layout(plane.name, 2), lane)).made for lane in (0, 1)]
+            made = [with_js(plane, partial(state_of, layout=Layout(plane.name, 2), lane=lane)).made for lane in (0, 1)]
             with one.talking():
                 for lane in (0, 1):
-                    with_js(plane, lambda js, lane=lane: js.delete_stream(Layout(plane.name, 2).stream(lane)))
+                    with_js(plane, partial(deleted, name=Layout(plane.name, 2).stream(lane)))
                 until("the lanes", lambda: with_js(plane, lambda js: both_lives(js, plane, made)), SECONDS)  # noqa: B023
                 before = one.truth.count
                 until("more", lambda: one.truth.count > before + 20, SECONDS)  # noqa: B023
             settled(Log(plane), one, two)
         for bridge in (a, b):
             assert bridge.status().breaches == 0
-            until("no fault", lambda bridge=bridge: not any(lane.fault for lane in bridge.status().lanes), SECONDS)
+            until("no fault", lambda: not any(lane.fault for lane in bridge.status().lanes), SECONDS)  # noqa: B023
+
+
+async def deleted(js: JetStreamContext, name: str) -> bool:
+    return await js.delete_stream(name)
 
 
 async def both_lives(js: JetStreamContext, plane: PlaneSettings, before: list[str]) -> bool:

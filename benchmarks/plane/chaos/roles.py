@@ -255,5 +255,3 @@ async def _answer(pipe: Connection, answer: Callable[[], Told]) -> None:
         return
     finally:
         loop.remove_reader(pipe.fileno())
-
-

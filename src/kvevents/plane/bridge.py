@@ -163,7 +163,7 @@ class Bridge:
 
     def trusts(self) -> dict[Key, Trusting | None]:
         """What it says of each stream that it follows; None before it has said anything."""
-        return {key: self._trust.get(key) for key in self._watches}
+        return {key: self._members.said(key) for key in self._watches}
 
     # --- its life
 
