@@ -19,6 +19,7 @@ from benchmarks.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
 """After which a job is taken for dead."""
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -94,7 +95,7 @@ def outcomes(run: Rounds[T], numbers: Iterator[int], jobs: int, go_on: Callable[
             over.set()  # whoever listens has had enough: rounds that are being played are the last ones
 
 
-def _played(part: Part, run: Rounds[T], number: int) -> T_co:
+def _played(part: Part, run: Rounds[T], number: int) -> T:
     try:
         outcome: T = part.ask(number, ROUND_SECONDS)
     except Silent as error:

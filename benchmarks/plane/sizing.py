@@ -280,7 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plane sizing", description=__doc__)
     parser.add_argument("--engines", type=int, default=10_000)
     parser.add_argument("--blocks", type=float, default=5e9, help="of all engines together (default: %(default)g)")
-    parser.add_argument("--tokens", type=float, default=1_600, help="a second and engine that were not cached (default: %(default)g)")
+    parser.add_argument(
+        "--tokens", type=float, default=1_600, help="a second and engine that were not cached (default: %(default)g)"
+    )
     parser.add_argument("--batches", type=float, default=10, help="a second and engine (default: %(default)g)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--machine", type=float, default=256e9, help="memory of a replica's machine (default: %(default)g)")
