@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.cli import bridge as cli
+from kvevents.cli import nats
 from kvevents.cli.bridging import Seen, Teller, card_of
 from kvevents.config import Curve
 from kvevents.plane import metrics
@@ -366,7 +367,10 @@ def test_the_document_lists_what_there_is() -> None:
     assert exported - listed == set()
     fields = {*PlaneSettings.__struct_fields__, *BridgeSettings.__struct_fields__, *Seen.__struct_fields__} - {"plane"}
     assert fields - listed == set()
-    flags = {each.flag for each in (*cli._PLANE, *cli._LOGIN, *cli._SELF, *cli._SEEN)} - {"--metrics-port", "--metrics-host"}
+    flags = {each.flag for each in (*cli._PLANE, *cli._SELF, *cli._SEEN)} | {flag for flag, *_ in nats._LOGIN} - {
+        "--metrics-port",
+        "--metrics-host",
+    }
     assert not [flag for flag in flags if f"`{flag}`" not in text]
 
 

@@ -67,7 +67,9 @@ class Outcome:
     @property
     def wrong(self) -> bool:
         """Whether something is that must never be."""
-        return bool(self.flaws) or any(verdict.kind == "wrong" for verdict in self.verdicts) or any(map(self.counted.get, NEVER))
+        return (
+            bool(self.flaws) or any(verdict.kind == "wrong" for verdict in self.verdicts) or any(map(self.counted.get, NEVER))
+        )
 
     @property
     def right(self) -> bool:
@@ -90,9 +92,7 @@ def judge(replica: str, engine: str, told: Told, truth: bytes) -> Verdict:
     return Verdict(replica, name, "wrong", f"EXACT {place} with {held.digest.hex()}, but the engine holds {truth.hex()}")
 
 
-def check_claims(
-    replica: str, claims: Iterable[Claim], facts: Sequence[Mapping[int, bytes]], exact: Sequence[bool]
-) -> Claimed:
+def check_claims(replica: str, claims: Iterable[Claim], facts: Sequence[Mapping[int, bytes]], exact: Sequence[bool]) -> Claimed:
     """Every claim to be exact against what the engine ever held: after that number of some life, where `exact`.
 
     Engines with heartbeats give these numbers too, so that a batch's number is not its place in its life.

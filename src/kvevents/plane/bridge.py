@@ -57,7 +57,7 @@ GAP_HOLD_SECONDS: Final = 1.0
 PAUSE_SECONDS: Final = 0.02
 """Between two looks at what many tasks must bring about."""
 START_SECONDS: Final = 30.0
-"""For the plane to be found or made: servers that have just begun, and new streams, elect their leaders first."""
+"""For the plane to be found or made: servers that have just begun, and streams that are new, elect their leaders."""
 MAKE_SECONDS: Final = 2.0
 """For each part of it. What is asked of a stream without a leader is never answered."""
 PASSING: Final = frozenset({"away", "timeout"})
