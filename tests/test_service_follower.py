@@ -15,8 +15,14 @@ def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:
     index = PrefixIndex()
     follower = Follower(LogSubscriber({0: Ledger()}, {}, lambda: 0.0, lambda _: None), index, Listener())
     follower.start()
-    begun, go_on, done = threading.Event(), threading.Event(), []
-    follower.order(lambda: (begun.set(), go_on.wait(10.0)))
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(10.0)
+
+    follower.order(hold)
     assert begun.wait(10.0)
     given_up = follower.order(lambda: done.append("given up"))
     assert given_up.cancel()
