@@ -112,9 +112,9 @@ def test_pages_that_come_faster_than_they_are_taken_are_read_again(server: NatsS
     monkeypatch.setattr(reading, "AGAIN_SECONDS", 0.01)
 
     async def work(lane: Lane) -> None:
-        await lane.write(60, size=16 << 10)
+        await lane.write(20, size=16 << 10)
         async with running(lane.reader()):
-            await lane.until(60)
+            await lane.until(20)
 
     with_lane(plane_at(server.url, name="fast", lanes=1), work)
 

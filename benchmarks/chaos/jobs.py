@@ -19,10 +19,11 @@ from benchmarks.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
 """After which a job is taken for dead."""
-T = TypeVar("T", covariant=True)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Rounds(Protocol[T]):
+class Rounds(Protocol[T_co]):
     """What is played."""
 
     @property
@@ -30,7 +31,7 @@ class Rounds(Protocol[T]):
         """What rounds are drawn from."""
         ...
 
-    def play(self, number: int) -> T:
+    def play(self, number: int) -> T_co:
         """One of them."""
         ...
 

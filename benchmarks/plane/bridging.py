@@ -4,8 +4,8 @@ An engine's process sends what it has encoded beforehand, as fast as the bridge 
 ZeroMQ, so nothing is lost and nothing is replayed. Told is the time from the first batch to when the last one is acknowledged by
 the server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory and
 publishes each as one message with `Nats-Msg-Id`, `WINDOW` of them waiting for their acknowledgement at any time. A bridge packs
-batches into pages of up to half a MiB and waits for each page's acknowledgement; it also reads its own pages back, reads ZeroMQ,
-and holds every batch against what it knows of the engine, which nats-py is spared.
+batches into pages of up to half a MiB and waits for each page's acknowledgement; it also reads ZeroMQ, the headers of its own
+pages, and every batch, to know what the engine should hold, which nats-py is spared.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MOST_CPU: Final = 1.3
 LOADS: Final = ((1, 40_000), (32, 8_000))
 """Blocks of a batch, and how many batches."""
 LOOK: Final = 0.005
+SETTLE_SECONDS: Final = 6.0
 MODULE: Final = "plane.bridging"
 
 
@@ -135,7 +136,7 @@ def trial_of_ours(server: Server, name: str, blocks: int, count: int) -> dict[st
         bridge = closing.enter_context(Peer(MODULE, "ours", server.url, name, port, count))
         bridge.hear()
         sender.hear()
-        time.sleep(0.5)  # subscriptions and first beats travel; nothing is measured yet
+        time.sleep(SETTLE_SECONDS)  # subscriptions travel, and the bridge sees that it is alone; nothing is measured yet
         before, before_server = cpu_of(bridge.pid), cpu_of(server.pid)
         began = time.monotonic()
         sender.tell("go")

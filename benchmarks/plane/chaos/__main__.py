@@ -36,7 +36,7 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 when every round ended right, 1 when something was wrong, 2 when a stage fell over or somebody still doubted."""
+    """Returns 0 when every round ended right, 1 when something was wrong, 2 when a stage fell over or a doubt remained."""
     options = _options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: stages are taken down
     if options.logs:

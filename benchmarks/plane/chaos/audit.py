@@ -40,10 +40,15 @@ class Audit:
     """Pages that were meant for a lane that has been deleted."""
     flaws: list[str] = field(default_factory=list)
     _streams: dict[tuple[str, int, int], Stream] = field(default_factory=dict)
+    _position: int = 0
 
     def take(self, position: int, page: Page) -> None:
-        """The next page of a lane; the first one may be any."""
+        """The next page of a lane; the first one may be any, and pages may be purged while others are read."""
         self.pages += 1
+        if position != self._position + 1:
+            for stream in self._streams.values():
+                stream.last = None
+        self._position = position
         for record in page.records:
             if isinstance(record, Batched):
                 self._take_batch(position, record)
@@ -55,6 +60,11 @@ class Audit:
                 self.lost += record.last - record.first + 1
             elif isinstance(record, Renewed) and (*record.key, record.incarnation) in self._streams:
                 self.flaws.append(f"page {position}: incarnation {record.incarnation} of {record.source} begins again")
+
+    def pass_over(self, position: int) -> None:
+        """A message that says nothing."""
+        if position == self._position + 1:
+            self._position = position
 
     def _take_batch(self, position: int, record: Batched) -> None:
         self.batches += 1
@@ -127,8 +137,10 @@ async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: 
             page = decode_page(message.data)
             life = life or ("" if page is None else page.life)
             if page is None:
+                audit.pass_over(position)
                 audit.foreign += 1
             elif page.life != life:
+                audit.pass_over(position)
                 audit.strays += 1
             else:
                 audit.take(position, page)

@@ -159,7 +159,11 @@ def _engine(draw: Random, traits: Sequence[str]) -> Engine:
     )
     options: dict[str, Any] = {}
     if make == "ours":
-        options = {"compact": "compaction" in traits, "heartbeat": 0.2 if "heartbeats" in traits else None}
+        # An engine that forgets is known in full by its history alone.
+        options = {
+            "compact": bool({"compaction", "short replay"} & set(traits)),
+            "heartbeat": 0.2 if "heartbeats" in traits else None,
+        }
         options |= {"buffer_steps": 200} if "short replay" in traits else {}
     clock = Clock(jumps=0.02 if "clock jumps" in traits else 0.0)
     return Engine(make, (row.engine, row.since), "", "", habits, clock=clock, options=tuple(options.items()))

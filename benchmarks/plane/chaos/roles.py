@@ -17,7 +17,7 @@ from benchmarks.chaos.consumer import BRISK, BRISK_SOCKETS
 from benchmarks.chaos.truth import EMPTY, Claim, Diary
 from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane import listening, subscriber
+from kvevents.plane import listening, reading, subscriber
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service import replica as replicas
@@ -37,6 +37,7 @@ PACE: Final[tuple[tuple[Any, str, float], ...]] = (
     (replicas, "REBUILD_SECONDS", 5.0),
     (subscriber, "CENSUS_SECONDS", 0.5),
 )
+BRIDGE_PACE: Final[tuple[tuple[Any, str, float], ...]] = ((reading, "HEARTBEAT_SECONDS", 0.3), (reading, "FEW_LOOKS", 1))
 """A round shall not last as long as a production network's patience."""
 
 
@@ -86,6 +87,7 @@ def bridge(pipe: Connection, role: BridgeRole) -> None:
     """The process of a bridge; it ends with the pipe."""
     _begin(role.log)
     _set(listening, "Subscriber", _brisk)
+    _keep_pace(BRIDGE_PACE)
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_bridge(pipe, role))
 
@@ -93,10 +95,14 @@ def bridge(pipe: Connection, role: BridgeRole) -> None:
 def replica(pipe: Connection, role: ReplicaRole) -> None:
     """The process of a replica; it ends with the pipe."""
     _begin(role.log)
-    for module, name, value in PACE:
-        _set(module, name, value)
+    _keep_pace(PACE)
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_replica(pipe, role))
+
+
+def _keep_pace(paces: Sequence[tuple[Any, str, float]]) -> None:
+    for module, name, value in paces:
+        _set(module, name, value)
 
 
 def _brisk(*, decode: bool) -> Subscriber[Any]:

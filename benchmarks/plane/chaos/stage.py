@@ -20,7 +20,7 @@ import nats
 
 from benchmarks.chaos import engine, truth
 from benchmarks.chaos.engine import Life
-from benchmarks.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent
+from benchmarks.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent, preload
 from benchmarks.plane.chaos import roles
 from benchmarks.plane.chaos.audit import Audit, read_log
 from benchmarks.plane.chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
@@ -44,7 +44,7 @@ READ_AT_ONCE: Final = 200
 """Pages, when the log is read at the end."""
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
 SMALL_PAYLOAD: Final = 24 << 10
-SMALL_PENDING: Final = 64 << 10
+SMALL_PENDING: Final = 1 << 20
 DEAD_SECONDS: Final = 4.0
 """After which an engine leaves the log; longer than a fault lasts, as a rule."""
 SNAPSHOT_SECONDS: Final = 0.5
@@ -113,7 +113,6 @@ class Stage:
             options["max_payload"] = SMALL_PAYLOAD
         if "small max_pending" in traits:
             options["max_pending"] = SMALL_PENDING
-            options["max_payload"] = min(SMALL_PENDING, options.get("max_payload", SMALL_PENDING))
         self._servers = self._undo.enter_context(Servers(self._folder / "nats", 3 if "cluster" in traits else 1, **options))
         self.plane = PlaneSettings(
             servers=self._servers.urls,
@@ -357,7 +356,7 @@ class Stage:
 
     def _audit(self) -> Audit:
         try:
-            at_once = 2 if "small max_pending" in self.plan.traits else READ_AT_ONCE
+            at_once = 1 if "small max_pending" in self.plan.traits else READ_AT_ONCE
             return asyncio.run(read_log(self.plane.servers, self.layout, at_once))
         except Exception as error:
             raise Broken(f"the log cannot be read: {error!r}") from error
@@ -434,6 +433,7 @@ HEALS: Final[dict[str, Deed]] = {
 def play(plan: Plan, logs: str = "") -> Outcome:
     """One round. What breaks the stage is told in the outcome, too."""
     began = time.monotonic()
+    preload("benchmarks.plane.chaos.roles")
     try:
         with Stage(plan, logs) as stage:
             return stage.play()

@@ -24,7 +24,7 @@ from kvevents.errors import KVEventsError, PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, make_lane, state_of
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import AGAIN_SECONDS, Broken, LaneReader, Pushed
+from kvevents.plane.reading import AGAIN_SECONDS, PAGE_HEADER, Broken, LaneReader, Pushed
 from kvevents.plane.recalling import Recall
 from kvevents.plane.records import Beat, Key, StreamRecord, decode_page, encode_page, message_id
 from kvevents.plane.settings import PlaneSettings
@@ -113,8 +113,8 @@ class BridgeLane:
         self._written = 0
         self._breaches = 0
         self._foreign = 0
-        self._in_flight: bytes | None = None
-        """The page that was sent, and not heard of since."""
+        self._in_flight: str | None = None
+        """Name of the page that was sent, and not heard of since."""
         self._patience: asyncio.Timeout | None = None
         """For its acknowledgement."""
         self._heard: dict[str, tuple[int, float]] = {}
@@ -188,7 +188,9 @@ class BridgeLane:
         while True:
             made = await self._begin(broken)
             position = self.composer.ledger.position
-            self._reader = reader = LaneReader(self._client, self._layout, self.lane, position, made, self._take, self._remake)
+            self._reader = reader = LaneReader(
+                self._client, self._layout, self.lane, position, made, self._take, self._remake, self._knows
+            )
             catching_up = asyncio.create_task(self._catch_up(reader))
             try:
                 broken = await reader.run()
@@ -247,10 +249,10 @@ class BridgeLane:
         ledger = self.composer.ledger
         if self._reader is not None:
             ledger.life = ledger.life or self._reader.made or ""
-        for position, data, _ in came:
+        for position, data, _, name in came:
             if position <= ledger.position:
                 continue
-            if data == self._in_flight:
+            if name and name == self._in_flight:
                 # Quicker than its acknowledgement.
                 self._in_flight = None
                 self.composer.landed(position)
@@ -263,6 +265,10 @@ class BridgeLane:
         self._hear(asyncio.get_running_loop().time())
         self._advanced.set()
         self._wake.set()
+
+    def _knows(self, position: int, name: str) -> bool:
+        """Whether a page is one of this bridge's that is known to be there, or would be in a moment."""
+        return position <= self.composer.ledger.position or name == self._in_flight
 
     def _hear(self, now: float) -> None:
         beats = self.composer.ledger.beats
@@ -304,9 +310,9 @@ class BridgeLane:
     async def _publish(self, data: bytes, name: str) -> None:
         composer, expected = self.composer, self.composer.ledger.position
         self._pages += 1
-        self._in_flight = data
+        self._in_flight = page = f"{self._life}#{self._pages}"
         self._advanced.clear()
-        headers = {"Nats-Expected-Last-Sequence": str(expected), "Nats-Msg-Id": name}
+        headers = {"Nats-Expected-Last-Sequence": str(expected), "Nats-Msg-Id": name, PAGE_HEADER: page}
         with told(f"writing to lane {self.lane}"):
             async with asyncio.timeout(ACK_SECONDS) as self._patience:
                 acknowledged = await self._js.publish(
@@ -319,7 +325,7 @@ class BridgeLane:
         if acknowledged.duplicate or acknowledged.seq != expected + 1:
             raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
         self._went_well()
-        if self.composer is composer and self._in_flight is data:
+        if self.composer is composer and self._in_flight == page:
             self._in_flight = None
             composer.landed(acknowledged.seq)
 
@@ -330,14 +336,17 @@ class BridgeLane:
         self._in_flight = None
         self.composer.returned()
         if error.fault == "conflict":
-            self._went_well()
             self.conflicts += 1
             if self._is_shorter(error) and self._reader is not None:
                 await self._reader.look_again().wait()
                 return
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
                     await self._advanced.wait()
+            except TimeoutError:
+                self._say(error)  # what others have written does not come
+            else:
+                self._went_well()
             return
         if error.fault == "away" and self._client.is_connected and self._reader is not None:
             self._reader.look_again()  # there may be no such stream any more

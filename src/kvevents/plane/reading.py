@@ -3,6 +3,9 @@
 An ordered ephemeral consumer: the server pushes, nothing is acknowledged, and no state outlives it. Whatever happens, to the
 connection, to the server that leads the lane, or to messages that came faster than they were taken, the numbers show it, and
 the consumer is made anew behind the last page that was handed out.
+
+A writer has no use for the bytes of its own pages, which are most of what a lane brings it where nobody else writes much. For
+one the consumer is *lean* as long as that is so: the server pushes headers alone, and pages of others are asked for one by one.
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ DELETE_SECONDS: Final = 0.5
 """For the server to forget a consumer that nobody needs; it does by itself, a little later."""
 SHORT_REPLY: Final = 9
 """Words of a message's reply subject; there are more where it has the account's domain in it."""
+PAGE_HEADER: Final = "Kvevents-Page"
+"""Of a message: what its writer calls the page."""
+MANY_PAGES: Final = 20
+"""Of others, between two heartbeats: so many are not asked for one by one."""
+FEW_PAGES: Final = 5
+FEW_LOOKS: Final = 3
+"""For so many heartbeats there must have been few pages of others before bodies are left out."""
+FETCH_SECONDS: Final = 5.0
 PENDING_BYTES: Final = 64 << 20
 """Of pages that came and were not handed out; what is above it is read again later."""
 
@@ -57,16 +68,21 @@ class Pushed(NamedTuple):
     data: bytes
     pending: int
     """Of the messages behind it, those that the server had then."""
+    name: str = ""
+    """Of the page, as its writer calls it. There may be no data where the reader's owner knows the page by it."""
 
 
 Take = Callable[[list[Pushed]], None]
 Remake = Callable[[], Awaitable[None]]
+Knows = Callable[[int, str], bool]
+"""Whether a page of this number and name need not be read."""
 
 
 class LaneReader:
     """Reads one lane. `run` ends only when the lane cannot be read on, or when `take` raises.
 
-    `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it.
+    `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it. `knows` is
+    asked by readers of writers about each page as it comes, and `take` is called at once with what it says yes to.
     """
 
     def __init__(
@@ -78,6 +94,7 @@ class LaneReader:
         made: str | None,
         take: Take,
         remake: Remake | None = None,
+        knows: Knows | None = None,
     ) -> None:
         self.position = position
         """Number of the last page that was handed out."""
@@ -97,6 +114,14 @@ class LaneReader:
         self._lane: Final = lane
         self._take: Final = take
         self._remake: Final = remake
+        self._knows: Final = knows
+        self._lean = False
+        self._others = 0
+        """Pages of others since the last heartbeat."""
+        self._few = 0
+        """Heartbeats between which there were few."""
+        self._at_once = False
+        """Whether the consumer is made anew because another one serves better, so that there is nothing to wait for."""
         self._shrunk_at: float | None = None
         self._hole: int | None = None
         self._failure: BaseException | None = None
@@ -117,7 +142,8 @@ class LaneReader:
                     await self._follow()
                 except PlaneError as error:
                     self._tell(error)
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(0.0 if self._at_once else AGAIN_SECONDS)
+                self._at_once = False
         finally:
             self._looked.set()
 
@@ -209,6 +235,7 @@ class LaneReader:
             ack_policy=api.AckPolicy.NONE,
             idle_heartbeat=HEARTBEAT_SECONDS,
             flow_control=True,
+            headers_only=self._lean or None,
             mem_storage=True,
             num_replicas=1,
         )
@@ -219,10 +246,20 @@ class LaneReader:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._lost.wait()
+            self._weigh()
             if self._failure is not None:
                 raise self._failure
             if loop.time() - self._alive_at > SILENT_SECONDS:
                 raise PlaneError(f"lane {self._lane}: the server has been silent", fault="timeout")
+
+    def _weigh(self) -> None:
+        """Whether to have bodies from now on, or not."""
+        self._few = 0 if self._others > FEW_PAGES else self._few + 1
+        many, self._others = self._others > MANY_PAGES, 0
+        lean = self._knows is not None and self.caught_up.is_set() and not many and (self._lean or self._few >= FEW_LOOKS)
+        if lean != self._lean and not self._lost.is_set():
+            self._lean, self._at_once = lean, True
+            self._lost.set()
 
     # --- what comes
 
@@ -240,11 +277,33 @@ class LaneReader:
                 self._hole = position  # the server has sent all that there is
             self._lost.set()
             return
+        name = (message.headers or {}).get(PAGE_HEADER, "")
+        known = self._knows is not None and self._knows(position, name)
+        self._others += not known
+        data = message.data
+        if self._lean and not known:
+            found = await self._fetch(position)
+            if found is None or self._lost.is_set():
+                self._lost.set()
+                return
+            data = found
         self._delivered, self.position = delivered, position
-        # Those that are there already go together.
-        self._came.append(Pushed(position, message.data, pending))
-        if len(self._came) == 1:
+        self._came.append(Pushed(position, data, pending, name))
+        if known:
+            self._hand_out()
+        elif len(self._came) == 1:
+            # Those that are there already go together.
             asyncio.get_running_loop().call_soon(self._hand_out)
+
+    async def _fetch(self, position: int) -> bytes | None:
+        """The bytes of one page; None where they cannot be had now."""
+        try:
+            with told(f"reading page {position} of lane {self._lane}"):
+                async with asyncio.timeout(FETCH_SECONDS):
+                    return (await self._js.get_msg(self._layout.stream(self._lane), position)).data or b""
+        except PlaneError as error:
+            log.debug("%s", error)
+            return None
 
     def _hand_out(self) -> None:
         came, self._came = self._came, []

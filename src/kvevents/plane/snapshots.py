@@ -22,7 +22,7 @@ import msgspec
 from kvevents.errors import PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout
+from kvevents.plane.layout import Layout, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.records import Key
 from kvevents.stream import Doubt
@@ -36,7 +36,7 @@ ENTRY: Final = "snapshot"
 """Key of the entry that says which snapshots count."""
 VERSION: Final = 1
 CHUNK_BYTES: Final = 512 << 10
-"""Of a message of an object."""
+"""Of a message of an object, less where servers take less."""
 TRANSFER_SECONDS: Final = 300.0
 """For one snapshot to be written or read."""
 REQUEST_SECONDS: Final = 10.0
@@ -170,8 +170,9 @@ class Snapshots:
 
         with told(f"writing snapshot {kept.name}"):
             store = await self._js.object_store(self._layout.snapshots)
+            chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client that it was made of
             for suffix in ("index", "streams"):
-                meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
+                meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=chunk))
                 if suffix == "streams":
                     await store.put(f"{kept.name}.streams", msgspec.msgpack.encode(taken), meta)
                 else:
@@ -192,8 +193,8 @@ class Snapshots:
         oldest = kept[-1]
         for lane, position in oldest.positions.items():
             if len(kept) > 1 and oldest.made.get(lane) == kept[0].made.get(lane) and position > 0:
-                with suppress(PlaneError), told(f"purging lane {lane}"):
-                    await self._js.purge_stream(self._layout.stream(int(lane)), seq=position + 1)
+                with suppress(PlaneError):
+                    await self._purge(int(lane), position, kept[0].made.get(lane))
         with suppress(PlaneError), told("removing old snapshots"):
             store = await self._js.object_store(self._layout.snapshots)
             keep = {f"{each.name}.{suffix}" for each in kept for suffix in ("index", "streams")}
@@ -202,3 +203,10 @@ class Snapshots:
             for name in sorted(doomed):
                 with suppress(Exception):  # it is gone already
                     await store.delete(name)
+
+    async def _purge(self, lane: int, position: int, made: str | None) -> None:
+        """Up to a page of the lane that the snapshots are of: one that was made anew has others, which no snapshot holds."""
+        state = await state_of(self._js, self._layout, lane)
+        if state.made == made:
+            with told(f"purging lane {lane}"):
+                await self._js.purge_stream(self._layout.stream(lane), seq=position + 1)
