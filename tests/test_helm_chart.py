@@ -296,3 +296,24 @@ def test_the_schema_knows_each_value() -> None:
     values, schema = yaml.safe_load((CHART / "values.yaml").read_text()), json.loads((CHART / "values.schema.json").read_text())
     assert places(values, schema) == []
     assert jsonschema_rs.validator_for(schema).is_valid(values)
+
+
+def test_the_image_has_what_the_chart_runs() -> None:
+    """The user, the extras, and what is copied; the ignore file lets just that in."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    user = values["podSecurityContext"]["runAsUser"]
+    assert f"--uid {user}" in dockerfile
+    assert f"USER {user}:" in dockerfile
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extras] = re.findall(r"\{wheel\}\[([\w,]+)\]", dockerfile)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    copied = [name for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    let_in = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(let_in) == sorted(copied)
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == project["version"]
+    exposed = set(map(int, re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0].split()))
+    ports = {values["replica"]["port"], values["engines"]["port"], values["engines"]["replayPort"]}
+    assert exposed == ports | {values["bridge"]["metricsPort"], values["relay"]["metricsPort"]}

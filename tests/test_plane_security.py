@@ -27,7 +27,8 @@ from kvevents.plane.settings import PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging
-from service_cases import Service, engine, serving, until
+from service_cases import MODEL, Service, engine, serving, until
+from test_cli import Program
 from test_service_replica import watch_of
 
 pytestmark = needs_nats
@@ -175,6 +176,22 @@ def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> No
             for service in (replica, router):
                 service.exact("one", blocks=6)
             only_reads(router)
+
+
+def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
+    """With the lease of its name, which nobody of another role can take."""
+    settings = login("bridge")
+    to = ["--to" if each == "--from" else "--name" if each == "--replica" else each for each in flags(settings, "one")]
+    with (
+        engine() as one,
+        serving(*flags(login("router"), "a")) as router,
+        Program(
+            "bridge", *to, "--lane-size", "64MiB", "--model", MODEL, "--worker", f"one={one.endpoint},{one.replay_endpoint}"
+        ) as bridge,
+    ):
+        one.store(range(64))
+        router.exact("one", blocks=4)
+        assert not [line for line in bridge.err.all if re.search("permission|Traceback", line)]
 
 
 def only_reads(router: Service) -> None:

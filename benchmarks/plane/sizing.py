@@ -1,15 +1,16 @@
 """`python -m benchmarks.plane sizing`: how large a plane must be, computed from what is measured and from what is assumed.
 
-Three kinds of numbers, kept apart. *Measured here*: bytes of batches, pages, blocks in memory and in a snapshot, and CPU time of
-applying and restoring, each by doing it, on a small fleet with caches that are full. *Measured elsewhere*: what takes servers and
-minutes, with the command that measures it (`BRIDGE_CPU`). *Assumed*: the fleet and its traffic, which are yours: flags. The rest
-is arithmetic, in `plan`.
+Three kinds of numbers, kept apart. *Measured here*: bytes of batches, pages, blocks in memory and in a snapshot, and CPU time
+of applying and restoring, each by doing it, on a small fleet with caches that are full. *Measured elsewhere*: what takes
+minutes, with the command that measures it (`BRIDGE_CPU`). *Assumed*: the fleet and its traffic, which are yours: flags. The
+rest is arithmetic, in `plan`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import math
 import tempfile
 import time
@@ -25,7 +26,7 @@ from kvevents.plane.bridge import PAGE_BYTES
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import Layout
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.records import VERSION, Batched, Join, Page, decode_page, encode_page
+from kvevents.plane.records import VERSION, Batched, Join, Page, Record, decode_page, encode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import CHUNK_BYTES, TRANSFER_SECONDS
 from kvevents.stream import RawBatch
@@ -34,6 +35,8 @@ from kvevents.wire import encode_batch
 SAMPLE_BLOCKS: Final = 400_000
 SAMPLE_ENGINES: Final = 8
 SAMPLE_BATCHES: Final = 4_000
+PAGE: Final = 250
+"""Batches of a page."""
 SAMPLE_OBJECT: Final = 64 << 20
 BUSY: Final = 0.7
 """Share of one core above which it is not planned; the rest is for bursts."""
@@ -41,7 +44,7 @@ FULL: Final = 0.6
 """Share of a machine's memory for the index; the rest is for a second generation's beginning, snapshots and queries."""
 
 
-BRIDGE_CPU: Final = {1: 14.0}
+BRIDGE_CPU: Final = {1: 14.0, 32: 42.5}
 """Microseconds a batch, by the blocks of it."""
 
 
@@ -92,47 +95,66 @@ class Costs(NamedTuple):
 # --- measured here -----------------------------------------------------------------------------------------------------------
 
 
-def measure(blocks_per_batch: int) -> Costs:
-    """With full caches of engines that share nothing."""
-    index, ledger, made, position = PrefixIndex(), Ledger(), "made", 0
-    engines = [Engine(blocks_per_batch, SAMPLE_BLOCKS // SAMPLE_ENGINES) for _ in range(SAMPLE_ENGINES)]
-    numbers = [0] * SAMPLE_ENGINES
+class Sample:
+    """Engines that share nothing, whose caches are full, and an index that has read all of it from pages."""
 
-    def page_of(records: list[Batched | Join]) -> bytes:
-        return encode_page(Page(VERSION, "sizing", 0.0, [*records], made))
+    def __init__(self, blocks_per_batch: int) -> None:
+        self.index = PrefixIndex()
+        self._ledger = Ledger()
+        self._engines = [Engine(blocks_per_batch, SAMPLE_BLOCKS // SAMPLE_ENGINES) for _ in range(SAMPLE_ENGINES)]
+        self._numbers = [0] * SAMPLE_ENGINES
+        for number, engine in enumerate(self._engines):
+            engine._next = 1 + (number << 40)  # noqa: SLF001 - no two engines hold the same
+            self.take(_page([Join(_name(number), 0, b"")]))
+            for _ in range(SAMPLE_BLOCKS // SAMPLE_ENGINES // (blocks_per_batch * PAGE) + 1):
+                self.take(_page([*self.batches(number, PAGE)]))
 
-    def take(data: bytes) -> None:
-        nonlocal position
-        position += 1
+    def batches(self, number: int, count: int) -> list[Batched]:
+        """What an engine says next."""
+        first, payloads = self._numbers[number], map(encode_batch, self._engines[number].batches(count))
+        self._numbers[number] += count
+        return [Batched(_name(number), 0, 0, first + at, False, payload) for at, payload in enumerate(payloads)]
+
+    def take(self, data: bytes) -> None:
+        """A page, as a replica takes it."""
         page = decode_page(data)
         assert page is not None
-        index.apply_many([event for event in ledger.feed(position, page) if isinstance(event, RawBatch)])
+        found = self._ledger.feed(self._ledger.position + 1, page)
+        self.index.apply_many([event for event in found if isinstance(event, RawBatch)])
+        assert not self._ledger.breaches
 
-    def batches(number: int, count: int) -> list[Batched]:
-        found = []
-        for batch in engines[number].batches(count):
-            found.append(Batched(f"engine-{number:05}", 0, 0, numbers[number], False, encode_batch(batch)))
-            numbers[number] += 1
-        return found
 
-    for number, engine in enumerate(engines):
-        engine._next = 1 + (number << 40)
-        take(page_of([Join(f"engine-{number:05}", 0, b"")]))
-        for _ in range(SAMPLE_BLOCKS // SAMPLE_ENGINES // (blocks_per_batch * 100) + 1):
-            take(page_of([*batches(number, 100)]))
-    stats = index.stats()
-    sample = [batches(number, SAMPLE_BATCHES // SAMPLE_ENGINES) for number in range(SAMPLE_ENGINES)]
-    payload = sum(len(record.payload) for found in sample for record in found) / SAMPLE_BATCHES
-    pages = [page_of([*found[at : at + 250]]) for found in sample for at in range(0, len(found), 250)]
-    apply = _cpu(lambda: [take(page) for page in pages]) / SAMPLE_BATCHES
+def _name(number: int) -> str:
+    return f"engine-{number:05}"
+
+
+def _page(records: list[Record]) -> bytes:
+    return encode_page(Page(VERSION, "sizing", 0.0, records, "made"))
+
+
+def measure(blocks_per_batch: int) -> Costs:
+    """Everything that is measured here."""
+    sample = Sample(blocks_per_batch)
+    stats = sample.index.stats()
+    found = [sample.batches(number, SAMPLE_BATCHES // SAMPLE_ENGINES) for number in range(SAMPLE_ENGINES)]
+    pages = [_page([*each[at : at + PAGE]]) for each in found for at in range(0, len(each), PAGE)]
+    apply = _cpu(lambda: [sample.take(page) for page in pages])  # type: ignore[func-returns-value]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "index")
-        index.snapshot(path)
-        saved = path.stat().st_size / index.stats().blocks
-        restore = _cpu(lambda: PrefixIndex().restore(path)) / index.stats().blocks
-    assert not ledger.breaches
-    record = sum(map(len, pages)) / SAMPLE_BATCHES
-    return Costs(payload, record, stats.bytes / stats.blocks, saved, apply, restore, *asyncio.run(transfer()))
+        sample.index.snapshot(path)
+        saved, blocks = path.stat().st_size, sample.index.stats().blocks
+        restore = _cpu(lambda: PrefixIndex().restore(path))
+    payload = sum(len(record.payload) for each in found for record in each)
+    record = sum(map(len, pages))
+    return Costs(
+        payload / SAMPLE_BATCHES,
+        record / SAMPLE_BATCHES,
+        stats.bytes / stats.blocks,
+        saved / blocks,
+        apply / SAMPLE_BATCHES,
+        restore / blocks,
+        *asyncio.run(transfer()),
+    )
 
 
 async def transfer() -> tuple[float, float]:
@@ -140,16 +162,13 @@ async def transfer() -> tuple[float, float]:
     from nats.js import api  # noqa: PLC0415 - an extra
 
     with tempfile.TemporaryDirectory() as folder, one_server(Path(folder)) as server:
-        path = Path(folder, "object")
-        path.write_bytes(bytes(SAMPLE_OBJECT))
         async with opened(PlaneSettings(servers=(server.url,)), name="sizing") as client:
             store = await client.jetstream(timeout=30.0).create_object_store("sizing")
             begin = time.monotonic()
-            with path.open("rb") as file:
-                await store.put("x", file, api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=CHUNK_BYTES)))
+            meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
+            await store.put("x", io.BytesIO(bytes(SAMPLE_OBJECT)), meta)
             written = time.monotonic()
-            with path.open("wb") as file:
-                await store.get("x", writeinto=file)
+            await store.get("x", writeinto=io.BytesIO())
             return SAMPLE_OBJECT / (written - begin), SAMPLE_OBJECT / (time.monotonic() - written)
 
 
