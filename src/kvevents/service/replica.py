@@ -178,8 +178,10 @@ class Replica:
             except BaseException:
                 await generation.end()
                 raise
-            if not generation.broken:
+            holes = [ledger.hole for ledger in generation.subscriber.ledgers.values() if ledger.hole]
+            if not generation.broken and not holes:
                 return generation
+            generation.broken = generation.broken or f"{holes[0]}; a bridge that is started writes the lane anew"
             self._tell(f"an index could not be completed: {generation.broken}")
             await generation.end()
             await asyncio.sleep(AGAIN_SECONDS)
@@ -196,9 +198,11 @@ class Replica:
                 if lane in states and kept.made.get(str(lane)) == states[lane].made:
                     ledgers[lane] = ledger
                 else:
-                    for key in ledger.streams:
-                        index.remove_worker(key)
-                        index.admit(key)
+                    _forget(index, ledger)
+        for lane, state in states.items():
+            if ledgers[lane].position + 1 < state.first and ledgers[lane].position < state.last:
+                _forget(index, ledgers[lane])
+                ledgers[lane] = Ledger.behind(state.first - 1, f"pages of lane {lane} are gone that no snapshot stands for")
         subscriber = LogSubscriber(ledgers, doubts, time.monotonic, lambda key: _digest(index, key))  # type: ignore[arg-type]
         follower = Follower(subscriber, index, Listener())
         made = {lane: state.made for lane, state in states.items()}
@@ -408,6 +412,12 @@ class Replica:
             self.unheard = str(error)
         else:
             self.unheard = ""
+
+
+def _forget(index: PrefixIndex, ledger: Ledger) -> None:
+    for key in ledger.streams:
+        index.remove_worker(key)
+        index.admit(key)
 
 
 def _digest(index: PrefixIndex, key: Key) -> str | None:
