@@ -11,7 +11,7 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
-.PHONY: demo test lint types unit bench faults chaos soak fuzz fuzz-native dist clean
+.PHONY: demo test lint types unit bench faults chaos plane-chaos soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,9 @@ faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75
 
 chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong
 	$(BIN)/python -m benchmarks.chaos $(CHAOS)
+
+plane-chaos: $(NATIVE)  ## Rounds of faults done to engines, bridges, NATS servers and replicas (PLANE_CHAOS="--rounds 200 --write"); needs nats-server
+	$(BIN)/python -m benchmarks.plane chaos $(PLANE_CHAOS)
 
 soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which memory, descriptors and threads must stay as they are
 	$(BIN)/python -m benchmarks.chaos.soak $(SOAK)

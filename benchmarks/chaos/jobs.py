@@ -19,7 +19,6 @@ from benchmarks.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
 """After which a job is taken for dead."""
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -61,9 +60,9 @@ def work(pipe: Connection, run: Rounds[object]) -> None:
             pipe.send(run.play(pipe.recv()))
 
 
-def outcomes(run: Rounds[T], numbers: Iterator[int], jobs: int, go_on: Callable[[], bool]) -> Iterator[T]:
+def outcomes(run: Rounds[T_co], numbers: Iterator[int], jobs: int, go_on: Callable[[], bool]) -> Iterator[T_co]:
     """What comes of each round, as it comes; no further round is begun once `go_on` says no."""
-    found: SimpleQueue[T | BaseException | None] = SimpleQueue()
+    found: SimpleQueue[T_co | BaseException | None] = SimpleQueue()
     drawing, over = threading.Lock(), threading.Event()
 
     def job() -> None:
@@ -95,9 +94,9 @@ def outcomes(run: Rounds[T], numbers: Iterator[int], jobs: int, go_on: Callable[
             over.set()  # whoever listens has had enough: rounds that are being played are the last ones
 
 
-def _played(part: Part, run: Rounds[T], number: int) -> T:
+def _played(part: Part, run: Rounds[T_co], number: int) -> T_co:
     try:
-        outcome: T = part.ask(number, ROUND_SECONDS)
+        outcome: T_co = part.ask(number, ROUND_SECONDS)
     except Silent as error:
         raise RuntimeError(f"round {number} of seed {run.seed} ended its job: {error}") from error
     return outcome

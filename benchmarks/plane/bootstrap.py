@@ -72,7 +72,7 @@ class Former:
         for number, cache in enumerate(self._caches):
             key = self.card(number).key
             lane = self.layout.lane_of(key[0])
-            yield lane, [Join(*key, msgspec.json.encode(self.card(number)))]
+            yield lane, [Join(key[0], key[1], msgspec.json.encode(self.card(number)))]
             cache._next = 1 + (number << 40)  # noqa: SLF001 - no two engines hold the same
             yield lane, list(self._batches(number, self._each // STORE))
 
@@ -90,7 +90,7 @@ class Former:
 
         key = self.card(number).key
         for batch in self._caches[number].batches(count):
-            yield Batched(*key, 0, self._numbers[number], False, encode_batch(batch))
+            yield Batched(key[0], key[1], 0, self._numbers[number], False, encode_batch(batch))
             self._numbers[number] += 1
 
     def take(self, lane: int, position: int, page: Any) -> None:

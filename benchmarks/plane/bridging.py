@@ -1,11 +1,11 @@
 """`python -m benchmarks.plane bridge`: a bridge beside nats-py publishing the same bytes, to the same server.
 
 An engine's process sends what it has encoded beforehand, as fast as the bridge reads; what the bridge has not read waits in
-ZeroMQ, so nothing is lost and nothing is replayed. Told is the time from the first batch to when the last one is acknowledged by
-the server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory and
-publishes each as one message with `Nats-Msg-Id`, `WINDOW` of them waiting for their acknowledgement at any time. A bridge packs
-batches into pages of up to half a MiB and waits for each page's acknowledgement; it also reads ZeroMQ, the headers of its own
-pages, and every batch, to know what the engine should hold, which nats-py is spared.
+ZeroMQ, so nothing is lost and nothing is replayed. Told is the time from the first batch to when the last one is acknowledged
+by the server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory
+and publishes each as one message with `Nats-Msg-Id`, `WINDOW` of them waiting for their acknowledgement at any time. A bridge
+packs batches into pages of up to half a MiB and waits for each page's acknowledgement; it also reads ZeroMQ, the headers of its
+own pages, and every batch, to know what the engine should hold, which nats-py is spared.
 """
 
 from __future__ import annotations

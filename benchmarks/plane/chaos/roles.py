@@ -106,7 +106,7 @@ def _keep_pace(paces: Sequence[tuple[Any, str, float]]) -> None:
 
 
 def _brisk(*, decode: bool) -> Subscriber[Any]:
-    return Subscriber(decode=decode, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))  # type: ignore[call-overload, no-any-return]
+    return Subscriber(decode=decode, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))
 
 
 def _begin(log: str) -> None:

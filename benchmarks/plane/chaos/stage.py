@@ -388,6 +388,11 @@ async def _disturb(js: Any, _: str, subject: str) -> None:
     await js.publish(subject, Random(subject).randbytes(100))  # noqa: S311 - no page
 
 
+def _stop(part: Part) -> None:
+    if part.is_alive:
+        part.stop()
+
+
 def _drop(stage: Stage, number: int) -> None:
     for proxy in stage.leg(number).proxies[:1]:
         proxy.drop(0.2, seed=stage.plan.number)
@@ -401,9 +406,9 @@ def _proxies(stage: Stage, number: int, act: Callable[[Any], None]) -> None:
 Deed = Callable[[Stage, int], None]
 STRIKES: Final[dict[str, Deed]] = {
     "kill bridge": lambda stage, number: stage.bridge(number).kill(),
-    "stop bridge": lambda stage, number: stage.bridge(number).is_alive and stage.bridge(number).stop(),
+    "stop bridge": lambda stage, number: _stop(stage.bridge(number)),
     "kill replica": lambda stage, number: stage.replica(number).kill(),
-    "stop replica": lambda stage, number: stage.replica(number).is_alive and stage.replica(number).stop(),
+    "stop replica": lambda stage, number: _stop(stage.replica(number)),
     "kill server": lambda stage, number: stage.server(number).kill(),
     "stop server": lambda stage, number: stage.server(number).stop(),
     "kill engine": lambda stage, number: stage.next_life(number, orderly=False),
