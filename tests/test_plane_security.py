@@ -323,6 +323,30 @@ async def test_whoever_may_write_a_digest_can_have_it_delivered_into_a_lane(logi
     assert found.data == b"whatever it likes"
 
 
+def test_pages_that_a_router_has_delivered_into_another_lane_mean_nothing(login: Login) -> None:
+    """The server refuses them where they do not fit, by the number in their header; those that it takes name another lane."""
+
+    async def deliver(lane: int) -> None:
+        other = (lane + 1) % LAYOUT.lanes
+        async with jetstream(login("router")) as (_, js):
+            await js.add_consumer(LAYOUT.stream(lane), deliver_subject=LAYOUT.subject(other), ack_policy="none")
+            data = (await js.get_msg(LAYOUT.stream(lane), 1)).data
+        async with jetstream(login("bridge")) as (_, js):  # as it would come without the header
+            assert data is not None
+            await js.publish(LAYOUT.subject(other), data)
+
+    with engine() as one, bridging(login("bridge"), watch_of("one", one)) as bridge:
+        with serving(*flags(login("router"), "a")) as router:
+            one.store(range(64))
+            router.exact("one", blocks=4)
+            asyncio.run(deliver(LAYOUT.lane_of(watch_of("one", one).key[0])))
+            one.store(range(100, 132))
+            router.exact("one", blocks=6)
+        with serving(*flags(login("router"), "b")) as router:
+            router.exact("one", blocks=6)
+        assert bridge.status().breaches == 0
+
+
 async def last_page(js: JetStreamContext) -> int:
     return (await js.stream_info(LAYOUT.stream(0))).state.last_seq
 
