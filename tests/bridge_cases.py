@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 import threading
@@ -218,4 +219,5 @@ async def _main(told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s")
     asyncio.run(_main(json.loads(sys.argv[1])))

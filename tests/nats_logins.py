@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ import nkeys  # type: ignore[import-untyped]  # it has no types
 OPERATOR: Final[int] = nkeys.PREFIX_BYTE_OPERATOR
 ACCOUNT: Final[int] = nkeys.PREFIX_BYTE_ACCOUNT
 USER: Final[int] = nkeys.PREFIX_BYTE_USER
+ANYTHING: Final[Mapping[str, Mapping[str, list[str]]]] = {"publish": {}, "subscribe": {}}
 _NO_LIMIT: Final = (
     *("subs", "conn", "leaf", "imports", "exports", "data", "payload"),
     *("mem_storage", "disk_storage", "streams", "consumer"),
@@ -61,10 +63,13 @@ class Operator:
             },
         }
 
-    def credentials(self, path: Path, name: str = "bridge", **claims: Any) -> Path:
-        """A `.creds` file of a new user; claims may be `exp`, seconds since 1970."""
+    def credentials(
+        self, path: Path, name: str = "bridge", permissions: Mapping[str, Mapping[str, list[str]]] = ANYTHING, **claims: Any
+    ) -> Path:
+        """A `.creds` file of a new user, with permissions as a server's configuration has them; claims may be `exp`."""
         user = Key.new()
-        nats = {"type": "user", "version": 2, "pub": {}, "sub": {}, **dict.fromkeys(("subs", "data", "payload"), -1)}
+        may = {"pub": permissions["publish"], "sub": permissions["subscribe"]}
+        nats = {"type": "user", "version": 2, **may, **dict.fromkeys(("subs", "data", "payload"), -1)}
         jwt = self.account.signed(user, name, nats, **claims)
         path.write_text(
             f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"

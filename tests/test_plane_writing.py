@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvevents.plane.ledger import Breach, Ledger, Start
+from kvevents.plane.ledger import Arrival, Breach, Departure, Ledger, Start
 from kvevents.plane.records import (
     VERSION,
     Batched,
     Beat,
+    Blank,
     Join,
     Leave,
     Lost,
@@ -28,6 +29,7 @@ from kvevents.plane.writing import RECORD_BYTES, Composer
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset
 from kvevents.stream.checkpoint import Fingerprint
 from kvevents.stream.state import digest_of
+from kvevents.stream.trust import KEPT_BY_CHECKPOINT
 
 KEY = ("engine", 0)
 ROOM = 1_000
@@ -238,6 +240,97 @@ def test_bytes_of_others_are_no_page() -> None:
         b"\x94\x01\xa1a\xcb\0\0\0\0\0\0\0\0\x91\x91\xa1?",
     ):
         assert decode_page(data) is None
+
+
+def test_what_is_held_back_is_dropped_as_soon_as_somebody_else_has_written_it() -> None:
+    """A bridge in reserve keeps only what others have not written yet, however long it would wait."""
+    lane = Lane()
+    reserve = bridge("reserve")
+    records: list[StreamRecord] = [Join(*KEY, b""), *map(batched, range(10))]
+    for record in records:
+        reserve.offer(record, due=1000.0)
+    assert reserve.compose(0.0, 0.0) is None
+    assert reserve.waiting == 11
+    write(lane, bridge("active", Join(*KEY, b""), *map(batched, range(8))))
+    lane.read(reserve)
+    assert reserve.compose(0.0, 0.0) is None
+    assert (reserve.waiting, reserve.due()) == (2, 1000.0)
+    assert write(lane, reserve, now=1000.0)
+    assert numbers(lane.ledger()[1]) == list(range(10))
+    assert (reserve.waiting, reserve.queued_bytes) == (0, 0)
+
+
+def test_behind_a_hole_everything_begins_anew_for_everybody() -> None:
+    """With incarnations above all that were, so that those who had read all of it are of the same mind."""
+    lane = Lane()
+    knows = bridge("knows", Join(*KEY, b""), batched(0), Renewed(*KEY, 1, "restart"), batched(0, incarnation=1))
+    write(lane, knows)
+    new = Composer(Ledger.behind(len(lane.pages), "purged"), "new", ROOM)
+    new.anchor(KEY)
+    new.offer(Join(*KEY, b"card"))
+    assert write(lane, new)
+    page = decode_page(lane.pages[-1])
+    assert page is not None
+    assert [type(record) for record in page.records] == [Blank]
+    floor = new.ledger.start(KEY, "new").added
+    assert floor > 1
+    for seq in (5, 6):
+        new.offer(batched(seq, incarnation=floor))
+    assert write(lane, new)
+    knows.offer(batched(1, incarnation=1))
+    write(lane, knows)
+    write(lane, knows)
+    assert list(knows.adrift) == [KEY]
+    ledger, found = lane.ledger()
+    assert [type(event) for event in found[-4:]] == [Departure, Arrival, RawBatch, RawBatch]
+    assert knows.ledger.save() == ledger.save()
+    assert ledger.streams[KEY].incarnation == new.ledger.streams[KEY].incarnation == floor
+    assert (ledger.doubled, ledger.breaches) == (0, 0)
+
+
+def test_behind_a_hole_nothing_is_believed_before() -> None:
+    ledger = Ledger.behind(7, "purged")
+    assert ledger.feed(8, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(5), Beat("a", 1.0, 0.0)])) == []
+    assert (ledger.streams, ledger.breaches, list(ledger.beats)) == ({}, 0, ["a"])
+    again = Ledger.restore(ledger.save())
+    assert (again.hole, again.position) == ("purged", 8)
+
+
+def test_a_page_that_was_meant_for_another_lane_is_void() -> None:
+    """Its writer had not noticed that the lane was deleted; its number was right by chance."""
+    ledger = Ledger()
+    ledger.feed(1, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(0)], "this life"))
+    assert ledger.feed(2, Page(VERSION, "b", 0.0, [batched(7)], "that life")) == []
+    assert (ledger.strays, ledger.breaches, ledger.position, ledger.streams[KEY].last_seq) == (1, 0, 2, 0)
+    assert Ledger.restore(ledger.save()).life == "this life"
+
+
+def test_lives_of_a_lane_do_not_share_the_names_of_pages() -> None:
+    """Or the server would take what is written again for what a stray page has brought."""
+    names = {message_id(Page(VERSION, "a", 0.0, [batched(0)], life), "") for life in ("", "1", "2")}
+    assert len(names) == 3
+
+
+def test_long_texts_count() -> None:
+    """A page stays within its room whatever engines give as reasons, and are called."""
+    keys = [("ü" * 100, rank) for rank in range(40)]
+    composer = Composer(Ledger(), "b" * 128, 4_000)
+    for key in keys:
+        composer.anchor(key)
+        composer.offer(Join(*key, bytes(300)))
+        composer.offer(Renewed(*key, 1, "reason " * 70))
+        composer.offer(Trusting(*key, "b" * 128, "DEGRADED", "ü" * 500, dict.fromkeys(DOUBTS, 2**60)))
+    position = 0
+    while (page := composer.compose(0.0, 0.0)) is not None:
+        position += 1
+        assert len(encode_page(page)) <= 4_000 + 300
+        composer.landed(position)
+        assert position < 200
+    assert {*composer.ledger.streams} == {*keys}
+    assert all(standing.told for standing in composer.ledger.streams.values())
+
+
+DOUBTS = [doubt.name for doubt in KEPT_BY_CHECKPOINT]
 
 
 def test_a_page_is_named_by_what_may_be_there_once_only() -> None:

@@ -149,6 +149,21 @@ def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
         assert "bridges" in answer.body.decode()
 
 
+def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_anew(server: NatsServer) -> None:
+    """Without a snapshot nobody could say what was in them."""
+    plane = plane_at(server.url, name="hole", lanes=1)
+    with engine() as one:
+        with bridging(plane, watch_of("one", one)):
+            one.store(range(64))
+            until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
+        asked(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
+        with serving("--from", server.url, "--plane", "hole") as service:
+            until("a reason", lambda: b"are gone" in service.get("/readyz").body)
+            assert service.get("/readyz").status == 503
+            with bridging(plane, watch_of("one", one)):
+                service.exact("one", blocks=4)
+
+
 def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
     plane = plane_at(server.url, name="metrics", lanes=1)
     flags = ("--from", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")

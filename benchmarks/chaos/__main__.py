@@ -48,7 +48,7 @@ def main() -> int:
         if outcome.wrong or outcome.error:
             bad.append(outcome)
             _accuse(run, outcome)
-        if options.verbose:
+        if options.verbose or outcome.counted.get("divergences"):
             print(_line(outcome), flush=True)
         if time.monotonic() - told > TELL_EVERY:
             told = time.monotonic()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plane bridge|latency|bootstrap|chaos`: a plane on NATS JetStream, measured and under faults."""
+"""`python -m benchmarks.plane bridge|latency|bootstrap|chaos|sizing`: a plane on NATS JetStream, measured and under faults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ MODULES: Final = {
     "latency": "benchmarks.plane.latency",
     "bootstrap": "benchmarks.plane.bootstrap",
     "chaos": "benchmarks.plane.chaos.__main__",
+    "sizing": "benchmarks.plane.sizing",
 }
 
 

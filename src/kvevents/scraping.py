@@ -17,6 +17,7 @@ class Collector(Protocol):
 
     def collect(self) -> Iterable[Metric]:
         """Every family."""
+        ...
 
 
 def registry(collector: Collector) -> CollectorRegistry:

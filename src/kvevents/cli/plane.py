@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvevents.cli import nats
 from kvevents.cli.command import FAILED, OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.errors import PlaneError
@@ -23,27 +24,15 @@ DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
 def add_arguments(parser: ArgumentParser) -> None:
     """What to ask, and where."""
     parser.add_argument("what", choices=["status"], help="lanes, lag, snapshots, leases, and whether replicas agree")
-    parser.add_argument("--at", action="append", default=[], metavar="URL", help=f"NATS server (default: {DEFAULT_SERVER})")
-    parser.add_argument("--plane", default="default", metavar="NAME", help="which plane (default: default)")
-    parser.add_argument("--creds", metavar="FILE", help="credentials (JWT and seed)")
-    parser.add_argument("--nkey", metavar="FILE", help="NKey seed")
-    parser.add_argument("--tls-ca", metavar="FILE", help="authorities of the servers' certificates")
-    parser.add_argument("--tls-cert", metavar="FILE", help="this end's certificate")
-    parser.add_argument("--tls-key", metavar="FILE", help="its key")
+    nats.add_servers(parser, "--at", f"NATS server (default: {DEFAULT_SERVER})")
+    nats.add_name(parser)
+    nats.add_login(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: Namespace) -> int:
     """Ask once. 1 where something is wrong."""
-    settings = PlaneSettings(
-        servers=tuple(args.at) or (DEFAULT_SERVER,),
-        name=args.plane,
-        credentials=args.creds,
-        nkey=args.nkey,
-        tls_ca=args.tls_ca,
-        tls_certificate=args.tls_cert,
-        tls_key=args.tls_key,
-    )
+    settings = msgspec.convert({"servers": [DEFAULT_SERVER], **nats.table_of(args)}, PlaneSettings)
     view = asyncio.run(_ask(settings))
     console = Console()
     if args.json:

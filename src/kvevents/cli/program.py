@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli import doctor, export, keypair, plane, play, publish, query, record, relay, serve, tail, top
+from kvevents.cli import bridge, doctor, export, keypair, plane, play, publish, query, record, relay, serve, tail, top
 from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.sim import group as sim
@@ -25,6 +25,7 @@ COMMANDS: Final[tuple[Command, ...]] = (
     publish.COMMAND,
     doctor.COMMAND,
     relay.COMMAND,
+    bridge.COMMAND,
     serve.COMMAND,
     query.COMMAND,
     top.COMMAND,
@@ -42,6 +43,7 @@ examples:
   kvevents record run.jsonl.gz tcp://127.0.0.1:5557  keep it
   kvevents play run.jsonl.gz --wait-for-subscriber   be that engine again, without a GPU
   kvevents relay 127.0.0.1:5557,127.0.0.1:5558       the same stream, with a memory
+  kvevents bridge --to nats://n1 --config fleet.toml the streams of a fleet as a log, for any number of services
   kvevents serve                                     know a fleet's caches, and answer for them over HTTP
   kvevents top                                       how that fleet fares, live
   kvevents export run.jsonl.gz out                   a recording as tables, to be asked

@@ -8,10 +8,10 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any, Final
 
-from kvevents.cli import logs
+from kvevents.cli import logs, nats
 from kvevents.cli.command import OK, Command
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import count, endpoint, seconds
+from kvevents.cli.options import Group, count, endpoint, seconds
 from kvevents.errors import ConfigError, MissingDependencyError
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -50,11 +50,39 @@ def worker(text: str) -> dict[str, Any]:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Flags go before the file, setting by setting; sources of both count."""
+    add_config(parser)
+    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+    add_sources(parser)
+    parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
+    parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
+    parser.add_argument(
+        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
+    )
+    nats.add_servers(parser, "--from", "build the index from a plane's log at this NATS server, rather than follow engines")
+    nats.add_name(parser)
+    parser.add_argument(
+        "--replica", metavar="NAME", help="of this one among the plane's replicas (default: made of the host's name)"
+    )
+    nats.add_login(parser)
+    logs.add_arguments(parser)
+    add_check(parser)
+
+
+def add_config(parser: ArgumentParser) -> None:
+    """The file, which goes after the flags."""
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="TOML file; its [[sources]] are read again whenever it changes"
     )
-    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+
+
+def add_check(parser: ArgumentParser) -> None:
+    """Whether to end before anything begins."""
+    parser.add_argument("--check", action="store_true", help="check the settings, and end")
+
+
+def add_sources(parser: ArgumentParser | Group) -> None:
+    """Which engines to follow; `with_sources` reads them."""
     parser.add_argument(
         "--worker",
         dest="workers",
@@ -82,30 +110,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sources", action="append", default=[], metavar="FILE", help="TOML file of [[sources]], watched")
     parser.add_argument("--model", help="model of --worker, --engine and --dns")
     parser.add_argument("--block-size", type=count, metavar="TOKENS", help="tokens per block that --worker and --dns promise")
-    parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
-    parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
-    parser.add_argument(
-        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
-    )
-    parser.add_argument(
-        "--from",
-        dest="plane_servers",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="build the index from a plane's log at this NATS server, rather than follow engines; one of a cluster is enough",
-    )
-    parser.add_argument("--plane", metavar="NAME", help="which plane it is (default: default)")
-    parser.add_argument(
-        "--replica", metavar="NAME", help="of this one among the plane's replicas (default: made of the host's name)"
-    )
-    parser.add_argument("--creds", metavar="FILE", help="credentials (JWT and seed) for --from")
-    parser.add_argument("--nkey", metavar="FILE", help="NKey seed for --from")
-    parser.add_argument("--tls-ca", metavar="FILE", help="authorities of the certificates of --from")
-    parser.add_argument("--tls-cert", metavar="FILE", help="this end's certificate for --from")
-    parser.add_argument("--tls-key", metavar="FILE", help="its key")
-    logs.add_arguments(parser)
-    parser.add_argument("--check", action="store_true", help="check the settings, and end")
 
 
 _SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit", "replica")
@@ -141,6 +145,12 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     plane = _plane(args, found.get("plane"))
     if plane is not None:
         found["plane"] = plane
+    return with_sources(found, args)
+
+
+def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    """The tables of a file, without its own sources, and what `add_sources` has asked for. Raises `ConfigError`."""
+    found = dict(tables)
     model = {} if args.model is None else {"model": args.model}
     block_size = {} if args.block_size is None else {"block_size": args.block_size}
     if args.workers and not model:
@@ -153,25 +163,10 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     return found
 
 
-_PLANE: Final = {
-    "plane": "name",
-    "creds": "credentials",
-    "nkey": "nkey",
-    "tls_ca": "tls_ca",
-    "tls_cert": "tls_certificate",
-    "tls_key": "tls_key",
-}
-"""Flags, and the settings of a plane that they are."""
-
-
 def _plane(args: Namespace, table: dict[str, Any] | None) -> dict[str, Any] | None:
-    given = {setting: value for flag, setting in _PLANE.items() if (value := getattr(args, flag)) is not None}
-    if args.plane_servers:
-        given["servers"] = args.plane_servers
-    if given and not args.plane_servers and table is None:
-        raise ConfigError(
-            f"--{next(flag for flag in _PLANE if getattr(args, flag) is not None)} is about --from, which is missing"
-        )
+    given = nats.table_of(args)
+    if given and "servers" not in given and table is None:
+        raise ConfigError("options of a plane are about --from, which is missing: the URL of a NATS server")
     return {**(table or {}), **given} if given or table is not None else None
 
 

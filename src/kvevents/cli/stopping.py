@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
@@ -38,6 +38,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self._raises = False
+        self._tell: Callable[[], object] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -50,8 +51,16 @@ class Stop:
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
+        if self._tell is not None:
+            self._tell()
         if again or self._raises:
             raise KeyboardInterrupt
+
+    def tell(self, whom: Callable[[], object]) -> None:
+        """Call this as well when a signal comes, within the signal's handler; at once if one has come."""
+        self._tell = whom
+        if self.requested:
+            whom()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal has come."""

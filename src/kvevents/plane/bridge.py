@@ -56,6 +56,12 @@ GAP_HOLD_SECONDS: Final = 1.0
 """How long a gap waits for another bridge that may have what is missing."""
 PAUSE_SECONDS: Final = 0.02
 """Between two looks at what many tasks must bring about."""
+START_SECONDS: Final = 30.0
+"""For the plane to be found or made: servers that have just begun, and streams that are new, elect their leaders."""
+MAKE_SECONDS: Final = 2.0
+"""For each part of it. What is asked of a stream without a leader is never answered."""
+PASSING: Final = frozenset({"away", "timeout"})
+"""Faults of a plane that is being made that may go by themselves."""
 STOP_SECONDS: Final = 5.0
 """For what is queued to be written when a bridge ends."""
 
@@ -161,6 +167,10 @@ class Bridge:
             "" if self._listener.failure is None else repr(self._listener.failure),
         )
 
+    def trusts(self) -> dict[Key, Trusting | None]:
+        """What it says of each stream that it follows; None before it has said anything."""
+        return {key: self._members.said(key) for key in self._watches}
+
     # --- its life
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -171,16 +181,42 @@ class Bridge:
         self._loop = asyncio.get_running_loop()
         plane = self.settings.plane
         try:
-            async with opened(plane, name=f"kvevents bridge {self.settings.name}") as client:
+            async with opened(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
                 self._client = client
-                await require_jetstream(client)
-                self._layout = layout = await make(client.jetstream(), plane)
+                layout = await self._make(client, stop)
+                if layout is None:
+                    return
+                self._layout = layout
                 room = _room(client.max_payload)
                 name = self.settings.name
                 self._lanes = [BridgeLane(self, client, layout, lane, plane, name, room) for lane in range(layout.lanes)]
                 await self._work(stop)
         finally:
             await asyncio.to_thread(self._listener.stop)
+
+    async def _make(self, client: PlaneClient, stop: asyncio.Event) -> Layout | None:
+        """The plane, or None where `stop` comes before it. Raises `PlaneError`, `ConfigError`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + START_SECONDS
+        passing = frozenset({"timeout"})
+        while True:
+            try:
+                await require_jetstream(client)
+                passing = PASSING
+                return await make(client.jetstream(timeout=MAKE_SECONDS), self.settings.plane)
+            except PlaneError as error:
+                if error.fault not in passing or loop.time() > end:
+                    raise
+                log.warning("%s", error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), TEND_SECONDS)
+            if stop.is_set():
+                return None
+
+    def _on_state(self, state: str) -> None:
+        if state == "connected":
+            for lane in self._lanes:
+                lane.connected()
 
     async def _work(self, stop: asyncio.Event) -> None:
         try:
@@ -354,7 +390,7 @@ class Bridge:
             self._look_after_members(now)
             self._look_after_lanes()
             self.count()
-            await asyncio.sleep(min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds))
+            await asyncio.sleep(max(PAUSE_SECONDS, min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds / 2)))
 
     def _look_after_members(self, now: float) -> None:
         present: list[Key] = []

@@ -8,7 +8,8 @@ What is different, each for what nats-py 2.16 (`nats/aio/client.py`) does:
   for good.
 - A connection that was given up is cut. nats-py waits until all that was written is taken, which a stopped server never does,
   and comes back to no other server meanwhile.
-- Who waits to publish can be cancelled. nats-py swallows that, and waits on.
+- Who waits to publish can be cancelled. nats-py swallows that, and waits on. So can who waits for an answer that comes in the
+  same moment, of which Python 3.11's `asyncio.wait_for` makes that nobody was cancelled.
 - A request that the server forbids ends at once, and says so. nats-py lets it run into its timeout.
 - A server that answers with something else than NATS is one more attempt that failed. nats-py tries no more when, for one, its
   first line is too long.
@@ -81,10 +82,14 @@ class PlaneClient(Client):
         try:
             async with limit:
                 self._asking[limit] = subject
+                before = _cancellations()
                 try:
-                    return await super().request(subject, payload, timeout, old_style, headers)
+                    answer = await super().request(subject, payload, timeout, old_style, headers)
                 finally:
                     del self._asking[limit]
+                if _cancellations() > before:
+                    raise asyncio.CancelledError
+                return answer
         except TimeoutError as error:
             if limit.expired():
                 raise NotPermittedError(subject) from error
@@ -117,10 +122,9 @@ class PlaneClient(Client):
                 limit.reschedule(0)
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        task = asyncio.current_task()
-        before = task.cancelling() if task is not None else 0
+        before = _cancellations()
         found = await super()._flush_pending(force_flush)
-        if task is not None and task.cancelling() > before:
+        if _cancellations() > before:
             raise asyncio.CancelledError
         return found
 
@@ -135,3 +139,9 @@ class PlaneClient(Client):
                 return await super()._attempt_reconnect()
             except Exception as error:  # noqa: BLE001 - any that nats-py does not expect of a server would end its attempts
                 await self._error_cb(error)
+
+
+def _cancellations() -> int:
+    """How often somebody has asked the present task to end."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()

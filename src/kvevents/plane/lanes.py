@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACK_SECONDS: Final = 5.0
-"""Until a page must be acknowledged; a new leader is elected within that."""
+ACK_SECONDS: Final = 2.0
+"""Until a page must be acknowledged. To send it again does no harm: it is refused where the first one has arrived."""
+ASK_SECONDS: Final = 5.0
+"""For anything else that is asked of the servers."""
 CATCH_UP_SECONDS: Final = 2.0
 """For the reader to bring what somebody else has written."""
 REST_SECONDS: Final = 0.5
@@ -95,7 +97,7 @@ class BridgeLane:
         self.conflicts = 0
         self._host: Final = host
         self._client: Final = client
-        self._js: Final = client.jetstream(timeout=ACK_SECONDS)
+        self._js: Final = client.jetstream(timeout=ASK_SECONDS)
         self._recall: Final = Recall(self._js, layout)
         self._layout: Final = layout
         self._plane: Final = plane
@@ -113,6 +115,8 @@ class BridgeLane:
         self._foreign = 0
         self._in_flight: str | None = None
         """Name of the page that was sent, and not heard of since."""
+        self._patience: asyncio.Timeout | None = None
+        """For its acknowledgement."""
         self._heard: dict[str, tuple[int, float]] = {}
         """By bridge, the page of its last beat, and when it came."""
 
@@ -169,6 +173,14 @@ class BridgeLane:
         self._wake.set()
 
     # --- reading
+
+    def connected(self) -> None:
+        """There is another connection: nothing that was asked over the last one is answered."""
+        if self._patience is not None:
+            with suppress(RuntimeError):  # it has just come to its end
+                self._patience.reschedule(asyncio.get_running_loop().time())
+        if self._reader is not None:
+            self._reader.look_again()
 
     async def read(self) -> None:
         """Keep the ledger as the lane is, whatever becomes of it."""
@@ -302,13 +314,14 @@ class BridgeLane:
         self._advanced.clear()
         headers = {"Nats-Expected-Last-Sequence": str(expected), "Nats-Msg-Id": name, PAGE_HEADER: page}
         with told(f"writing to lane {self.lane}"):
-            acknowledged = await self._js.publish(
-                self._layout.subject(self.lane),
-                data,
-                timeout=ACK_SECONDS,
-                stream=self._layout.stream(self.lane),
-                headers=headers,
-            )
+            async with asyncio.timeout(ACK_SECONDS) as self._patience:
+                acknowledged = await self._js.publish(
+                    self._layout.subject(self.lane),
+                    data,
+                    timeout=2 * ACK_SECONDS,
+                    stream=self._layout.stream(self.lane),
+                    headers=headers,
+                )
         if acknowledged.duplicate or acknowledged.seq != expected + 1:
             raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
         self._went_well()
@@ -323,14 +336,17 @@ class BridgeLane:
         self._in_flight = None
         self.composer.returned()
         if error.fault == "conflict":
-            self._went_well()
             self.conflicts += 1
             if self._is_shorter(error) and self._reader is not None:
                 await self._reader.look_again().wait()
                 return
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
                     await self._advanced.wait()
+            except TimeoutError:
+                self._say(error)  # what others have written does not come
+            else:
+                self._went_well()
             return
         if error.fault == "away" and self._client.is_connected and self._reader is not None:
             self._reader.look_again()  # there may be no such stream any more

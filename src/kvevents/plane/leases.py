@@ -1,17 +1,17 @@
 """Leases: who does, for now, what one process at a time may do, such as to speak under the name of a bridge.
 
-Theory of operation. A lease is an entry of the bucket of leases that says who holds it. All changes go by compare-and-set: made
-where there is none, renewed, taken over and given back where the entry is the one that was seen. So two can never have got it by
-the same entry. The holder renews it every third of its length, and believes in it no longer than that length after the moment
-*before* the last renewal was sent, by its own clock, which nobody sets. Others may take it
+Theory of operation. A lease is an entry of the bucket of leases that says who holds it. All changes go by compare-and-set:
+made where there is none, renewed, taken over and given back where the entry is the one that was seen. So two can never have got
+it by the same entry. The holder renews it every third of its length, and believes in it no longer than that length after the
+moment *before* the last renewal was sent, by its own clock, which nobody sets. Others may take it
 
 - when the entry is gone: given back, or expired by the servers' clock, which counts from when the renewal came;
 - when they have seen it unchanged for its whole length by their own clock, whatever the servers' clock does;
 - at once, when its holder was a process of this machine that has ended.
 
-So there are never two who believe that they hold it, but for one case: the servers' clock was set forward. Then the former holder
-learns of it by its next renewal. What a lease guards must bear that, as the log does: it takes a page only from who has read
-all before it.
+So there are never two who believe that they hold it, but for one case: the servers' clock was set forward. Then the former
+holder learns of it by its next renewal. What a lease guards must bear that, as the log does: it takes a page only from who has
+read all before it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Holder(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Holder:
-        """This process, with a new life."""
+        """The process that asks, with a new life."""
         pid = os.getpid()
         return cls(socket.gethostname(), pid, secrets.token_hex(8), _machine(), _born(pid) or 0)
 
@@ -100,7 +100,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def _machine() -> str:
-    """This boot of this machine, and the namespace that process ids are of."""
+    """The boot of this machine, and the namespace that process ids are of."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"

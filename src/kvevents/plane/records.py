@@ -152,12 +152,13 @@ def decode_page(data: bytes) -> Page | None:
 def message_id(page: Page, otherwise: str) -> str:
     """`Nats-Msg-Id` of a page: source, rank, incarnation and number of the first record in it that has them.
 
-    A page without any, of trust and beats, is nothing that may be there once only: its id is `otherwise`, the writer's own.
+    Before them the lane's life, in which alone they are told apart. A page without any, of trust and beats, is nothing that may
+    be there once only: its id is `otherwise`, the writer's own.
     """
     for record in page.records:
         name = _NUMBERED.get(type(record))
         if name is not None:
-            return name(record)
+            return f"{quote(page.life, safe='')}/{name(record)}" if page.life else name(record)
     return quote(otherwise, safe="/")
 
 

@@ -17,7 +17,7 @@ COPIES: Final = (1, 3, 5)
 """What JetStream can keep a majority of."""
 LEAST_LANE_BYTES: Final = 1 << 20
 """Room for one message of the size that servers take unless told otherwise."""
-DEFAULT_LANE_BYTES: Final = 8 << 30
+DEFAULT_LANE_BYTES: Final = 1 << 30
 MAX_SECRET_BYTES: Final = 64 << 10
 """Of a file of credentials or of a seed, which have some thousand bytes and 58."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 from kvevents.service.config import DnsTable, ServiceConfig
 from kvevents.service.discovery.dns import DnsProvider
@@ -13,8 +14,7 @@ from kvevents.service.discovery.merge import Discovered, Discovery
 from kvevents.service.discovery.provider import Provider
 from kvevents.service.discovery.static import StaticProvider
 from kvevents.service.discovery.tables import Template
-from kvevents.service.fleet import Fleet
-from kvevents.service.registration import Key
+from kvevents.service.registration import Key, Registration
 from kvevents.stream import Checkpoint
 
 DISCOVERED = "discovery"
@@ -23,11 +23,26 @@ FLEET = "fleet"
 """Under which name it is told what the fleet cannot follow of it."""
 
 
+class Followers(Protocol):
+    """Who follows what is found: the service's fleet, or a bridge."""
+
+    @property
+    def refused(self) -> dict[Key, str]:
+        """Why some of it cannot be followed, as sentences."""
+        ...
+
+    def replace(
+        self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None], /
+    ) -> list[str]:
+        """Make what one origin has registered be just this. Returns sentences about what could not be."""
+        ...
+
+
 class Finder:
     """Runs what the configuration names, and keeps the fleet to it."""
 
     def __init__(
-        self, config: ServiceConfig, watched: Path | None, fleet: Fleet, resume: Callable[[Key], Checkpoint | None]
+        self, config: ServiceConfig, watched: Path | None, fleet: Followers, resume: Callable[[Key], Checkpoint | None]
     ) -> None:
         self._config = config
         self._fleet = fleet

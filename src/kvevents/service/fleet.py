@@ -115,18 +115,7 @@ class Fleet(Listener):
             )
         name = registration.key[0]
         for other in [member.registration for key, member in self.members.items() if key[0] == name]:
-            if other.wall != registration.wall:
-                raise ConflictError(
-                    f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
-                    "other-model",
-                    "ranks of one instance serve one model; call this instance something else",
-                )
-            if other.block_size != registration.block_size:
-                raise ConflictError(
-                    f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
-                    "other-block-size",
-                    "ranks of one instance have blocks of one size",
-                )
+            check_alike(registration, other)
 
     def _follow(self, member: Member, resume: Checkpoint | None) -> None:
         registration = member.registration
@@ -384,3 +373,20 @@ def _whom(wall: Wall) -> str:
     if (wall.tenant, wall.group) == ("default", "default"):
         return "the default tenant"
     return f"tenant {wall.tenant!r}, group {wall.group!r}"
+
+
+def check_alike(registration: Registration, other: Registration) -> None:
+    """Raise `ConflictError` where two ranks of one instance cannot be of one engine."""
+    label = registration.label
+    if other.wall != registration.wall:
+        raise ConflictError(
+            f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
+            "other-model",
+            "ranks of one instance serve one model; call this instance something else",
+        )
+    if other.block_size != registration.block_size:
+        raise ConflictError(
+            f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
+            "other-block-size",
+            "ranks of one instance have blocks of one size",
+        )

@@ -43,6 +43,8 @@ from kvevents.service.registration import Registration
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
+    from nats.js.kv import KeyValue
+
     from kvevents.plane.client import PlaneClient
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class Replica:
         self.snapshot: Kept | None = None
         """The newest one that counts, as far as this replica knows."""
         self.snapshot_fault = ""
+        self.unheard = ""
+        """Why the other replicas are not told what this one holds, as where it may only read."""
         self._fleet: Final = fleet
         self._snapshot_seconds: Final = snapshot_seconds
         self._memory_limit: Final = memory_limit
@@ -174,8 +178,10 @@ class Replica:
             except BaseException:
                 await generation.end()
                 raise
-            if not generation.broken:
+            holes = [ledger.hole for ledger in generation.subscriber.ledgers.values() if ledger.hole]
+            if not generation.broken and not holes:
                 return generation
+            generation.broken = generation.broken or f"{holes[0]}; a bridge that is started writes the lane anew"
             self._tell(f"an index could not be completed: {generation.broken}")
             await generation.end()
             await asyncio.sleep(AGAIN_SECONDS)
@@ -192,9 +198,11 @@ class Replica:
                 if lane in states and kept.made.get(str(lane)) == states[lane].made:
                     ledgers[lane] = ledger
                 else:
-                    for key in ledger.streams:
-                        index.remove_worker(key)
-                        index.admit(key)
+                    _forget(index, ledger)
+        for lane, state in states.items():
+            if ledgers[lane].position + 1 < state.first and ledgers[lane].position < state.last:
+                _forget(index, ledgers[lane])
+                ledgers[lane] = Ledger.behind(state.first - 1, f"pages of lane {lane} are gone that no snapshot stands for")
         subscriber = LogSubscriber(ledgers, doubts, time.monotonic, lambda key: _digest(index, key))  # type: ignore[arg-type]
         follower = Follower(subscriber, index, Listener())
         made = {lane: state.made for lane, state in states.items()}
@@ -320,20 +328,26 @@ class Replica:
             return
         lease = Lease(client.jetstream(), layout, SNAPSHOT_LEASE, Holder.here())
         try:
-            if not await lease.acquire():
-                return
-            kept = await snapshots.kept()
-            if kept and time.time() - kept[0].at < self._snapshot_seconds * FRESH:
-                self.snapshot = kept[0]
-            else:
+            if not await self._is_fresh(snapshots) and await lease.acquire() and not await self._is_fresh(snapshots):
                 self.snapshot = await self._take_within(lease, snapshots, generation)
         except (KVEventsError, OSError, TimeoutError) as error:
-            self.snapshot_fault = str(error) or "it was not written in time"
-            log.warning("no snapshot was taken: %s", self.snapshot_fault)
+            self._tell_snapshot(error)
         else:
             self.snapshot_fault = ""
         finally:
             await lease.release()
+
+    async def _is_fresh(self, snapshots: Snapshots) -> bool:
+        """Whether the newest one that counts, whoever took it, is new enough."""
+        kept = await snapshots.kept()
+        self.snapshot = kept[0] if kept else self.snapshot
+        return bool(kept) and time.time() - kept[0].at < self._snapshot_seconds * FRESH
+
+    def _tell_snapshot(self, error: Exception) -> None:
+        fault = str(error) or "it was not written in time"
+        if fault != self.snapshot_fault:
+            log.warning("no snapshot was taken: %s", fault)
+        self.snapshot_fault = fault
 
     async def _take_within(self, lease: Lease, snapshots: Snapshots, generation: Generation) -> Kept:
         keeping = asyncio.create_task(lease.keep())
@@ -375,7 +389,7 @@ class Replica:
         """What the others say, after this one has."""
         with told("telling the other replicas what this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
-            await bucket.put(PREFIX + self.name, own.encode())
+            await self._say(bucket, own)
             found: dict[str, Opinion] = {}
             for key in await bucket.keys():
                 name = key.removeprefix(PREFIX)
@@ -384,6 +398,26 @@ class Replica:
                     opinion = Opinion.decode(entry.value or b"")
                     found |= {} if opinion is None else {name: opinion}
         return found
+
+    async def _say(self, bucket: KeyValue, own: Opinion) -> None:
+        """What this one holds. One that may only read compares itself all the same."""
+        try:
+            with told("telling the other replicas what this one holds"):
+                await bucket.put(PREFIX + self.name, own.encode())
+        except PlaneError as error:
+            if error.fault != "denied":
+                raise
+            if not self.unheard:
+                log.warning("this replica only reads: %s", error)
+            self.unheard = str(error)
+        else:
+            self.unheard = ""
+
+
+def _forget(index: PrefixIndex, ledger: Ledger) -> None:
+    for key in ledger.streams:
+        index.remove_worker(key)
+        index.admit(key)
 
 
 def _digest(index: PrefixIndex, key: Key) -> str | None:

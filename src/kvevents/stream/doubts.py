@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from kvevents.stream.trust import HEALED_BY_CLEAR, KEPT_BY_CHECKPOINT, Doubt
+
+MAX_MARKS: Final = 64
+"""Numbers that are remembered of one doubt: the oldest, and the newest ones."""
 
 
 class Doubts:
@@ -15,7 +19,8 @@ class Doubts:
     """
 
     def __init__(self) -> None:
-        self._through: dict[Doubt, int] = {}
+        self._through: dict[Doubt, list[int]] = {}
+        """Of each doubt the last number that is in doubt for each of its causes, rising."""
         self._cleared = self._agreed = -1
 
     def __bool__(self) -> bool:
@@ -30,7 +35,12 @@ class Doubts:
 
     def add(self, doubt: Doubt, through: int) -> None:
         """Doubt everything up to number `through`."""
-        self._through[doubt] = max(through, self._through.get(doubt, -1))
+        marks = self._through.setdefault(doubt, [])
+        marks.append(through)
+        if len(marks) > 1 and marks[-2] >= through:
+            marks.sort()
+        if len(marks) > MAX_MARKS:
+            del marks[1]
 
     def discard(self, doubt: Doubt) -> None:
         """A doubt was settled."""
@@ -50,7 +60,8 @@ class Doubts:
         """After batch `seq` the state is the sender's: what was doubted up to there has made no difference."""
         self._agreed = max(seq, self._agreed)
         self._heal(seq)
-        if self._through.get(Doubt.REJECTED) == seq:
+        rejected = self._through.get(Doubt.REJECTED)
+        if rejected is not None and rejected[-1] == seq:
             self.discard(Doubt.REJECTED)
 
     def diverge(self, seq: int) -> bool:
@@ -62,11 +73,11 @@ class Doubts:
 
     def explains(self, seq: int) -> bool:
         """Whether it is known already why the state after batch `seq` may not be the sender's."""
-        return any(doubt in HEALED_BY_CLEAR and through <= seq for doubt, through in self._through.items())
+        return any(doubt in HEALED_BY_CLEAR and marks[0] <= seq for doubt, marks in self._through.items())
 
     def kept(self) -> dict[Doubt, int]:
         """Those that outlive a process, each with the last number in doubt."""
-        return {doubt: self._through[doubt] for doubt in self if doubt in KEPT_BY_CHECKPOINT}
+        return {doubt: self._through[doubt][-1] for doubt in self if doubt in KEPT_BY_CHECKPOINT}
 
     def begin_life(self) -> None:
         """What was doubted about events, or told by the sender, is about a life that has ended."""
@@ -77,5 +88,6 @@ class Doubts:
 
     def _heal(self, before: int | None) -> None:
         for doubt in HEALED_BY_CLEAR & self._through.keys():
-            if before is None or self._through[doubt] < before:
+            marks = self._through[doubt] = [mark for mark in self._through[doubt] if before is not None and mark >= before]
+            if not marks:
                 del self._through[doubt]

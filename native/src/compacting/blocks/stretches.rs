@@ -6,13 +6,15 @@
 //! know a block itself, and not only whether its hash is there, places its stretch in the tree, and all that it hangs on: that is where
 //! a hash comes again, a copy is on a second tier, or a snapshot is told. A block is in one of the two, and so is a hash.
 
+mod keeping;
+
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
 use crate::core::Secret;
 
 use super::super::slots::Slots;
-use super::{Block, Blocks, NONE, Placed, bits};
+use super::NONE;
 
 /// Blocks of a stretch: the bits of a word.
 const MOST: usize = 64;
@@ -106,8 +108,7 @@ impl Default for Stretch {
 impl Stretch {
     #[inline]
     fn hash(&self, at: usize) -> u64 {
-        let halves = &self.data[HASH * at..][..HASH];
-        u64::from(halves[0]) | u64::from(halves[1]) << 32
+        self.data[HASH * at..].first_chunk().map_or(0, |&halves| whole(halves))
     }
 
     /// Tokens of a block.
@@ -143,10 +144,9 @@ impl Stretch {
     fn write(&mut self, hashes: &[u64], tokens: &[u32]) {
         let (length, room) = (usize::from(self.length), usize::from(self.room));
         let (end, width) = (length + hashes.len(), tokens.len() / hashes.len().max(1));
-        let halves = |&hash: &u64| [hash as u32, (hash >> 32) as u32];
         if length == 0 {
             let mut data = Vec::with_capacity(HASH * end + tokens.len());
-            data.extend(hashes.iter().flat_map(halves));
+            data.extend(hashes.iter().flat_map(|&hash| halves(hash)));
             data.extend_from_slice(tokens);
             (self.data, self.room) = (data.into(), end as u8);
             return;
@@ -156,7 +156,7 @@ impl Stretch {
         }
         let (before, behind) = self.data.split_at_mut(HASH * usize::from(self.room));
         for (place, hash) in before[HASH * length..].chunks_exact_mut(HASH).zip(hashes) {
-            place.copy_from_slice(&halves(hash));
+            place.copy_from_slice(&halves(*hash));
         }
         behind[length * width..end * width].copy_from_slice(tokens);
     }
@@ -177,9 +177,8 @@ impl Stretch {
 #[derive(Debug)]
 pub struct Stretches {
     all: Slots<Stretch>,
-    /// Numbers of their blocks by hash, those without copies too, each with the half of its place that tells where it belongs: to move
-    /// it no other memory is looked at.
-    table: HashTable<(u32, u32)>,
+    /// Their blocks by hash, those without copies too.
+    table: HashTable<Named>,
     live: usize,
     /// Numbers in `Stretch::data`.
     held: usize,
@@ -191,16 +190,18 @@ const KEPT: usize = 448;
 /// What the allocator takes for each piece of memory, about.
 const PIECE_BYTES: usize = 16;
 
-/// The place of an entry in the table: all that is kept of it tells both the bucket and the tag there.
+/// A hash in two halves, and the number of its block: to find or move it no other memory is looked at.
+#[derive(Clone, Copy, Debug)]
+struct Named([u32; HASH], u32);
+
 #[inline]
-fn spread(half: u32) -> u64 {
-    u64::from(half).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+fn halves(hash: u64) -> [u32; HASH] {
+    [hash as u32, (hash >> 32) as u32]
 }
 
-/// Whether an entry is that of a hash.
 #[inline]
-fn same(all: &Slots<Stretch>, half: u32, hash: u64) -> impl Fn(&(u32, u32)) -> bool {
-    move |&(other, number)| other == half && all.get(number >> BITS).hash(number as usize % MOST) == hash
+fn whole([low, high]: [u32; HASH]) -> u64 {
+    u64::from(low) | u64::from(high) << 32
 }
 
 impl Stretches {
@@ -237,25 +238,19 @@ impl Stretches {
         self.all.bytes() + self.table.allocation_size() + self.held * size_of::<u32>() + self.all.len() * PIECE_BYTES
     }
 
-    #[inline]
-    fn half(&self, hash: u64) -> u32 {
-        (self.secret.place(hash) >> 32) as u32
-    }
-
     /// The block of a hash, which may have no copy.
     #[inline]
     fn find(&self, hash: u64) -> Option<u32> {
-        let half = self.half(hash);
-        let found = self.table.find(spread(half), same(&self.all, half, hash));
-        found.map(|&(_, number)| number)
+        let found = self.table.find(self.secret.place(hash), |named| whole(named.0) == hash);
+        found.map(|named| named.1)
     }
 
     /// Takes the copy of a block in a manner of `plane`, and the block if it was the last of a stretch and nothing hangs there: the
     /// stretch, and what came of it. None where the hash is not here.
     #[inline]
     fn remove(&mut self, hash: u64, plane: u64) -> Option<(u32, Left)> {
-        let (half, all) = (self.half(hash), &self.all);
-        let entry = self.table.find_entry(spread(half), same(all, half, hash)).ok()?;
+        let found = self.table.find_entry(self.secret.place(hash), |named| whole(named.0) == hash);
+        let entry = found.ok()?;
         let (stretch, at) = (entry.get().1 >> BITS, entry.get().1 as usize % MOST);
         let it = self.all.get_mut(stretch);
         let left = it.left(at, plane);
@@ -327,13 +322,14 @@ impl Stretches {
     /// Enters hashes for the blocks `number` and those behind it up to the first one that is known: how many.
     #[inline]
     fn enter(&mut self, number: u32, hashes: &[u64]) -> usize {
+        let secret = self.secret;
         for (at, &hash) in hashes.iter().enumerate() {
-            let (half, all) = (self.half(hash), &self.all);
+            let same = |named: &Named| whole(named.0) == hash;
             match self
                 .table
-                .entry(spread(half), same(all, half, hash), |&(half, _)| spread(half))
+                .entry(secret.place(hash), same, |named| secret.place(whole(named.0)))
             {
-                Entry::Vacant(vacant) => vacant.insert((half, number + at as u32)),
+                Entry::Vacant(vacant) => vacant.insert(Named(halves(hash), number + at as u32)),
                 Entry::Occupied(_) => return at,
             };
         }
@@ -345,8 +341,8 @@ impl Stretches {
     fn leave(&mut self, stretch: u32, first: usize) {
         let it = self.all.get(stretch);
         for at in first..it.length.into() {
-            let (half, number) = (self.half(it.hash(at)), stretch << BITS | at as u32);
-            if let Ok(entry) = self.table.find_entry(spread(half), |&(_, other)| other == number) {
+            let hash = it.hash(at);
+            if let Ok(entry) = self.table.find_entry(self.secret.place(hash), |named| whole(named.0) == hash) {
                 entry.remove();
             }
         }
@@ -359,7 +355,8 @@ impl Stretches {
         if length == 0 {
             self.table = HashTable::new();
         } else if capacity > KEPT && length * 8 < capacity {
-            self.table.shrink_to(length * 2, |&(half, _)| spread(half));
+            let secret = self.secret;
+            self.table.shrink_to(length * 2, |named| secret.place(whole(named.0)));
         }
     }
 
@@ -414,226 +411,5 @@ impl Stretches {
         let gone = self.all.take(stretch);
         self.held -= gone.data.len();
         gone
-    }
-}
-
-impl Blocks {
-    /// Where blocks behind `parent` would hang; None where no block with a copy has that hash.
-    pub fn above(&mut self, parent: Option<u64>) -> Option<Above> {
-        let Some(hash) = parent else { return Some(Above::Root) };
-        let Some(number) = self.stretches.find(hash) else {
-            return self.newest(hash).map(Above::Placed);
-        };
-        if !self.stretches.is_live(number) {
-            return None;
-        }
-        if self.stretches.all.get(number >> BITS).children >= CHILDREN {
-            self.look_into(hash);
-            return self.newest(hash).map(Above::Placed);
-        }
-        Some(Above::Kept(number))
-    }
-
-    /// What the salt of blocks there adds to their seed, if they have none of their own.
-    pub fn salt(&self, above: Above) -> u64 {
-        let naming = match above {
-            Above::Root => return 0,
-            Above::Placed(number) => self.get(number).naming,
-            Above::Kept(number) => self.stretches.all.get(number >> BITS).naming,
-        };
-        self.namings.get(naming).identity.salt
-    }
-
-    /// Keeps blocks, each the parent of the next, up to the first one whose hash is known: how many.
-    pub fn keep(&mut self, fresh: &Fresh<'_>) -> usize {
-        let blank = self.table.is_empty() && self.dead.is_empty();
-        let known = |&hash: &u64| !blank && self.has(hash);
-        let count = fresh.hashes.iter().position(known).unwrap_or(fresh.hashes.len());
-        let width = fresh.tokens.len() / fresh.hashes.len().max(1);
-        let (mut done, mut above) = (0, fresh.above);
-        while done < count {
-            let Some((stretch, first)) = self
-                .stretches
-                .end(above, fresh)
-                .or_else(|| self.stretches.begin(above, fresh))
-            else {
-                break;
-            };
-            let end = count.min(done + MOST - first);
-            let (hashes, tokens) = (&fresh.hashes[done..end], &fresh.tokens[done * width..end * width]);
-            let kept = self.stretches.extend(stretch, hashes, tokens);
-            if first == 0 {
-                self.begun(stretch, kept);
-            }
-            done += kept;
-            if done < end {
-                break;
-            }
-            above = Above::Kept(stretch << BITS | (first + kept - 1) as u32);
-        }
-        done
-    }
-
-    /// Takes note of a stretch that is new; without blocks it is none.
-    fn begun(&mut self, stretch: u32, kept: usize) {
-        if kept == 0 {
-            self.stretches.drop(stretch);
-            return;
-        }
-        let it = self.stretches.all.get_mut(stretch);
-        it.born = self.births;
-        self.births += MOST as u64;
-        let (above, naming) = (it.above, it.naming);
-        self.namings.add(naming);
-        match above {
-            Above::Root => {}
-            Above::Placed(block) => self.get_mut(block).children += 1,
-            Above::Kept(_) => self.stretches.hang(stretch),
-        }
-    }
-
-    /// Whether a block of the tree has this hash, with copies or without.
-    fn has(&self, hash: u64) -> bool {
-        self.newest(hash).is_some() || (!self.dead.is_empty() && self.dead_hashes.contains_key(&hash))
-    }
-
-    /// Takes the copy of a block in a manner of `plane`. None where the hash is not of a stretch.
-    #[inline]
-    pub(super) fn remove_kept(&mut self, hash: u64, plane: u64) -> Option<bool> {
-        let (stretch, left) = self.stretches.remove(hash, plane)?;
-        match left {
-            Left::Same => return Some(false),
-            Left::Hole => {}
-            Left::Shorter if self.stretches.all.get(stretch).ends_live() => self.stretches.tidy(stretch),
-            Left::Shorter | Left::Dead => self.cut(stretch),
-        }
-        Some(true)
-    }
-
-    /// Forgets what nothing needs of a stretch, and of those that it hangs on.
-    fn cut(&mut self, mut stretch: u32) {
-        loop {
-            let needed = self.stretches.needed(stretch);
-            self.stretches.leave(stretch, needed);
-            let it = self.stretches.all.get_mut(stretch);
-            it.length = needed as u8;
-            if needed > 0 {
-                return self.stretches.tidy(stretch);
-            }
-            let gone = self.stretches.drop(stretch);
-            self.release(gone.naming);
-            match gone.above {
-                Above::Root => return,
-                Above::Placed(block) => return self.unhung(block),
-                Above::Kept(block) => {
-                    stretch = block >> BITS;
-                    self.stretches.unhang(stretch, gone.next, gone.before);
-                    if self.stretches.all.get(stretch).ends_live() {
-                        return;
-                    }
-                }
-            }
-        }
-    }
-
-    // --- into the tree
-
-    /// Has the tree tell all about a hash.
-    #[inline]
-    pub fn look_into(&mut self, hash: u64) {
-        if !self.stretches.is_empty()
-            && let Some(number) = self.stretches.find(hash)
-        {
-            self.settle_up_to(number >> BITS);
-        }
-    }
-
-    /// Has the tree tell all about everything.
-    pub fn look_into_all(&mut self) {
-        let all = &self.stretches.all;
-        let mut order: Vec<(u64, u32)> = all.numbers().map(|number| (all.get(number).born, number)).collect();
-        order.sort_unstable(); // parents first, and equal histories in equal order
-        for (_, number) in order {
-            self.settle_one(number);
-        }
-    }
-
-    /// Places a stretch, and before it those that it hangs on.
-    #[cold]
-    fn settle_up_to(&mut self, stretch: u32) {
-        let up = |&at: &u32| match self.stretches.all.get(at).above {
-            Above::Kept(block) => Some(block >> BITS),
-            _ => None,
-        };
-        let path: Vec<u32> = std::iter::successors(Some(stretch), up).collect();
-        for &number in path.iter().rev() {
-            self.settle_one(number);
-        }
-    }
-
-    /// Places a stretch that hangs on none.
-    fn settle_one(&mut self, stretch: u32) {
-        if self.full {
-            return;
-        }
-        let children: Vec<u32> = self.stretches.children(stretch).collect();
-        self.stretches.leave(stretch, 0);
-        let gone = self.stretches.drop(stretch);
-        self.stretches.live -= gone.live.count_ones() as usize;
-        let above = match gone.above {
-            Above::Placed(block) => block,
-            _ => NONE,
-        };
-        let mut placed = [NONE; MOST];
-        if !self.place_all(&gone, above, &mut placed) {
-            self.full = true;
-            self.stretches = Stretches::new(self.secret);
-            return;
-        }
-        if above != NONE {
-            self.get_mut(above).children -= 1;
-        }
-        for child in children {
-            let it = self.stretches.all.get_mut(child);
-            if let Above::Kept(block) = it.above {
-                let block = placed[block as usize % MOST];
-                (it.above, it.next, it.before) = (Above::Placed(block), NONE, NONE);
-                self.get_mut(block).children += 1;
-            }
-        }
-        let length = u32::from(gone.length);
-        for at in bits(!gone.live & (u64::MAX >> (u64::BITS - length))) {
-            let number = placed[usize::from(at)];
-            self.get_mut(number).mask = 0;
-            self.settle(number);
-        }
-        self.release(gone.naming);
-    }
-
-    /// Places the blocks of a stretch, each the parent of the next. False when there are too many blocks.
-    fn place_all(&mut self, gone: &Stretch, above: u32, placed: &mut [u32; MOST]) -> bool {
-        let identity = self.namings.get(gone.naming).identity;
-        let seed = crate::keys::seed(identity.lora, identity.salt);
-        let (mut parent, mut last) = (above, (above != NONE).then(|| self.get(above).key));
-        for (at, placed) in placed.iter_mut().enumerate().take(gone.length.into()) {
-            let tokens = gone.tokens(at);
-            let local = crate::keys::local(tokens, seed);
-            let key = last.map_or(local, |last| crate::keys::chained(last, local));
-            let block = Block {
-                hash: gone.hash(at),
-                key,
-                parent,
-                identity,
-                naming: gone.naming,
-                tokens,
-                manner: gone.manner,
-            };
-            let (Placed::Fresh(number) | Placed::Known(number)) = self.place_in_tree(&block) else {
-                return false;
-            };
-            self.get_mut(number).born = (gone.born + at as u64) as u32;
-            (*placed, parent, last) = (number, number, Some(key));
-        }
-        true
     }
 }

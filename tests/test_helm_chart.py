@@ -1,0 +1,319 @@
+"""The Helm chart: what it renders is what Kubernetes' schemas allow, what `kvevents` takes, and what clusters want of pods."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from kvevents.cli.program import _parser as parser
+from kvevents.service.config import to_config
+
+ROOT: Final = Path(__file__).parent.parent
+CHART: Final = ROOT / "deploy" / "helm" / "kvevents"
+HELM: Final = shutil.which("helm", path=str(ROOT / ".cache" / "tools")) or shutil.which("helm") or ""
+needs_helm = pytest.mark.skipif(not HELM, reason="no helm; `tools/setup tests` builds one where there is Go")
+_VALIDATE: Final = find_spec("kubernetes_validate")
+SCHEMAS: Final = Path((_VALIDATE and _VALIDATE.origin) or "/nowhere/x").parent / "kubernetes-json-schema"
+"""Kubernetes' own, of each release, as the package kubernetes-validate carries them."""
+needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason="no schemas of Kubernetes: pip install kubernetes-validate")
+SECONDS: Final = 60.0
+VERSIONS: Final = ("1.25", "1.37")
+MODEL: Final = "engines.model=llama"
+EVERYTHING: Final = (
+    MODEL,
+    "engines.blockSize=16",
+    "bridge.reserve=1",
+    "bridge.login.secretName=bridge",
+    "bridge.login.nkey=bridge.nk",
+    "replica.login.secretName=replica",
+    "replica.login.credentials=replica.creds",
+    "replica.config.secretName=replica-config",
+    "replica.antiAffinity=hard",
+    "plane.tls.secretName=plane-tls",
+    "plane.tls.certificate=tls.crt",
+    "plane.tls.key=tls.key",
+    "plane.servers={tls://nats-0:4222,tls://nats-1:4222}",
+    "imagePullSecrets[0].name=registry",
+    "bridge.nodeSelector.zone=a",
+    "replica.tolerations[0].key=gpu",
+    "replica.podAnnotations.note=x",
+    "bridge.podLabels.team=x",
+    "replica.service.annotations.note=x",
+    "monitoring.podMonitor.enabled=true",
+    "monitoring.podMonitor.labels.release=prometheus",
+    "monitoring.prometheusRule.enabled=true",
+    "monitoring.prometheusRule.labels.release=prometheus",
+)
+Object = dict[str, Any]
+
+
+def helm(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HELM, *map(str, args)], capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+@cache
+def rendered(*settings: str, chart: Path = CHART, version: str = "1.30") -> list[Object]:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    done = helm("template", "plane", chart, "--namespace", "kv", "--kube-version", version, *flags)
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    return next(each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name))
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    return [each["spec"]["template"] for each in objects if each["kind"] == "Deployment"]
+
+
+# --- Kubernetes' schemas -----------------------------------------------------------------------------------------------------
+
+
+def faults_of(each: Object, version: str) -> list[str]:
+    """What a release of Kubernetes has against an object; its strict schemas allow no field that there is not."""
+    [folder] = SCHEMAS.glob(f"v{version}.*-local-strict")
+
+    @cache
+    def read(uri: str) -> Any:
+        return json.loads((folder / uri.rpartition("/")[2]).read_text())
+
+    group, _, api = each["apiVersion"].rpartition("/")
+    kind = "-".join([each["kind"].lower(), *([group.partition(".")[0]] if group else []), api])
+    validator = jsonschema_rs.validator_for(read(f"{kind}.json"), retriever=read)
+    return [f"{'/'.join(map(str, fault.instance_path))}: {fault.message}" for fault in validator.iter_errors(each)]
+
+
+@needs_helm
+@needs_schemas
+@pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_rendered_is_what_kubernetes_takes(settings: tuple[str, ...], version: str) -> None:
+    """Of the Prometheus operator's kinds there are no schemas."""
+    objects = [each for each in rendered(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
+    assert {each["kind"] for each in objects} == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
+    for each in objects:
+        assert faults_of(each, version) == [], each["metadata"]["name"]
+
+
+@needs_helm
+@needs_schemas
+def test_a_wrong_field_is_seen_by_the_schemas() -> None:
+    """So that the test above can fail."""
+    wrong = json.loads(json.dumps(named(rendered(MODEL), "Deployment", "plane-kvevents-replica")))
+    wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
+    assert "redinessProbe" in str(faults_of(wrong, "1.30"))
+
+
+@needs_helm
+def test_helm_has_nothing_against_it() -> None:
+    done = helm("lint", "--strict", CHART, "--set", MODEL, "--kube-version", "1.30")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- what kvevents takes -----------------------------------------------------------------------------------------------------
+
+
+def containers(objects: list[Object]) -> list[Object]:
+    return [each for pod in pods(objects) for each in pod["spec"]["containers"]]
+
+
+@needs_helm
+@pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
+def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
+    """Each command line is parsed by the program itself."""
+    for each in containers(rendered(*settings)):
+        args = [arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]]
+        assert parser().parse_args(args), each["name"]
+
+
+@needs_helm
+def test_bridges_find_engines_behind_the_headless_service() -> None:
+    objects = rendered(*EVERYTHING)
+    service = named(objects, "Service", "plane-kvevents-engines")
+    assert service["spec"]["clusterIP"] == "None"
+    tables = named(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
+    config = to_config(tomllib.loads(tables), "bridge.toml")
+    [dns] = config.dns
+    assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
+    assert (dns.model, dns.block_size, dns.replay_endpoint) == ("llama", 16, "tcp://*:6558")
+
+
+@needs_helm
+def test_one_bridge_may_be_in_reserve() -> None:
+    objects = rendered(*EVERYTHING)
+    args = {
+        kind: named(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0]["args"]
+        for kind in ("active", "reserve")
+    }
+    assert [arg for arg in args["reserve"] if arg not in args["active"]] == ["--reserve=2"]
+    assert "--name=$(POD_NAME)" in args["active"]
+
+
+# --- what a cluster wants of pods --------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
+def test_pods_keep_to_the_restricted_standard(settings: tuple[str, ...]) -> None:
+    """Kubernetes' Pod Security Standard `restricted`, a root file system that is read only, no token, and limits."""
+    for pod in pods(rendered(*settings)):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in spec["containers"]:
+            context = each["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert each["resources"]["requests"]
+            assert "memory" in each["resources"]["limits"]
+        assert {mount["name"] for each in spec["containers"] for mount in each["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
+        assert all(volume.keys() & {"secret", "configMap", "emptyDir"} for volume in spec["volumes"])
+
+
+@needs_helm
+def test_secrets_are_files_that_arguments_name() -> None:
+    for pod in pods(rendered(*EVERYTHING)):
+        [each] = pod["spec"]["containers"]
+        places = [mount["mountPath"] for mount in each["volumeMounts"]]
+        files = [arg.partition("=")[2] for arg in each["args"] if re.match(r"--(creds|nkey|tls-\w+|config)=", arg)]
+        assert len(files) == 5
+        assert all(any(file.startswith(f"{place}/") for place in places) for file in files)
+
+
+@needs_helm
+def test_replicas_are_ready_when_they_say_so_and_go_one_at_a_time() -> None:
+    objects = rendered(*EVERYTHING)
+    replica = named(objects, "Deployment", "plane-kvevents-replica")["spec"]["template"]
+    [each] = replica["spec"]["containers"]
+    assert each["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert each["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert "requiredDuringSchedulingIgnoredDuringExecution" in replica["spec"]["affinity"]["podAntiAffinity"]
+    for kind in ("bridge", "replica"):
+        budget = named(objects, "PodDisruptionBudget", f"plane-kvevents-{kind}")["spec"]
+        assert budget["maxUnavailable"] == 1
+        matching = [
+            pod for pod in pods(objects) if budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        ]
+        assert len(matching) == {"bridge": 2, "replica": 1}[kind]
+    service = named(objects, "Service", "plane-kvevents-replica")["spec"]
+    assert service["selector"].items() <= replica["metadata"]["labels"].items()
+
+
+@needs_helm
+def test_monitors_and_rules_are_those_of_the_kit() -> None:
+    objects = rendered(*EVERYTHING)
+    [rules] = [each for each in objects if each["kind"] == "PrometheusRule"]
+    kit = [yaml.safe_load(path.read_text())["groups"] for path in sorted((ROOT / "observability").glob("*-rules.yaml"))]
+    assert sorted(rules["spec"]["groups"], key=str) == sorted([group for groups in kit for group in groups], key=str)
+    monitors = [each for each in objects if each["kind"] == "PodMonitor"]
+    for monitor in monitors:
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        found = [pod for pod in pods(objects) if wanted <= pod["metadata"]["labels"].items()]
+        assert found
+        for pod in found:
+            ports = {port["name"] for each in pod["spec"]["containers"] for port in each["ports"]}
+            assert {end["port"] for end in monitor["spec"]["podMetricsEndpoints"]} <= ports
+    assert len(monitors) == 2
+
+
+# --- the relay ---------------------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> None:
+    """By the named template; the example for who has no chart says the same."""
+    chart = tmp_path / "engines"
+    (chart / "templates").mkdir(parents=True)
+    (chart / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")
+    shutil.copytree(CHART, chart / "charts" / "kvevents")
+    pod = '{{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}'
+    (chart / "templates" / "engine.yaml").write_text(
+        "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
+        + pod.replace("{{-", "        {{-", 1)
+    )
+    objects = rendered("kvevents.engines.model=llama", chart=chart)
+    [relay] = named(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
+    example = yaml.safe_load((CHART / "examples" / "engine-with-relay.yaml").read_text())
+    assert relay == example["spec"]["template"]["spec"]["containers"][1]
+    assert parser().parse_args(relay["args"])
+    service = named(objects, "Service", "plane-kvevents-engines")["spec"]
+    assert service["selector"].items() <= example["spec"]["template"]["metadata"]["labels"].items()
+    assert {port["port"] for port in service["ports"]} <= {port["containerPort"] for port in relay["ports"]}
+
+
+# --- wrong values ------------------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("plane.copies=2", "copies"),
+        ("plane.servers={nats://user:secret@nats:4222}", "servers"),
+        ("replica.replicsa=2", "replicsa"),
+        ("replica.memoryLimit=lots", "memoryLimit"),
+        ("engines.model=", "engines.model: what model the engines serve"),
+        ("bridge.login.secretName=x", "name the key in it as well"),
+        ("relay.tokens=burn", "tokens"),
+    ],
+)
+def test_wrong_values_are_named(wrong: str, said: str) -> None:
+    done = helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", wrong)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_schema_knows_each_value() -> None:
+    """And no other."""
+
+    def places(values: Any, schema: Any, at: str = "") -> list[str]:
+        if schema.get("additionalProperties") is not False:
+            return []
+        here = [f"{at}{name}" for name in values.keys() ^ (schema["properties"].keys() - {"global"})]
+        return here + [
+            place
+            for name, value in values.items()
+            if isinstance(value, dict)
+            for place in places(value, schema["properties"][name], f"{at}{name}.")
+        ]
+
+    values, schema = yaml.safe_load((CHART / "values.yaml").read_text()), json.loads((CHART / "values.schema.json").read_text())
+    assert places(values, schema) == []
+    assert jsonschema_rs.validator_for(schema).is_valid(values)
+
+
+def test_the_image_has_what_the_chart_runs() -> None:
+    """The user, the extras, and what is copied; the ignore file lets just that in."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    user = values["podSecurityContext"]["runAsUser"]
+    assert f"--uid {user}" in dockerfile
+    assert f"USER {user}:" in dockerfile
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extras] = re.findall(r"\{wheel\}\[([\w,]+)\]", dockerfile)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    copied = [name for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    let_in = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(let_in) == sorted(copied)
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == project["version"]
+    exposed = set(map(int, re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0].split()))
+    ports = {values["replica"]["port"], values["engines"]["port"], values["engines"]["replayPort"]}
+    assert exposed == ports | {values["bridge"]["metricsPort"], values["relay"]["metricsPort"]}

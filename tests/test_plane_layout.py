@@ -1,0 +1,138 @@
+"""How a plane is made of streams and buckets, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext, api
+
+from bridge_cases import with_js
+from kvevents.errors import ConfigError, PlaneError
+from kvevents.plane.layout import Layout, find, make, make_lane, state_of
+from kvevents.plane.settings import PlaneSettings
+from nats_servers import NatsServer, nats_server, needs_nats
+
+pytestmark = needs_nats
+
+
+@pytest.fixture(scope="module", name="server")
+def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+def plane(server: NatsServer, name: str, lanes: int = 3, **more: Any) -> PlaneSettings:
+    return PlaneSettings(servers=(server.url,), name=name, lanes=lanes, **{"lane_bytes": 4 << 20, **more})
+
+
+def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
+    settings = plane(server, "once")
+
+    async def work(js: JetStreamContext) -> None:
+        assert await find(js, "once") is None
+        first = await make(js, settings)
+        lives = [(await state_of(js, first, lane)).made for lane in range(3)]
+        assert len(set(lives)) == 3
+        again = await make(js, settings)
+        assert [(await state_of(js, again, lane)).made for lane in range(3)] == lives
+        found = await find(js, "once")
+        assert found is not None
+        assert (found.name, found.lanes) == ("once", 3)
+        assert (await state_of(js, first, 2))[:2] == (0, 0)
+
+    with_js(settings, work)
+
+
+def test_those_who_make_it_at_once_make_the_same_one(server: NatsServer) -> None:
+    """Though they were told to make different ones."""
+    settings = [plane(server, "race", lanes) for lanes in (2, 4, 3, 2)]
+
+    async def work(js: JetStreamContext) -> None:
+        layouts = await asyncio.gather(*(make(js, each) for each in settings))
+        found = await find(js, "race")
+        assert found is not None
+        assert {layout.lanes for layout in layouts} == {found.lanes}
+
+    with_js(settings[0], work)
+
+
+def test_what_an_operator_has_changed_stays(server: NatsServer) -> None:
+    """A lane that was full has been given more room; whoever begins then must not fail."""
+    settings = plane(server, "edited")
+
+    async def work(js: JetStreamContext) -> None:
+        layout = await make(js, settings)
+        config = (await js.stream_info(layout.stream(1))).config
+        config.max_bytes = 8 << 20
+        await js.update_stream(config)
+        assert (await make(js, settings)).lanes == 3
+        assert (await js.stream_info(layout.stream(1))).config.max_bytes == 8 << 20
+
+    with_js(settings, work)
+
+
+def test_a_lane_that_is_made_again_is_another_one(server: NatsServer) -> None:
+    settings = plane(server, "again")
+
+    async def work(js: JetStreamContext) -> None:
+        layout = await make(js, settings)
+        before = (await state_of(js, layout, 0)).made
+        await js.delete_stream(layout.stream(0))
+        with pytest.raises(PlaneError, match="lane 0 of plane 'again'") as told:
+            await state_of(js, layout, 0)
+        assert told.value.fault == "missing"
+        await make_lane(js, layout, 0, settings)
+        assert (await state_of(js, layout, 0)).made != before
+
+    with_js(settings, work)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"description": "mine"},
+        {"subjects": ["kvevents.odd.lane.0", "more"]},
+        {"discard": api.DiscardPolicy.OLD},
+        {"max_age": 600.0},
+        {"max_msgs": 5},
+    ],
+    ids=str,
+)
+def test_streams_that_would_forget_are_no_lanes(server: NatsServer, odd: dict[str, Any]) -> None:
+    """Nor are those of somebody else."""
+    settings = plane(server, "odd")
+
+    async def work(js: JetStreamContext) -> None:
+        layout = await make(js, settings)
+        config = (await js.stream_info(layout.stream(0))).config
+        for lane in range(3):
+            await js.delete_stream(layout.stream(lane))
+        for name, value in odd.items():
+            setattr(config, name, value)
+        await js.add_stream(config)
+        with pytest.raises(ConfigError, match=r"KVEVENTS_odd_0 .*give .*another name"):
+            await make(js, settings)
+        await js.delete_stream(layout.stream(0))
+
+    with_js(settings, work)
+
+
+def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
+    async def work(js: JetStreamContext) -> None:
+        await js.add_stream(name=Layout("later", 1).stream(0), subjects=["x"], description='{"layout": 99, "lanes": 2}')
+        with pytest.raises(ConfigError, match="layout 99"):
+            await find(js, "later")
+
+    with_js(plane(server, "later"), work)
+
+
+def test_engines_are_spread_over_lanes_in_the_same_way_for_ever() -> None:
+    layout = Layout("any", 8)
+    assert [layout.lane_of(f"engine-{at}") for at in range(8)] == [2, 4, 5, 5, 5, 6, 6, 7]
+    counts = [0] * 8
+    for at in range(8_000):
+        counts[layout.lane_of(f"http://10.0.{at // 256}.{at % 256}:8000")] += 1
+    assert max(counts) < 1.15 * min(counts)

@@ -1,0 +1,128 @@
+"""The thread that follows engines: what they say becomes records, and nothing of one engine ends it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bridge_cases import TalkingEngine
+from kvevents.plane.ledger import Start
+from kvevents.plane.listening import MAX_REASON, Heard, Listener
+from kvevents.plane.records import Batched, Lost, Renewed, Trusting
+from kvevents.stream import Checkpoint, Source
+from plane_cases import SECONDS
+from publisher_cases import held
+from service_cases import until
+
+
+class Ear:
+    """A listener, and what it has told."""
+
+    def __init__(self) -> None:
+        self.told: list[Heard] = []
+        self.room = threading.Event()
+        self.room.set()
+        self.listener = Listener("bridge", self.told.extend, self.room.is_set)
+
+    @property
+    def batches(self) -> list[Batched]:
+        return [each.record for each in list(self.told) if isinstance(each.record, Batched)]
+
+    @property
+    def trust(self) -> list[str]:
+        return [each.record.trust for each in list(self.told) if isinstance(each.record, Trusting)]
+
+    def until(self, count: int) -> None:
+        until(f"{count} batches", lambda: len(self.batches) == count, SECONDS)
+
+
+@contextmanager
+def listening() -> Iterator[Ear]:
+    ear = Ear()
+    ear.listener.start()
+    try:
+        yield ear
+    finally:
+        assert ear.listener.stop()
+        assert ear.listener.failure is None
+
+
+def test_batches_resets_gaps_and_trust_become_records() -> None:
+    with TalkingEngine() as engine, listening() as ear:
+        ear.listener.follow(engine.source, Start(None, 7), turn=3)
+        engine.say(5)
+        ear.until(5)
+        until("trust", lambda: ear.trust[-1:] == ["EXACT"], SECONDS)
+        with held(engine.publisher):
+            pass  # it has burnt a number
+        engine.say(1)
+        until("less trust", lambda: ear.trust[-1] == "DEGRADED", SECONDS)
+        assert [each.record for each in ear.told if isinstance(each.record, Lost)] == [Lost("engine", 0, 7, 5, 5)]
+        engine.restart()
+        engine.say(1)
+        until("a reset", lambda: any(isinstance(each.record, Renewed) for each in ear.told), SECONDS)
+        until("the new life", lambda: ear.batches[-1].incarnation == 8, SECONDS)
+        assert {each.turn for each in ear.told} == {3}
+        assert {each.incarnation for each in ear.batches[:5]} == {7}
+
+
+def test_a_stream_goes_on_where_the_log_stands_or_begins_anew() -> None:
+    with TalkingEngine() as engine, listening() as ear:
+        engine.say(5)
+        ear.listener.follow(engine.source, Start(Checkpoint("engine", 0, 4, -1), 0), turn=1)
+        until("batches", lambda: len(ear.batches) >= 5, SECONDS)
+        assert isinstance(ear.told[0].record, Trusting | Renewed)
+        assert [each.record.incarnation for each in ear.told if isinstance(each.record, Renewed)] == [5]
+        assert {each.incarnation for each in ear.batches} == {5}
+
+
+def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost() -> None:
+    with TalkingEngine() as engine, listening() as ear:
+        ear.listener.follow(engine.source, Start(None, 0), turn=1)
+        engine.say(5)
+        ear.until(5)
+        ear.room.clear()
+        engine.say(200)
+        until("the engine to have sent it", lambda: engine.publisher.stats().published == 205, SECONDS)
+        before = len(ear.batches)
+        ear.room.set()
+        ear.until(205)
+        assert before < 205
+        assert [each.seq for each in ear.batches] == list(range(205))
+
+
+def test_who_is_left_is_heard_no_more_and_may_be_followed_again() -> None:
+    with TalkingEngine("one") as one, TalkingEngine("two") as two, listening() as ear:
+        for turn, engine in enumerate((one, two)):
+            ear.listener.follow(engine.source, Start(None, 0), turn)
+            engine.say(3)
+        ear.until(6)
+        ear.listener.leave(("one", 0))
+        ear.listener.leave(("nobody", 0))
+        until("it to be left", lambda: [each.source for each in ear.listener.statuses()] == ["two"], SECONDS)
+        one.say(3)
+        two.say(3)
+        ear.until(9)
+        ear.listener.follow(one.source, Start(None, 0), turn=2)
+        ear.until(15)
+        assert [each.record.seq for each in ear.told if isinstance(each.record, Batched) and each.turn == 2] == list(range(6))
+
+
+def test_an_address_that_is_none_is_told_as_trust() -> None:
+    with TalkingEngine() as engine, listening() as ear:
+        ear.listener.follow(Source("tcp://x:y" + "z" * 2 * MAX_REASON, name="odd"), Start(None, 0), turn=5)
+        until("it to be told", lambda: ear.trust == ["CONNECTING"], SECONDS)
+        said = ear.told[0].record
+        assert isinstance(said, Trusting)
+        assert (said.key, ear.told[0].turn, len(said.reason)) == (("odd", 0), 5, MAX_REASON)
+        ear.listener.leave(("odd", 0))
+        ear.listener.follow(engine.source, Start(None, 0), turn=6)
+        engine.say(1)
+        ear.until(1)
+
+
+def test_one_that_never_began_closes_its_sockets() -> None:
+    listener = Listener("bridge", lambda _: None, lambda: True)
+    assert listener.stop()
+    assert repr(listener._subscriber) == "<Subscriber closed>"

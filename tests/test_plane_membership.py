@@ -1,0 +1,90 @@
+"""Which engines are gone, by what a bridge hears and for how long."""
+
+from __future__ import annotations
+
+from kvevents.plane.membership import Members
+from kvevents.plane.records import Key, Trusting
+
+DEAD = 10.0
+
+
+def keys(*names: str, ranks: int = 1) -> list[Key]:
+    return [(name, rank) for name in names for rank in range(ranks)]
+
+
+def hear(members: Members, trust: str, streams: list[Key]) -> None:
+    for key in streams:
+        members.hear(Trusting(*key, "bridge", trust, "", {}))
+
+
+def test_an_engine_is_gone_after_so_many_seconds_and_not_before() -> None:
+    members, streams = Members(DEAD), keys("a", "b", "c")
+    hear(members, "EXACT", streams)
+    assert members.gone(streams, 0.0) == []
+    hear(members, "STALE", keys("a"))
+    assert members.gone(streams, 5.0) == []
+    assert members.gone(streams, 15.0) == []
+    assert members.gone(streams, 15.1) == keys("a")
+    hear(members, "REPLAYING", keys("a"))
+    assert members.gone(streams, 16.0) == []
+    hear(members, "STALE", keys("a"))
+    assert members.gone(streams, 17.0) == []
+
+
+def test_one_of_which_nothing_was_heard_is_not_away() -> None:
+    """A bridge that has just begun says nothing of anybody."""
+    members, streams = Members(DEAD), keys("a", "b", "c")
+    assert members.gone(streams, 0.0) == []
+    assert members.gone(streams, 100.0) == []
+    assert members.suspects == ""
+
+
+def test_more_than_half_of_them_are_the_network() -> None:
+    members, streams = Members(DEAD), keys("a", "b", "c", "d", "e")
+    hear(members, "EXACT", streams)
+    hear(members, "STALE", keys("a", "b", "c"))
+    members.gone(streams, 0.0)
+    assert members.suspects == ""  # a moment says nothing
+    assert members.gone(streams, 11.0) == []
+    assert members.suspects == "3 of 5 engines cannot be reached"
+    hear(members, "EXACT", keys("c"))
+    assert members.gone(streams, 12.0) == keys("a", "b")
+    assert members.suspects == ""
+
+
+def test_engines_are_counted_and_not_their_ranks() -> None:
+    members, streams = Members(DEAD), [*keys("large", ranks=8), *keys("a", "b")]
+    hear(members, "EXACT", streams)
+    hear(members, "STALE", keys("large", ranks=8))
+    members.gone(streams, 0.0)
+    assert members.gone(streams, 11.0) == keys("large", ranks=8)
+
+
+def test_those_that_have_left_do_not_count() -> None:
+    """Or a fleet that has shrunk would be suspected for ever."""
+    members, streams = Members(DEAD), keys("a", "b", "c", "d", "e")
+    hear(members, "EXACT", streams)
+    for gone in ("a", "b", "c"):
+        hear(members, "STALE", keys(gone))
+        members.gone(streams, 0.0)
+        assert members.gone(streams, 11.0) == keys(gone)
+        streams = [key for key in streams if key[0] != gone]
+        assert members.gone(streams, 12.0) == []
+
+
+def test_a_single_engine_is_too_few_to_suspect_the_network() -> None:
+    members, streams = Members(DEAD), keys("a")
+    hear(members, "CONNECTING", streams)
+    members.gone(streams, 0.0)
+    assert members.gone(streams, 11.0) == streams
+
+
+def test_following_anew_does_not_make_it_younger() -> None:
+    members, streams = Members(DEAD), keys("a", "b", "c")
+    hear(members, "EXACT", streams)
+    hear(members, "STALE", keys("a"))
+    members.gone(streams, 0.0)
+    members.begin_anew(("a", 0))
+    assert members.gone(streams, 11.0) == keys("a")
+    members.forget(("a", 0))
+    assert members.gone(streams, 12.0) == []

@@ -1,0 +1,243 @@
+"""Reading a lane of a real server: every page once and in order, or a word that this cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvevents.plane import reading
+from kvevents.plane.client import PlaneClient
+from kvevents.plane.connection import opened
+from kvevents.plane.layout import Layout, make, make_lane
+from kvevents.plane.reading import LaneReader, Pushed
+from kvevents.plane.settings import PlaneSettings
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import SECONDS, plane_at
+
+pytestmark = needs_nats
+
+
+@pytest.fixture(scope="module", name="server")
+def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+class Lane:
+    """One lane, somebody who writes into it, and a reader."""
+
+    def __init__(self, client: PlaneClient, layout: Layout, settings: PlaneSettings) -> None:
+        self.client, self.js, self.layout, self.settings = client, client.jetstream(), layout, settings
+        self.stream, self.subject = layout.stream(0), layout.subject(0)
+        self.came: list[Pushed] = []
+        self.made = 0
+
+    async def write(self, count: int, size: int = 0) -> None:
+        for _ in range(count):
+            self.made += 1
+            await self.js.publish(self.subject, b"%d " % self.made + bytes(size))
+
+    def reader(self, position: int = 0, made: str | None = None, **more: Any) -> LaneReader:
+        return LaneReader(self.client, self.layout, 0, position, made, self.came.extend, **more)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(pushed.data.split(b" ")[0]) for pushed in self.came]
+
+    async def until(self, count: int) -> None:
+        await until(lambda: len(self.came) >= count)
+        assert self.numbers == list(range(1, count + 1))
+
+
+async def until(look: Callable[[], object]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not look():  # noqa: ASYNC110 - of anything
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(reader: LaneReader) -> AsyncIterator[asyncio.Task[Any]]:
+    task = asyncio.create_task(reader.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, ZeroDivisionError):
+            await task
+
+
+def with_lane(settings: PlaneSettings, work: Callable[[Lane], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with opened(settings, name="test") as client:
+            await work(Lane(client, await make(client.jetstream(), settings), settings))
+
+    asyncio.run(main())
+
+
+def test_every_page_once_and_in_order(server: NatsServer) -> None:
+    """Those that were there, and those that come; the reader says when it has caught up."""
+
+    async def work(lane: Lane) -> None:
+        await lane.write(300)
+        reader = lane.reader()
+        async with running(reader):
+            await reader.caught_up.wait()
+            assert len(lane.came) == 300
+            await lane.write(100)
+            await lane.until(400)
+            assert (reader.position, reader.behind, reader.fault) == (400, 0, "")
+            assert [pushed.position for pushed in lane.came] == list(range(1, 401))
+
+    with_lane(plane_at(server.url, name="order", lanes=1), work)
+
+
+def test_it_goes_on_where_it_was_told(server: NatsServer) -> None:
+    async def work(lane: Lane) -> None:
+        await lane.write(10)
+        async with running(lane.reader(7)) as task:
+            await until(lambda: len(lane.came) == 3)
+            assert lane.numbers == [8, 9, 10]
+            assert not task.done()
+
+    with_lane(plane_at(server.url, name="on", lanes=1), work)
+
+
+def test_pages_that_come_faster_than_they_are_taken_are_read_again(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PENDING_BYTES", 64 << 10)
+    monkeypatch.setattr(reading, "AGAIN_SECONDS", 0.01)
+
+    async def work(lane: Lane) -> None:
+        await lane.write(20, size=16 << 10)
+        async with running(lane.reader()):
+            await lane.until(20)
+
+    with_lane(plane_at(server.url, name="fast", lanes=1), work)
+
+
+def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    async def work(lane: Lane) -> None:
+        reader = lane.reader()
+        async with running(reader):
+            await lane.write(10)
+            await lane.until(10)
+            server.kill()
+            await until(lambda: reader.fault)
+            await asyncio.to_thread(server.start)
+            await until(lambda: lane.client.is_connected)
+            await lane.write(10)
+            await lane.until(20)
+            await until(lambda: not reader.fault)
+
+    with nats_server(tmp_path) as server:
+        with_lane(plane_at(server.url, lanes=1), work)
+
+
+def test_a_lane_that_is_deleted_is_waited_for_and_is_another_one_then(server: NatsServer) -> None:
+    async def work(lane: Lane) -> None:
+        reader = lane.reader()
+        async with running(reader) as task:
+            await lane.write(5)
+            await lane.until(5)
+            await lane.js.delete_stream(lane.stream)
+            reader.look_again()
+            await until(lambda: "deleted" in reader.fault)
+            await make_lane(lane.js, lane.layout, 0, lane.settings)
+            async with asyncio.timeout(SECONDS):
+                assert (await task).why == "made anew"
+
+    with_lane(plane_at(server.url, name="deleted", lanes=1), work)
+
+
+def test_who_may_make_it_does(server: NatsServer) -> None:
+    async def work(lane: Lane) -> None:
+        async def remake() -> None:
+            await make_lane(lane.js, lane.layout, 0, lane.settings)
+
+        reader = lane.reader(remake=remake)
+        async with running(reader) as task:
+            await lane.write(5)
+            await lane.until(5)
+            await lane.js.delete_stream(lane.stream)
+            async with asyncio.timeout(SECONDS):
+                await reader.look_again().wait()
+                assert (await task).why == "made anew"
+
+    with_lane(plane_at(server.url, name="remade", lanes=1), work)
+
+
+def test_pages_that_are_gone_before_they_were_read_are_told(server: NatsServer) -> None:
+    """At its beginning, all of it, or in its midst: and where it can be read on from."""
+
+    async def work(lane: Lane) -> None:
+        await lane.write(10)
+        await lane.js.delete_msg(lane.stream, 5)
+        async with running(lane.reader()) as task, asyncio.timeout(SECONDS):
+            assert await task == ("purged", 6)
+        assert lane.numbers == [1, 2, 3, 4]
+        await lane.js.purge_stream(lane.stream, seq=8)
+        async with running(lane.reader(4)) as task, asyncio.timeout(SECONDS):
+            assert await task == ("purged", 8)
+        await lane.js.purge_stream(lane.stream)
+        async with running(lane.reader(9)) as task, asyncio.timeout(SECONDS):
+            assert await task == ("purged", 11)
+        reader = lane.reader(10)
+        async with running(reader) as task:
+            await reader.caught_up.wait()
+            assert not task.done()
+
+    with_lane(plane_at(server.url, name="holes", lanes=1), work)
+
+
+def test_a_lane_that_ends_before_what_was_read_is_believed_only_after_a_while(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has just become its leader may be behind."""
+
+    async def work(lane: Lane) -> None:
+        await lane.write(10)
+        reader = lane.reader(12)
+        async with running(reader):
+            await until(lambda: "its leader may be new" in reader.fault)
+            await lane.write(3)
+            await until(lambda: lane.came)
+            assert lane.numbers == [13]
+        monkeypatch.setattr(reading, "SHRUNK_SECONDS", 0.1)
+        async with running(lane.reader(20)) as task, asyncio.timeout(SECONDS):
+            assert (await task).why == "shrunk"
+
+    with_lane(plane_at(server.url, name="shrunk", lanes=1), work)
+
+
+def test_what_goes_wrong_in_taking_ends_it(server: NatsServer) -> None:
+    """Or its ledger would have a hole that nobody sees."""
+
+    async def work(lane: Lane) -> None:
+        def take(_: list[Pushed]) -> None:
+            raise ZeroDivisionError
+
+        await lane.write(1)
+        task = asyncio.create_task(LaneReader(lane.client, lane.layout, 0, 0, None, take).run())
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(task, SECONDS)
+
+    with_lane(plane_at(server.url, name="wrong", lanes=1), work)
+
+
+def test_messages_that_no_consumer_sends_are_passed_over(server: NatsServer) -> None:
+    async def work(lane: Lane) -> None:
+        inboxes: list[str] = []
+        lane.client.new_inbox = lambda: inboxes.append(f"_INBOX.test{len(inboxes)}") or inboxes[-1]  # type: ignore[method-assign,func-returns-value]
+        reader = lane.reader()
+        async with running(reader):
+            await reader.caught_up.wait()
+            for reply in ("", "a.b", ".".join("abcdefgh")):
+                await lane.client.publish(inboxes[-1], b"hello", reply=reply)
+            await lane.write(3)
+            await lane.until(3)
+
+    with_lane(plane_at(server.url, name="strange", lanes=1), work)

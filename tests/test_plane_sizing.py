@@ -1,0 +1,72 @@
+"""The arithmetic of `python -m benchmarks.plane sizing`, and that docs/plane-sizing.md has the table that it prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+from benchmarks.plane.sizing import Costs, Fleet, amount, bridge_cpu, measure, plan, rows
+
+from nats_servers import needs_nats
+
+DOCUMENT: Final = (Path(__file__).parent.parent / "docs" / "plane-sizing.md").read_text()
+FLEET: Final = Fleet(
+    engines=100,
+    blocks=1e9,
+    tokens_per_second=320.0,
+    batches_per_second=10.0,
+    block_size=16,
+    machine_bytes=100e9,
+    snapshot_seconds=100.0,
+    acknowledged_seconds=0.01,
+    replicas=3,
+    copies=3,
+)
+COSTS: Final = Costs(payload=400, record=420, memory=50, saved=16, apply=100e-6, restore=1e-6, written=1e9, read=1e9)
+
+
+def test_memory_decides_where_it_is_scarce() -> None:
+    found = plan(FLEET, COSTS)
+    assert found.shards == found.by_memory == 1
+    assert plan(FLEET._replace(blocks=3e9), COSTS).by_memory == 3
+    assert plan(FLEET._replace(engines=100_000), COSTS).by_apply == 143
+    assert plan(FLEET, COSTS._replace(written=10e6)).by_transfer == 8
+
+
+def test_what_comes_while_it_reads_is_read_too() -> None:
+    """1,000 s of restoring 1e9 blocks, 16 s of reading them, and 100 s of log at a tenth of the thread's time."""
+    assert plan(FLEET, COSTS).bootstrap == pytest.approx((1_000 + 16 + 100 * 0.1) / 0.9)
+
+
+def test_lanes_have_room_for_three_snapshots() -> None:
+    found = plan(FLEET, COSTS)
+    assert found.lanes == 1
+    assert found.lane_bytes == pytest.approx(3 * 100 * 1_000 * 420)
+    assert plan(FLEET._replace(acknowledged_seconds=10.0), COSTS).lanes == 16
+
+
+def test_amounts_are_read_at_a_glance() -> None:
+    assert [amount(value, "B") for value in (16, 1_350.0, 5e9, 2e15)] == ["16 B", "1.35 kB", "5 GB", "2e+03 TB"]
+    assert bridge_cpu(1) < bridge_cpu(10) < bridge_cpu(32)
+
+
+def test_the_document_has_the_table_that_is_printed() -> None:
+    told = re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", DOCUMENT, re.MULTILINE)
+    assert [name for name, _, _ in told] == [name for name, _, _ in rows(FLEET, COSTS, plan(FLEET, COSTS))]
+
+
+@needs_nats
+def test_sizes_in_the_document_are_still_those_of_the_code() -> None:
+    """Bytes of batches, pages and blocks, which are the same on every machine."""
+    told = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \|", DOCUMENT, re.MULTILINE))
+    found = measure(int(told["blocks of a batch"].split()[0]))
+    for name, value in (
+        ("a batch", found.payload),
+        ("a batch in a lane", found.record),
+        ("a block in the index", found.memory),
+        ("a block in a snapshot", found.saved),
+    ):
+        number, unit = told[name].split()
+        assert value == pytest.approx(float(number) * {"B": 1, "kB": 1000}[unit], rel=0.05), name
