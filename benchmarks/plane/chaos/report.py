@@ -13,6 +13,7 @@ from benchmarks.plane.chaos.plan import known
 
 DOCUMENT: Final = engines.CHECKOUT / "docs" / "plane-chaos.md"
 CALM: Final = "nothing"
+SHORT: Final = "short replay"
 _HEADS: Final = ("fault", "rounds", "batches", "right at the end", "not EXACT, and why", "EXACT and wrong", "settled in")
 
 
@@ -55,8 +56,9 @@ def totals(outcomes: Sequence[Outcome]) -> str:
         f"{counted['adrift']:,} streams followed anew, {counted['generations']:,} generations of replicas; "
         f"**{right:,} rounds right, {sum(each.wrong for each in outcomes)} wrong, "
         f"{sum(bool(each.error) for each in outcomes)} fell over; "
-        f"{sum(each.lost for each in outcomes)} batches lost, {counted['doubled']} doubled, "
-        f"{counted['breaches'] + sum(len(each.flaws) for each in outcomes)} breaches**"
+        f"{sum(each.lost for each in outcomes if SHORT not in each.faults):,} batches lost, {counted['doubled']} doubled, "
+        f"{counted['breaches'] + sum(len(each.flaws) for each in outcomes)} breaches**, "
+        f"{sum(each.lost for each in outcomes if SHORT in each.faults):,} forgotten by engines with a short replay buffer"
     )
 
 
@@ -82,6 +84,8 @@ what it saw: do not edit it.
 - The log is then read page by page: numbers follow each other in each incarnation, none is there twice, and all batches of an
   incarnation are of one life of the engine. What bridges and replicas count besides (records that are doubled, records that no
   bridge writes) must be 0.
+- *Forgotten* are batches that had left an engine's replay buffer before a bridge asked for them (`short replay`: 200 batches);
+  the log says so, and has the engine's history in their place. Any other batch that the log says is lost counts as wrong.
 - Timeouts of subscribers, replicas and bridges are shorter than by default, so that a round takes seconds.
 - A round stands in the row of each of its faults, so rows do not add up.
 """

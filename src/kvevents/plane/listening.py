@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +27,9 @@ TURN_SECONDS: Final = 0.02
 """How long a turn waits for the network: orders and trust are at most so old."""
 LOOK_SECONDS: Final = 0.1
 """Between two looks at the trust of every stream."""
+SWITCH_SECONDS: Final = 0.0005
+"""How long this thread may keep Python to itself when the one that writes waits: a page needs it several times, and by default
+it would wait 5 ms each time."""
 PAUSE_SECONDS: Final = 0.02
 """Between two looks whether there is room again, while there is none."""
 MAX_REASON: Final = 500
@@ -99,6 +103,7 @@ class Listener(threading.Thread):
 
     def run(self) -> None:
         """Listen until `stop`."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             while not self._stopping:
                 self._turn()
