@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from functools import cache
 from importlib.util import find_spec
@@ -21,8 +22,8 @@ from kvevents.service.config import to_config
 
 ROOT: Final = Path(__file__).parent.parent
 CHART: Final = ROOT / "deploy" / "helm" / "kvevents"
-HELM: Final = shutil.which("helm", path=str(ROOT / ".cache" / "tools")) or shutil.which("helm") or ""
-needs_helm = pytest.mark.skipif(not HELM, reason="no helm; `tools/setup tests` builds one where there is Go")
+HELM: Final = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm") or ""
+needs_helm = pytest.mark.skipif(not HELM, reason="no helm; `tools/setup` installs one on x86-64, elsewhere it must be there")
 _VALIDATE: Final = find_spec("kubernetes_validate")
 SCHEMAS: Final = Path((_VALIDATE and _VALIDATE.origin) or "/nowhere/x").parent / "kubernetes-json-schema"
 """Kubernetes' own, of each release, as the package kubernetes-validate carries them."""
