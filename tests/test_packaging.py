@@ -19,7 +19,7 @@ sys.modules["kvevents._native"] = None  # as if it had not been built
 import kvevents
 from kvevents.testing import FakeTransport
 
-PARTS = ("_native", "index", "export", "relay", "service", "sim", "cli.sim.")
+PARTS = ("_native", "index", "export", "plane", "relay", "service", "sim", "cli.bridging", "cli.sim.")
 NATIVE = tuple(f"kvevents.{part}" for part in PARTS)
 for module in pkgutil.walk_packages(kvevents.__path__, "kvevents."):
     if not module.name.startswith(NATIVE) and not module.name.endswith("__main__"):

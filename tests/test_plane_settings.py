@@ -39,7 +39,7 @@ def written_files(tmp_path: Path) -> dict[str, str]:
 
 def test_one_server_is_enough() -> None:
     settings = PlaneSettings(servers=(URL,))
-    assert (settings.name, settings.lanes, settings.copies, settings.lane_bytes) == ("default", 8, 1, 8 << 30)
+    assert (settings.name, settings.lanes, settings.copies, settings.lane_bytes) == ("default", 8, 1, 1 << 30)
     assert settings.login == Login()
     assert not settings.needs_tls
 
