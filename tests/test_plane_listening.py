@@ -23,7 +23,14 @@ class Ear:
         self.told: list[Heard] = []
         self.room = threading.Event()
         self.room.set()
-        self.listener = Listener("bridge", self.told.extend, self.room.is_set)
+        self.refused = threading.Event()
+        """Set when the thread has asked for room, and there was none."""
+        self.listener = Listener("bridge", self.told.extend, self._has_room)
+
+    def _has_room(self) -> bool:
+        if not self.room.is_set():
+            self.refused.set()
+        return self.room.is_set()
 
     @property
     def batches(self) -> list[Batched]:
@@ -83,6 +90,7 @@ def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost() -> None:
         engine.say(5)
         ear.until(5)
         ear.room.clear()
+        assert ear.refused.wait(SECONDS)
         engine.say(200)
         until("the engine to have sent it", lambda: engine.publisher.stats().published == 205, SECONDS)
         before = len(ear.batches)
