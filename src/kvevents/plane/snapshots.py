@@ -76,6 +76,8 @@ class Taken(msgspec.Struct, array_like=True):
 
     def restored(self) -> tuple[dict[int, Ledger], dict[Key, frozenset[Doubt]]]:
         """Ledgers and doubts as they were. Raises `SnapshotError`."""
+        if self.version != VERSION:
+            raise SnapshotError(f"a snapshot is of version {self.version}, and this release reads {VERSION}; take another one")
         try:
             ledgers = {lane: Ledger.restore(data) for lane, data in self.ledgers.items()}
             doubts = {(source, rank): frozenset(Doubt[name] for name in names) for source, rank, names in self.doubts}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from kvevents.errors import ClosedError, UnknownSourceError
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MISSED_BEATS: Final = 3
 """After so many that did not come a bridge is taken for dead."""
+MOST_BEHIND: Final = 64
+"""Pages that a lane may be behind at any moment, as it always is while much is written, before its streams are REPLAYING."""
 PAGES_PER_TURN: Final = 16
 """That are read before their deliveries are handed out."""
 CENSUS_SECONDS: Final = 10.0
@@ -78,10 +80,8 @@ class LogSubscriber:
         digest: Callable[[Key], str | None],
     ) -> None:
         self.ledgers: Final = dict(ledgers)
-        self.queued_bytes = 0
-        """Of messages of which nothing was made yet."""
-        self.members = 0
-        """Rises whenever a stream joins or leaves."""
+        self.cards: Mapping[Key, bytes] = _cards(ledgers.values())
+        """The streams that there are, with what bridges say of their engines; replaced as a whole."""
         self.diverged = 0
         """Heartbeats of engines that hold something else."""
         self.census: dict[int, Census] = {}
@@ -91,10 +91,12 @@ class LogSubscriber:
         """Lanes whose census is to be taken before anything else is handed out."""
         self._clock: Final = clock
         self._queue: deque[Message] = deque()
+        self._put_bytes = self._taken_bytes = 0
+        """Each changed by one thread alone."""
         self._bell = threading.Event()
         self._handing_out = False
         """Whether something was taken from the queue that may not have been applied yet."""
-        self._closed = False
+        self._closed = self._joined_or_left = False
         self._lanes: dict[int, Lane] = {lane: Lane(ledger.position, None, "", None) for lane, ledger in ledgers.items()}
         self._of: dict[Key, int] = {key: lane for lane, ledger in ledgers.items() for key in ledger.streams}
         self._doubts: dict[Key, set[Doubt]] = {key: set(found) for key, found in doubts.items()}
@@ -108,7 +110,7 @@ class LogSubscriber:
 
     def put(self, lane: int, came: list[Pushed]) -> None:
         """Messages of a lane, in order."""
-        self.queued_bytes += sum(len(pushed.data) for pushed in came)
+        self._put_bytes += sum(len(pushed.data) for pushed in came)
         self._queue.extend(Message(lane, pushed) for pushed in came)
         self._bell.set()
 
@@ -120,6 +122,11 @@ class LogSubscriber:
         elif behind is None:
             known = known._replace(behind=None)
         self._lanes[lane] = known._replace(fault=fault)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of messages of which nothing was made yet."""
+        return self._put_bytes - self._taken_bytes
 
     @property
     def lanes(self) -> Mapping[int, Lane]:
@@ -150,10 +157,13 @@ class LogSubscriber:
         self._handing_out = bool(self._queue)
         for _ in range(min(PAGES_PER_TURN, len(self._queue))):
             message = self._queue.popleft()
-            self.queued_bytes -= len(message.pushed.data)
+            self._taken_bytes += len(message.pushed.data)
             found += self._read(message)
             if self._due:
                 break
+        if self._joined_or_left:
+            self._joined_or_left = False
+            self.cards = _cards(self.ledgers.values())
         if self._queue:
             self._bell.set()
         return found
@@ -172,7 +182,8 @@ class LogSubscriber:
         events: list[Event] = []
         at = self._lanes[lane].at
         if page is None:
-            log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
+            if not ledger.foreign:
+                log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
             ledger.skip(pushed.position)
         else:
             if at is not None and at // CENSUS_SECONDS != page.at // CENSUS_SECONDS:
@@ -198,7 +209,7 @@ class LogSubscriber:
             self._of[event.key] = lane
             if isinstance(event, Departure):
                 self._begun.discard(event.key)
-            self.members += 1
+            self._joined_or_left = True
         elif isinstance(event, Breach):
             log.error("lane %d, %s rank %d: %s; no bridge writes that", lane, *event.key, event.what)
             self._doubt(event.key, Doubt.REJECTED)
@@ -250,7 +261,7 @@ class LogSubscriber:
         lane = self._lanes[lane_number]
         if lane.fault:
             return Trust.STALE.because(f"the log cannot be read: {lane.fault}")
-        if lane.behind is None or lane.behind > 0:
+        if lane.behind is None or lane.behind > MOST_BEHIND:
             return Trust.REPLAYING.because("the log is being read")
         said = self._said(lane_number, standing)
         seen = self._doubts.get(key)
@@ -282,10 +293,6 @@ class LogSubscriber:
             raise UnknownSourceError(f"the log has no source {key[0]!r} with rank {key[1]}")
         return lane, standing
 
-    def cards(self) -> dict[Key, bytes]:
-        """The streams that there are, with what bridges say of their engines."""
-        return {key: card for ledger in self.ledgers.values() for key, card in ledger.joined().items()}
-
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Trust, numbers and counters of one stream."""
         key = (name or "", rank)
@@ -305,7 +312,7 @@ class LogSubscriber:
 
     def statuses(self) -> list[StreamStatus]:
         """The same of every stream."""
-        return [self.status(*key) for key in self.cards()]
+        return [self.status(*key) for key in self.cards]
 
     def doubts(self) -> dict[Key, frozenset[Doubt]]:
         """What was seen here against each stream; for a snapshot."""
@@ -327,3 +334,7 @@ class LogSubscriber:
         """Hand out nothing any more."""
         self._closed = True
         self._bell.set()
+
+
+def _cards(ledgers: Iterable[Ledger]) -> dict[Key, bytes]:
+    return {key: card for ledger in ledgers for key, card in ledger.joined().items()}

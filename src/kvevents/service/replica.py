@@ -35,7 +35,7 @@ from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.reading import LaneReader
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Kept, Snapshots, Taken, digests_of
+from kvevents.plane.snapshots import VERSION, Kept, Snapshots, Taken, digests_of
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.service.fleet import Fleet
 from kvevents.service.follower import Follower, Listener
@@ -117,7 +117,8 @@ class Replica:
         self._snapshot_seconds: Final = snapshot_seconds
         self._memory_limit: Final = memory_limit
         self._generation: Generation | None = None
-        self._members = -1
+        self._cards: Mapping[Key, bytes] | None = None
+        """Of which the fleet was told last."""
         self._built_at = float("-inf")
         self._differs_since: float | None = None
 
@@ -277,8 +278,8 @@ class Replica:
 
     def _registrations(self, generation: Generation) -> list[Registration]:
         found = []
-        self._members = generation.subscriber.members
-        for key, card in list(generation.subscriber.cards().items()):
+        self._cards = generation.subscriber.cards
+        for key, card in self._cards.items():
             try:
                 registration = msgspec.json.decode(card, type=Registration)
             except (msgspec.MsgspecError, ConfigError) as error:
@@ -315,7 +316,7 @@ class Replica:
         log.warning("the index is built anew: %s", generation.broken)
 
     def _watch(self, generation: Generation) -> None:
-        if generation.subscriber.members != self._members:
+        if generation.subscriber.cards is not self._cards:
             self._register(generation, self._registrations(generation))
         if generation.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
             generation.broken = "an engine holds something else than this index"
@@ -324,8 +325,8 @@ class Replica:
 
     async def _take(self, client: PlaneClient, layout: Layout, snapshots: Snapshots, generation: Generation) -> None:
         """Write a snapshot, unless another replica does. What the servers do not take shows, and is tried again."""
-        if self._differs_since is not None or not generation.subscriber.is_complete:
-            return
+        if self._differs_since is not None:
+            return  # it may be this one that is in the wrong
         lease = Lease(client.jetstream(), layout, SNAPSHOT_LEASE, Holder.here())
         try:
             if not await self._is_fresh(snapshots) and await lease.acquire() and not await self._is_fresh(snapshots):
@@ -372,7 +373,7 @@ class Replica:
             return
         against = Counter(own.agrees(opinion) for opinion in others.values())
         if not against[False]:
-            if against[True]:
+            if against[True] or not others:
                 self._differs_since = None
             return
         if self._differs_since is None:
@@ -432,4 +433,4 @@ def _take(generation: Generation, path: Path) -> tuple[Taken, int]:
     index.snapshot(path)
     ledgers = {lane: ledger.save() for lane, ledger in subscriber.ledgers.items()}
     doubts = [(*key, [doubt.name for doubt in found]) for key, found in subscriber.doubts().items()]
-    return Taken(1, ledgers, doubts, digests_of(index)), index.stats().blocks
+    return Taken(VERSION, ledgers, doubts, digests_of(index)), index.stats().blocks
