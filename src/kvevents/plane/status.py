@@ -10,6 +10,7 @@ import msgspec
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, state_of
+from kvevents.plane.leases import Holder
 from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.records import Beat, decode_page
 from kvevents.plane.snapshots import Kept, Snapshots
@@ -72,7 +73,7 @@ async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
     entries = await _entries(js, layout)
     said = {key: Opinion.decode(value) for key, value in entries.items() if key.startswith(PREFIX)}
     opinions = {key.removeprefix(PREFIX): opinion for key, opinion in said.items() if opinion is not None}
-    leases = {key: value.decode(errors="replace") for key, value in entries.items() if key not in said}
+    leases = {key: _holder(value) for key, value in entries.items() if key not in said}
     ends = {str(lane.lane): lane.last for lane in lanes}
     replicas = [_replica(name, opinions, ends) for name in sorted(opinions)]
     return PlaneView(layout.name, lanes, kept, leases, replicas)
@@ -105,6 +106,13 @@ async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, bytes]:
         if error.fault != "missing":
             raise
     return found
+
+
+def _holder(value: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(value, type=Holder))
+    except msgspec.MsgspecError:
+        return value.decode(errors="replace")
 
 
 def _replica(name: str, opinions: Mapping[str, Opinion], ends: Mapping[str, int]) -> ReplicaView:
