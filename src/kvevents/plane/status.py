@@ -12,7 +12,7 @@ from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, state_of
 from kvevents.plane.leases import Holder
 from kvevents.plane.opinions import PREFIX, Opinion
-from kvevents.plane.records import Beat, decode_page
+from kvevents.plane.records import Beat, Page, decode_page
 from kvevents.plane.snapshots import Kept, Snapshots
 
 if TYPE_CHECKING:
@@ -84,13 +84,22 @@ async def _lane(js: JetStreamContext, layout: Layout, lane: int) -> LaneView:
         state = await state_of(js, layout, lane)
         bridges: dict[str, float] = {}
         for position in range(max(state.first, state.last - LOOK_BACK + 1, 1), state.last + 1):
-            with told(f"reading lane {lane}"):
-                message = await js.get_msg(layout.stream(lane), position)
-            page = decode_page(message.data or b"")
+            page = await _page(js, layout, lane, position)
             bridges |= {each.bridge: each.at for each in (page.records if page is not None else []) if isinstance(each, Beat)}
     except PlaneError as error:
         return LaneView(lane, 0, 0, 0, None, {}, str(error))
     return LaneView(lane, state.first, state.last, state.bytes, state.leader, bridges)
+
+
+async def _page(js: JetStreamContext, layout: Layout, lane: int, position: int) -> Page | None:
+    """One that may be purged at this moment."""
+    try:
+        with told(f"reading lane {lane}"):
+            return decode_page((await js.get_msg(layout.stream(lane), position)).data or b"")
+    except PlaneError as error:
+        if error.fault != "missing":
+            raise
+        return None
 
 
 async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, bytes]:
