@@ -278,6 +278,17 @@ impl Core {
         set_bit(wall, number, true);
     }
 
+    /// Moves streams behind the walls that `model_of` has for their sources; those of which it says nothing stay.
+    pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
+        for number in 0..self.members.len() {
+            if let Some(member) = &self.members[number]
+                && let Some(model) = model_of(&member.worker.source)
+            {
+                self.label(number as u32, model);
+            }
+        }
+    }
+
     /// Whether the blocks of a stream count.
     pub fn show(&mut self, stream: u32, visible: bool) {
         set_bit(&mut self.visible, stream, visible);

@@ -1,6 +1,6 @@
 //! The index: streams in, answers out. Here is what all of it shares; each room below has a part of what it does.
 //!
-//! Locks are taken in this order: the registry, one stream, the overlay, the gate. A second stream is only ever tried.
+//! Locks are taken in this order: the whole, the registry, one stream, the overlay, the gate. A second stream is only ever tried.
 
 mod asking;
 mod deliveries;
@@ -21,7 +21,7 @@ use crate::stream::Counters;
 pub use asking::Scope;
 pub use deliveries::Outcome;
 pub use reports::{Held, Info, Speculated};
-pub use snapshots::Restored;
+pub use snapshots::{Newcomer, Part};
 
 use registry::Registry;
 
@@ -43,6 +43,8 @@ pub struct Limits {
 pub struct Index {
     /// The part that all streams share.
     pub gate: Gate,
+    /// Written to by who replaces the shared part; read by who writes to a stream there that is not in the registry.
+    whole: RwLock<()>,
     registry: RwLock<Registry>,
     schema: Schema,
     limits: Limits,
@@ -61,6 +63,7 @@ impl Index {
     pub fn new(schema: Schema, limits: Limits) -> Self {
         Self {
             gate: Gate::default(),
+            whole: RwLock::default(),
             registry: RwLock::default(),
             schema,
             limits,

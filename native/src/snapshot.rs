@@ -25,14 +25,15 @@
 //! LABEL    source, model
 //! ```
 //!
-//! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains.
+//! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains. A file may hold
+//! some workers of an index alone, with their fences and the labels of their sources.
 
 mod frames;
 mod restoring;
 mod saving;
 
 pub use frames::{Failure, VERSION};
-pub use restoring::restore;
+pub use restoring::{absorb, restore};
 pub use saving::save;
 
 const PLANE: u8 = 1;

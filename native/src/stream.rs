@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use hashbrown::HashTable;
 
 use crate::core::{ByHash, Core, Secret};
-use crate::gate::Writer;
+use crate::gate::{BLOCKS_PER_HOLD, Gate, Writer};
 use crate::planes::Rules;
 use crate::sets::Move;
 use crate::slab::{Record, TWIN};
@@ -486,15 +486,18 @@ impl Stream {
     }
 
     /// Puts the blocks of one hash, given by key and context, in this order. Says whether these are its blocks.
-    pub fn reorder(&mut self, core: &Core, hash: u64, blocks: &[(u64, u32)]) -> bool {
+    pub fn reorder(&mut self, gate: &Gate, hash: u64, blocks: &[(u64, u32)]) -> bool {
         let Some(list) = self.several.get_mut(&hash) else {
             return false;
         };
-        let identity = |&number: &u32| {
-            let record = core.records.get(number);
-            ((record.key, record.context & !TWIN), number)
-        };
-        let mut known: HashMap<(u64, u32), u32> = list.iter().map(identity).collect();
+        let mut known: HashMap<(u64, u32), u32> = HashMap::with_capacity(list.len());
+        for some in list.chunks(BLOCKS_PER_HOLD) {
+            let core = gate.read();
+            known.extend(some.iter().map(|&number| {
+                let record = core.records.get(number);
+                ((record.key, record.context & !TWIN), number)
+            }));
+        }
         let ordered: Option<Vec<u32>> = blocks.iter().map(|block| known.remove(block)).collect();
         match ordered {
             Some(ordered) if known.is_empty() => *list = ordered,

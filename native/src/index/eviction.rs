@@ -41,7 +41,8 @@ impl Index {
         any
     }
 
-    fn recount(&self, stream: &mut Stream) {
+    /// Counts the bytes of a stream that has changed.
+    pub(super) fn recount(&self, stream: &mut Stream) {
         let bytes = stream.bytes();
         self.streams_bytes
             .fetch_add(bytes.wrapping_sub(stream.counted), Ordering::Relaxed);

@@ -6,18 +6,38 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::{Index, Outcome};
-use crate::core::{Member, Worker};
+use super::{Index, Newcomer, Outcome};
+use crate::core::{Core, Member, Worker};
 use crate::stream::Stream;
 
 /// Streams of one source by rank.
 type Ranks = Vec<(i64, Arc<Mutex<Stream>>)>;
 
+/// A stream without blocks, which joins the shared part under a number that is free.
+pub(super) fn seated(
+    core: &mut Core,
+    number: u32,
+    worker: Arc<Worker>,
+    incarnation: i64,
+    model: Option<String>,
+) -> Arc<Mutex<Stream>> {
+    let stream = Arc::new(Mutex::new(Stream::new(number, incarnation)));
+    let member = Member {
+        worker,
+        model,
+        hybrid: None,
+        stream: Arc::downgrade(&stream),
+        blocks: 0,
+    };
+    core.join(number, member);
+    stream
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     pub(super) streams: HashMap<String, Ranks>,
     /// Newest lives of removed workers, and the order in which those were removed.
-    fences: HashMap<Worker, i64>,
+    pub(super) fences: HashMap<Worker, i64>,
     fenced: VecDeque<Worker>,
     /// Models by source.
     pub(super) labels: HashMap<String, String>,
@@ -30,6 +50,19 @@ impl Registry {
             .iter()
             .find(|(other, _)| *other == rank)
             .map(|(_, stream)| stream)
+    }
+
+    /// Takes in a stream out of a snapshot, whose worker is not known.
+    pub(super) fn enter(&mut self, newcomer: &Newcomer) {
+        let Worker { source, rank } = &*newcomer.worker;
+        let stream = newcomer.stream.clone();
+        self.streams.entry(source.clone()).or_default().push((*rank, stream));
+    }
+
+    pub(super) fn admit(&mut self, worker: &Worker) {
+        if self.fences.remove(worker).is_some() {
+            self.fenced.retain(|other| other != worker);
+        }
     }
 }
 
@@ -50,16 +83,8 @@ impl Index {
         }
         let mut writer = self.gate.write();
         let number = writer.vacancy().ok_or(Outcome::Full)?;
-        let stream = Arc::new(Mutex::new(Stream::new(number, incarnation)));
         let model = registry.labels.get(source).cloned();
-        let member = Member {
-            worker,
-            model,
-            hybrid: None,
-            stream: Arc::downgrade(&stream),
-            blocks: 0,
-        };
-        writer.join(number, member);
+        let stream = seated(&mut writer, number, worker, incarnation, model);
         drop(writer);
         registry
             .streams
@@ -77,14 +102,8 @@ impl Index {
             None => registry.labels.remove(source),
         };
         // Not asking the streams, which may be busy: nothing else goes on while the registry is locked.
-        let mut core = self.gate.write();
-        let own = |member: &Option<Member>| member.as_ref().is_some_and(|member| member.worker.source == source);
-        for number in (0..core.members.len())
-            .filter(|&number| own(&core.members[number]))
-            .collect::<Vec<_>>()
-        {
-            core.label(number as u32, model.map(str::to_owned));
-        }
+        let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
+        self.gate.write().relabel(model_of);
     }
 
     /// All labels.
@@ -107,6 +126,7 @@ impl Index {
     /// Forgets a worker, or all ranks of a source, and what was decided for it. Deliveries of its life are void from now on. Returns its
     /// blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
+        let _whole = self.whole.read_recursive();
         let mut registry = self.registry.write();
         let ranks = registry.streams.remove(source).unwrap_or_default();
         let (removed, kept): (Vec<_>, Vec<_>) = ranks
@@ -158,13 +178,8 @@ impl Index {
 
     /// Lets a removed worker in again, whatever its incarnation.
     pub fn admit(&self, source: &str, rank: i64) {
-        let mut registry = self.registry.write();
-        let worker = Worker {
-            source: source.into(),
-            rank,
-        };
-        registry.fences.remove(&worker);
-        registry.fenced.retain(|other| *other != worker);
+        let source = source.into();
+        self.registry.write().admit(&Worker { source, rank });
     }
 
     /// Every stream, ordered by worker.

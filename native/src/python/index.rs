@@ -1,5 +1,6 @@
 //! The class behind `kvevents.index.PrefixIndex`: each method reads its arguments, and lets other threads run where that is worth it.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,6 +18,14 @@ use crate::snapshot::{self, Failure};
 
 /// Tokens or bytes of a payload from which on other threads may run meanwhile; below, switching costs more than the work.
 const WORTH_RELEASING: usize = 2_048;
+
+/// Why a snapshot was not read.
+fn unread(failure: Failure) -> PyErr {
+    match failure {
+        Failure::Io(error) => error.into(),
+        Failure::Bad(what) => PyValueError::new_err(what),
+    }
+}
 
 fn detached<T: Send>(py: Python<'_>, worth: bool, work: impl FnOnce() -> T + Send) -> T {
     if worth { py.detach(work) } else { work() }
@@ -326,22 +335,26 @@ impl NativeIndex {
     }
 
     /// Writes a snapshot to a new file, natively: what waits for a stream may hold Python's lock, so the stream must not wait for that.
-    fn _snapshot(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+    fn _snapshot(&self, py: Python<'_>, path: PathBuf, workers: Option<Vec<(String, i64)>>) -> PyResult<()> {
         let write = || {
-            self.index
-                .save(File::options().write(true).create_new(true).open(path)?)?
-                .sync_all()
+            let worker = |(source, rank)| Worker { source, rank };
+            let workers: Option<HashSet<Worker>> = workers.map(|workers| workers.into_iter().map(worker).collect());
+            let file = File::options().write(true).create_new(true).open(path)?;
+            self.index.save(file, workers.as_ref())?.sync_all()
         };
         Ok(py.detach(write)?)
     }
 
     /// Restores a snapshot of which `read` returns as many bytes as it is asked for, or fewer, and none at its end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
-        let outcome = py.detach(|| snapshot::restore(&self.index, Pieces::new(read)));
-        outcome.map_err(|failure| match failure {
-            Failure::Io(error) => error.into(),
-            Failure::Bad(what) => PyValueError::new_err(what),
-        })
+        py.detach(|| snapshot::restore(&self.index, Pieces::new(read)))
+            .map_err(unread)
+    }
+
+    /// Adds what a snapshot holds, which comes as `_restore` has it. Returns the workers that came.
+    fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
+        let workers = py.detach(|| self.index.absorb(Pieces::new(read))).map_err(unread)?;
+        Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
 
     /// Events as the scanner reads them; None where it leaves them to Python.

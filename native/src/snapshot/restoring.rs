@@ -1,15 +1,16 @@
-//! Reading a snapshot: into a part of its own, which takes the index's place when all of it is there.
+//! Reading a snapshot: into a shared part of its own, which takes the index's place when all of it is there, or into that of an index.
+//!
+//! Others may read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while bytes
+//! are read: those may come from Python, whose lock others may hold while they wait for the shared part.
 
 use std::io::Read;
-use std::sync::Arc;
-
-use parking_lot::Mutex;
 
 use crate::contexts::Context;
-use crate::core::{Core, MAX_PLANES, Member, Worker};
-use crate::gate::{BLOCKS_PER_HOLD, Gate, Writer};
-use crate::index::{Index, Restored};
+use crate::core::{Core, MAX_PLANES, Worker};
+use crate::gate::{BLOCKS_PER_HOLD, Gate};
+use crate::index::{Index, Newcomer, Part};
 use crate::keys::Scheme;
+use crate::pages;
 use crate::planes::{Plane, Rule};
 use crate::sets::MAX_STREAMS;
 use crate::stream::{Block, Stream};
@@ -18,52 +19,73 @@ use crate::waiting::{Content, Waiting};
 use super::frames::{Failure, FrameReader, bad};
 use super::{CONTEXT, DENSE, DONE, FENCE, LABEL, MAX_CONTEXTS, PLANE, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW};
 
+/// Blocks that are read, and then placed while the shared part is locked: about a tenth of a millisecond, in which readers are let in.
+const BLOCKS_AT_ONCE: usize = 1024;
+
 /// Replaces everything but the overlay, or nothing at all when it fails.
 pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
-    let gate = Gate::default();
-    let mut restoring = Restoring {
-        from: FrameReader::new(from)?,
-        streams: Vec::new(),
-        labels: Vec::new(),
-        fences: Vec::new(),
-    };
-    let mut core = gate.write();
-    while let Some(item) = restoring.from.next()? {
-        match item {
-            PLANE => restoring.plane(&mut core)?,
-            STREAM => restoring.stream(&mut core, index.max_waiting())?,
-            FENCE => restoring.fence(&mut core)?,
-            LABEL => restoring.label(&mut core)?,
-            other => return Err(unexpected(other)),
-        }
-    }
-    drop(core);
-    let Restoring {
-        streams, labels, fences, ..
-    } = restoring;
-    index.replace(Restored {
-        gate,
-        streams,
-        labels,
-        fences,
-    });
+    let (gate, mut part) = (Gate::default(), Part::default());
+    Restoring::new(from, &gate, None, index.max_waiting(), &mut part)?.all()?;
+    index.replace(gate, part);
     Ok(())
+}
+
+/// Lets the streams of a snapshot join the shared part of an index, where nobody sees them yet. When it fails, `part` has those that have
+/// joined so far, the last one perhaps with some of its blocks.
+pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Failure> {
+    Restoring::new(from, &index.gate, Some(index), index.max_waiting(), part)?.all()
 }
 
 fn unexpected(item: u8) -> Failure {
     bad(format!("an item of kind {item} is not expected here"))
 }
 
-struct Restoring<R> {
+struct Restoring<'a, R> {
     from: FrameReader<R>,
-    /// By their workers.
-    streams: Vec<(Worker, Arc<Mutex<Stream>>)>,
-    labels: Vec<(String, String)>,
-    fences: Vec<(Worker, i64)>,
+    /// Where the blocks go.
+    gate: &'a Gate,
+    /// The index that has this shared part; None where it has none yet.
+    index: Option<&'a Index>,
+    max_waiting: usize,
+    part: &'a mut Part,
+    /// Planes as they are numbered in the file, each with its number in the shared part once a block is on it.
+    planes: Vec<(Plane, Option<u16>)>,
+    /// Contexts as the present stream numbers them, each kept.
+    contexts: Vec<u32>,
+    room: RunRoom,
 }
 
-impl<R: Read> Restoring<R> {
-    fn plane(&mut self, core: &mut Core) -> Result<(), Failure> {
+impl<'a, R: Read> Restoring<'a, R> {
+    fn new(from: R, gate: &'a Gate, index: Option<&'a Index>, max_waiting: usize, part: &'a mut Part) -> Result<Self, Failure> {
+        Ok(Self {
+            from: FrameReader::new(from)?,
+            gate,
+            index,
+            max_waiting,
+            part,
+            planes: Vec::new(),
+            contexts: Vec::new(),
+            room: RunRoom::default(),
+        })
+    }
+
+    fn all(mut self) -> Result<(), Failure> {
+        while let Some(item) = self.from.next()? {
+            match item {
+                PLANE => self.plane()?,
+                STREAM => self.stream()?,
+                FENCE => self.fence()?,
+                LABEL => {
+                    let label = (self.from.text()?, self.from.text()?);
+                    self.part.labels.push(label);
+                }
+                other => return Err(unexpected(other)),
+            }
+        }
+        Ok(())
+    }
+
+    fn plane(&mut self) -> Result<(), Failure> {
         let from = &mut self.from;
         let tier = from.text()?;
         let (locality, ownership) = (from.option(FrameReader::text)?, from.option(FrameReader::text)?);
@@ -73,12 +95,26 @@ impl<R: Read> Restoring<R> {
             ownership,
             group: from.signed()?,
         };
-        let next = core.planes.len();
-        match core.plane(plane) {
-            Some(number) if number as usize == next => Ok(()),
-            Some(_) => Err(bad("a plane is there twice")),
-            None => Err(bad(format!("it has more than {MAX_PLANES} planes"))),
+        if self.planes.iter().any(|(known, _)| *known == plane) {
+            return Err(bad("a plane is there twice"));
         }
+        if self.planes.len() == MAX_PLANES {
+            return Err(bad(format!("it has more than {MAX_PLANES} planes")));
+        }
+        self.planes.push((plane, None));
+        Ok(())
+    }
+
+    /// The number in the shared part of the plane that the file names next.
+    fn plane_named(&mut self) -> Result<u16, Failure> {
+        let at = self.from.below(self.planes.len() as u64, "plane")?;
+        let (plane, number) = &mut self.planes[at as usize];
+        if let Some(number) = *number {
+            return Ok(number);
+        }
+        let found = self.gate.write().plane(plane.clone());
+        *number = found;
+        found.ok_or_else(|| bad(format!("the index would have more than {MAX_PLANES} planes")))
     }
 
     fn worker(&mut self) -> Result<Worker, Failure> {
@@ -88,35 +124,46 @@ impl<R: Read> Restoring<R> {
         })
     }
 
-    fn stream(&mut self, core: &mut Core, max_waiting: usize) -> Result<(), Failure> {
+    fn stream(&mut self) -> Result<(), Failure> {
         let worker = self.worker()?;
-        if self.streams.last().is_some_and(|(last, _)| *last >= worker) {
+        if self.part.streams.last().is_some_and(|last| *last.worker >= worker) {
             return Err(bad("its workers are not in order"));
         }
-        let number = core.members.len();
-        if number >= MAX_STREAMS {
-            return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
-        }
-        let mut stream = Stream::new(number as u32, self.from.signed()?);
+        let incarnation = self.from.signed()?;
+        let newcomer = match self.index {
+            Some(index) => index.welcome(worker, incarnation)?,
+            None => self.join(worker, incarnation)?,
+        };
+        // From here on whoever has the part takes it out again if anything is wrong.
+        self.part.streams.push(newcomer.clone());
+        let mut stream = newcomer.stream.lock();
         stream.last = self.from.signed()?;
         for _ in 0..self.from.count()? {
             let rule = self.rule()?;
             stream.rules.0.push(rule);
         }
-        self.part(core, &mut stream, max_waiting)?;
-        let (blocks, hybrid) = (stream.blocks, stream.rules.hybrid());
-        let stream = Arc::new(Mutex::new(stream));
-        let member = Member {
-            worker: Arc::new(worker.clone()),
-            model: None,
-            hybrid: None,
-            stream: Arc::downgrade(&stream),
-            blocks,
-        };
-        core.join(number as u32, member);
-        core.rule(number as u32, hybrid);
-        self.streams.push((worker, stream));
+        let blocks = self.blocks(&mut stream);
+        self.release_contexts();
+        blocks?;
+        let mut core = self.gate.write();
+        core.rule(newcomer.number, stream.rules.hybrid());
+        if let Some(member) = core.members[newcomer.number as usize].as_mut() {
+            member.blocks = stream.blocks;
+        }
+        drop(core);
+        if let Some(index) = self.index {
+            index.count(&mut stream);
+        }
         Ok(())
+    }
+
+    fn join(&self, worker: Worker, incarnation: i64) -> Result<Newcomer, Failure> {
+        let mut core = self.gate.write();
+        let number = core.members.len();
+        if number >= MAX_STREAMS {
+            return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
+        }
+        Ok(Newcomer::join(&mut core, number as u32, worker, incarnation, None))
     }
 
     fn rule(&mut self) -> Result<(i64, Rule), Failure> {
@@ -131,41 +178,52 @@ impl<R: Read> Restoring<R> {
     }
 
     /// What belongs to a stream.
-    fn part(&mut self, core: &mut Core, stream: &mut Stream, max_waiting: usize) -> Result<(), Failure> {
-        let mut contexts: Vec<u32> = Vec::new();
-        let mut room = RunRoom::default();
+    fn blocks(&mut self, stream: &mut Stream) -> Result<(), Failure> {
         let mut several = Several::default();
         loop {
             match self.from.byte()? {
                 CONTEXT => {
-                    if contexts.len() == MAX_CONTEXTS {
-                        contexts.drain(..).for_each(|number| core.contexts.release(number, 1));
+                    if self.contexts.len() == MAX_CONTEXTS {
+                        self.release_contexts();
                     }
                     let context = self.context()?;
-                    contexts.push(core.contexts.retain(context, 1));
+                    self.contexts.push(self.gate.write().contexts.retain(context, 1));
                 }
-                RUN => self.run(core, stream, &contexts, &mut room)?,
+                RUN => self.run(stream)?,
                 SEVERAL => {
                     let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
-                    let context = contexts[self.from.below(contexts.len() as u64, "context")? as usize];
-                    several.add(core, stream, hash, (key, context))?;
+                    let context = self.context_named()?;
+                    several.add(self.gate, stream, hash, (key, context))?;
                 }
                 WAITING => {
-                    let waiting = self.waiting(core)?;
-                    stream.counters.dropped += stream.waiting.push(waiting, max_waiting);
+                    let waiting = self.waiting()?;
+                    stream.counters.dropped += stream.waiting.push(waiting, self.max_waiting);
                 }
                 DONE => break,
                 other => return Err(unexpected(other)),
             }
         }
-        several.end(core, stream)?;
-        contexts.into_iter().for_each(|number| core.contexts.release(number, 1));
+        several.end(self.gate, stream)?;
         let blocks = self.from.count()?;
         let digest = u128::from(self.from.fixed()?) | u128::from(self.from.fixed()?) << 64;
         if (stream.blocks as u64, stream.digest) != (blocks, digest) {
             return Err(bad("the blocks of a stream are not those that its digest is of"));
         }
         Ok(())
+    }
+
+    fn release_contexts(&mut self) {
+        let mut core = self.gate.write();
+        for number in self.contexts.drain(..) {
+            core.contexts.release(number, 1);
+            core.pause(1);
+        }
+    }
+
+    /// The number in the shared part of the context that the file names next.
+    fn context_named(&mut self) -> Result<u32, Failure> {
+        let at = self.from.below(self.contexts.len() as u64, "context")?;
+        Ok(self.contexts[at as usize])
     }
 
     fn context(&mut self) -> Result<Context, Failure> {
@@ -187,40 +245,57 @@ impl<R: Read> Restoring<R> {
         }
     }
 
-    fn run(&mut self, core: &mut Core, stream: &mut Stream, contexts: &[u32], room: &mut RunRoom) -> Result<(), Failure> {
+    fn run(&mut self, stream: &mut Stream) -> Result<(), Failure> {
         let mut left = usize::from(u16::from_le_bytes([self.from.byte()?, self.from.byte()?]));
-        let context = contexts[self.from.below(contexts.len() as u64, "context")? as usize];
-        let planes = core.planes.len() as u64;
-        room.planes.clear();
-        for _ in 0..self.from.below(planes + 1, "block on so many planes:")? {
-            let (plane, copies) = (
-                self.from.below(planes, "plane")? as u16,
-                self.from.below(1 << 32, "number of copies")? as u32,
-            );
-            room.planes.push((plane, copies));
+        let context = self.context_named()?;
+        self.room.planes.clear();
+        for _ in 0..self.from.below(self.planes.len() as u64 + 1, "block on so many planes:")? {
+            let plane = self.plane_named()?;
+            let copies = self.from.below(1 << 32, "number of copies")? as u32;
+            self.room.planes.push((plane, copies));
         }
         while left > 0 {
-            let count = left.min(BLOCKS_PER_HOLD);
-            room.blocks.clear();
+            let count = left.min(BLOCKS_AT_ONCE);
+            self.room.read.clear();
             for _ in 0..count {
-                let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
-                let block = stream.asked(core, hash, key, context);
-                room.blocks.push(block);
+                self.room.read.push((self.from.fixed()?, self.from.fixed()?));
             }
+            self.place(stream, context)?;
+            left -= count;
+        }
+        Ok(())
+    }
+
+    /// Places the blocks that were read.
+    fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
+        let room = &mut self.room;
+        let mut writer = self.gate.write();
+        if pages::are_short() || stream.is_tight(room.read.len()) {
+            let secret = writer.secret;
+            writer.unlocked(|| {
+                pages::prepare();
+                stream.make_room(room.read.len(), secret);
+            });
+        }
+        for few in room.read.chunks(BLOCKS_PER_HOLD) {
+            let core: &mut Core = &mut writer;
+            room.blocks.clear();
+            room.blocks
+                .extend(few.iter().map(|&(hash, key)| stream.asked(core, hash, key, context)));
             for block in &room.blocks {
                 room.guess = stream
                     .put(core, block, &room.planes, room.guess)
                     .ok_or_else(|| bad("a block is there twice, or nowhere"))?
                     .wrapping_add(1);
             }
-            left -= count;
+            writer.pause(few.len());
         }
         Ok(())
     }
 
-    fn waiting(&mut self, core: &Core) -> Result<Waiting, Failure> {
+    fn waiting(&mut self) -> Result<Waiting, Failure> {
         let hash = self.from.fixed()?;
-        let plane = self.from.below(core.planes.len() as u64, "plane")? as u16;
+        let plane = self.plane_named()?;
         let awaited = self.from.fixed()?;
         let content = match self.from.option(|_| Ok(()))? {
             Some(()) => Some(self.content()?),
@@ -257,27 +332,19 @@ impl<R: Read> Restoring<R> {
     }
 
     /// A fence. A stream that it holds off was removed after it was written.
-    fn fence(&mut self, writer: &mut Writer<'_>) -> Result<(), Failure> {
+    fn fence(&mut self) -> Result<(), Failure> {
         let (worker, incarnation) = (self.worker()?, self.from.signed()?);
-        if let Ok(at) = self.streams.binary_search_by(|(other, _)| other.cmp(&worker))
-            && self.streams[at].1.lock().incarnation <= incarnation
+        let streams = &mut self.part.streams;
+        if let Ok(at) = streams.binary_search_by(|other| (*other.worker).cmp(&worker))
+            && streams[at].stream.lock().incarnation <= incarnation
         {
-            let (_, stream) = self.streams.remove(at);
-            let mut stream = stream.lock();
-            stream.forget(writer);
-            writer.leave(stream.number);
+            let newcomer = streams.remove(at);
+            match self.index {
+                Some(index) => index.expel(&newcomer),
+                None => newcomer.leave(self.gate),
+            }
         }
-        self.fences.push((worker, incarnation));
-        Ok(())
-    }
-
-    fn label(&mut self, core: &mut Core) -> Result<(), Failure> {
-        let (source, model) = (self.from.text()?, self.from.text()?);
-        let first = self.streams.partition_point(|(worker, _)| worker.source < source);
-        for (_, stream) in self.streams[first..].iter().take_while(|(worker, _)| worker.source == source) {
-            core.label(stream.lock().number, Some(model.clone()));
-        }
-        self.labels.push((source, model));
+        self.part.fences.push((worker, incarnation));
         Ok(())
     }
 }
@@ -285,6 +352,8 @@ impl<R: Read> Restoring<R> {
 #[derive(Default)]
 struct RunRoom {
     planes: Vec<(u16, u32)>,
+    /// Hashes and keys.
+    read: Vec<(u64, u64)>,
     blocks: Vec<Block>,
     /// Where the next record probably is: streams that hold the same chains have them in the same order.
     guess: u32,
@@ -298,17 +367,17 @@ struct Several {
 }
 
 impl Several {
-    fn add(&mut self, core: &Core, stream: &mut Stream, hash: u64, block: (u64, u32)) -> Result<(), Failure> {
+    fn add(&mut self, gate: &Gate, stream: &mut Stream, hash: u64, block: (u64, u32)) -> Result<(), Failure> {
         if hash != self.hash {
-            self.end(core, stream)?;
+            self.end(gate, stream)?;
             self.hash = hash;
         }
         self.blocks.push(block);
         Ok(())
     }
 
-    fn end(&mut self, core: &Core, stream: &mut Stream) -> Result<(), Failure> {
-        let known = self.blocks.is_empty() || stream.reorder(core, self.hash, &self.blocks);
+    fn end(&mut self, gate: &Gate, stream: &mut Stream) -> Result<(), Failure> {
+        let known = self.blocks.is_empty() || stream.reorder(gate, self.hash, &self.blocks);
         self.blocks.clear();
         if known {
             Ok(())

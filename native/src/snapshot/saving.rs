@@ -3,7 +3,7 @@
 //! A stream is locked while its part is written, so that its blocks are those after its last number; other streams go on. The shared part
 //! is locked for a few thousand blocks at a time, never while bytes are written out.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::iter::Peekable;
 
@@ -24,8 +24,10 @@ const LEAST_WINDOW: usize = 1 << 16;
 /// Numbers of a list that are written between two looks whether they make a frame.
 const PIECE: usize = 1 << 14;
 
-/// Writes everything but the overlay and what was counted.
-pub fn save<W: Write>(index: &Index, out: W) -> io::Result<W> {
+/// Writes everything but the overlay and what was counted; of `workers` alone where some are given, as far as the index knows them.
+pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
+    let meant = |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker));
+    let sources: Option<HashSet<&str>> = workers.map(|workers| workers.iter().map(|worker| worker.source.as_str()).collect());
     let out = FrameWriter::new(out)?;
     let mut saving = Saving {
         index,
@@ -35,20 +37,23 @@ pub fn save<W: Write>(index: &Index, out: W) -> io::Result<W> {
         run: Run::default(),
         records: Vec::new(),
     };
-    for (worker, stream) in index.streams() {
+    for (worker, stream) in index.streams().into_iter().filter(|(worker, _)| meant(worker)) {
         let stream = stream.lock();
         if !stream.gone {
             saving.stream(&worker, &stream)?;
         }
     }
     // After the streams: a worker that is removed from now on is not known to be, one that was removed meanwhile is.
-    for (worker, incarnation) in index.fences() {
+    for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| meant(worker)) {
         saving.out.byte(FENCE);
         saving.worker(&worker);
         saving.out.signed(incarnation);
         saving.out.drain()?;
     }
     for (source, model) in index.labels() {
+        if sources.as_ref().is_some_and(|sources| !sources.contains(source.as_str())) {
+            continue;
+        }
         saving.out.byte(LABEL);
         saving.out.text(&source);
         saving.out.text(&model);

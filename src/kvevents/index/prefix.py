@@ -15,7 +15,7 @@ from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index.agreement import Agreement, digits_of
 from kvevents.index.namespace import Namespace
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
-from kvevents.index.saving import restore, snapshot
+from kvevents.index.saving import absorb, restore, snapshot
 from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset, findings_of
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
 from kvevents.wire.layouts import native_layouts
@@ -221,14 +221,32 @@ class PrefixIndex(_native.NativeIndex):
 
     # --- snapshots
 
-    def snapshot(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Write everything but the overlay. A path is replaced when all is written. Raises `SnapshotError`."""
-        snapshot(self, file)
+    def snapshot(self, file: str | os.PathLike[str] | BinaryIO, workers: Iterable[tuple[str, int]] | None = None) -> None:
+        """Write everything but the overlay. A path is replaced when all is written. Raises `SnapshotError`.
+
+        Of `workers`, each a source and a rank, only their streams are written, their fences, and the labels of their sources;
+        those that the index does not know are passed over.
+        """
+        snapshot(self, file, None if workers is None else list(workers))
 
     def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Replace everything with what `snapshot` wrote; on `SnapshotError` nothing has changed."""
         restore(self, file)
         self._agreement.forget()
+
+    def absorb(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
+        """Add what `snapshot` wrote, of an index or some of its workers. Returns the workers that came, by source and rank.
+
+        Others may ask and apply meanwhile; they find each of these workers with all of its blocks, or not at all. Their streams
+        go on behind the numbers that the snapshot has: deliver nothing of them before. Fences against them are lifted, and
+        labels are taken for sources that have none here. Above a memory limit, blocks are evicted when all is there.
+
+        On `SnapshotError` nothing of it has come, as when the index holds one of the workers: remove that one first.
+        """
+        came = absorb(self, file)
+        for source, rank in came:
+            self._agreement.forget(source, rank)
+        return came
 
     # --- the overlay
 

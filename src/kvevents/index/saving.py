@@ -17,27 +17,29 @@ from kvevents._native import NativeIndex
 from kvevents.errors import SnapshotError, UsageError
 
 File: TypeAlias = str | os.PathLike[str] | BinaryIO
+Workers: TypeAlias = list[tuple[str, int]]
 
 _PIECE: Final = 1 << 20
 """Bytes for which a file object is asked, or which it is given, at once."""
 _UNREADABLE: Final = "nothing was restored, and the index is as it was: restore another file, or start from the streams alone"
+_UNABSORBED: Final = "nothing of it was absorbed, and the index is as it was: mend that, or absorb another file"
 _HALF: Final = "what is in it now is no snapshot: take it again, elsewhere"
 _UNWRITTEN: Final = (
     "a file that was there before is as it was: free some space or name another place, and take the snapshot again"
 )
 
 
-def snapshot(index: NativeIndex, file: File) -> None:
+def snapshot(index: NativeIndex, file: File, workers: Workers | None) -> None:
     """See `PrefixIndex.snapshot`."""
     if isinstance(file, str | os.PathLike):
         with _told("write", os.fspath(file), _UNWRITTEN):
-            _write(index, Path(os.path.realpath(file)))
+            _write(index, Path(os.path.realpath(file)), workers)
         return
     # A stream of the index is locked while it is written out, which must not take as long as somebody's file object likes.
     with _told("write", _name_of(file), _HALF), TemporaryDirectory(prefix="kvevents-") as folder:
         spool = Path(folder, "snapshot")
         with _told("write", f"{_name_of(file)} by way of {spool}", _UNWRITTEN):
-            index._snapshot(spool)  # noqa: SLF001 - this module is a part of the index
+            index._snapshot(spool, workers)  # noqa: SLF001 - this module is a part of the index
         with spool.open("rb") as saved:
             while piece := saved.read(_PIECE):
                 _put(file, piece)
@@ -45,12 +47,23 @@ def snapshot(index: NativeIndex, file: File) -> None:
 
 def restore(index: NativeIndex, file: File) -> None:
     """See `PrefixIndex.restore`."""
+    with _told("read", _name_of(file), _UNREADABLE), _reading(file) as read:
+        index._restore(read)  # noqa: SLF001 - as above
+
+
+def absorb(index: NativeIndex, file: File) -> Workers:
+    """See `PrefixIndex.absorb`."""
+    with _told("absorb", _name_of(file), _UNABSORBED), _reading(file) as read:
+        return index._absorb(read)  # noqa: SLF001 - as above
+
+
+@contextmanager
+def _reading(file: File) -> Iterator[Callable[[int], bytes]]:
     if not isinstance(file, str | os.PathLike):
-        with _told("read", _name_of(file), _UNREADABLE):
-            index._restore(_reader(file))  # noqa: SLF001 - as above
+        yield _reader(file)
         return
-    with _told("read", os.fspath(file), _UNREADABLE), Path(file).open("rb", buffering=0) as opened:
-        index._restore(opened.read)  # noqa: SLF001 - as above
+    with Path(file).open("rb", buffering=0) as opened:
+        yield opened.read
 
 
 @contextmanager
@@ -64,14 +77,14 @@ def _told(verb: str, name: str, advice: str) -> Iterator[None]:
         raise SnapshotError(f"cannot {verb} the snapshot {name}: {reason}; {advice}") from error
 
 
-def _write(index: NativeIndex, path: Path) -> None:
+def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
     """Write to a file beside `path`, which takes its place when all of it is on the disk."""
     existed = path.exists()
     if existed and not path.is_file():
         raise ValueError("it is there, and no regular file")
     fresh = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
     try:
-        index._snapshot(fresh)  # noqa: SLF001 - as above
+        index._snapshot(fresh, workers)  # noqa: SLF001 - as above
         if existed:
             shutil.copymode(path, fresh)
         fresh.replace(path)
@@ -94,7 +107,9 @@ def _settle(folder: Path) -> None:
             os.close(opened)
 
 
-def _name_of(file: BinaryIO) -> str:
+def _name_of(file: File) -> str:
+    if isinstance(file, str | os.PathLike):
+        return os.fspath(file)
     name = getattr(file, "name", None)
     return name if isinstance(name, str) else repr(file)
 
