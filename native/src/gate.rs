@@ -18,6 +18,9 @@ const SPINS: usize = 2_000;
 pub struct Gate {
     lock: RwLock<Core>,
     waiting: AtomicUsize,
+    /// How often it was locked for writing.
+    #[cfg(test)]
+    pub holds: AtomicUsize,
 }
 
 impl Gate {
@@ -38,6 +41,8 @@ impl Gate {
 
     /// For writing.
     pub fn write(&self) -> Writer<'_> {
+        #[cfg(test)]
+        self.holds.fetch_add(1, Ordering::Relaxed);
         Writer {
             gate: self,
             guard: Some(self.lock.write()),

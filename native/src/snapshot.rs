@@ -31,6 +31,8 @@
 mod frames;
 mod restoring;
 mod saving;
+#[cfg(test)]
+mod tests;
 
 pub use frames::{Failure, VERSION};
 pub use restoring::{absorb, restore};

@@ -20,7 +20,7 @@ use super::frames::{Failure, FrameReader, bad};
 use super::{CONTEXT, DENSE, DONE, FENCE, LABEL, MAX_CONTEXTS, PLANE, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW};
 
 /// Blocks that are read, and then placed while the shared part is locked: about a tenth of a millisecond, in which readers are let in.
-const BLOCKS_AT_ONCE: usize = 1024;
+pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything but the overlay, or nothing at all when it fails.
 pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {

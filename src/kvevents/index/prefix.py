@@ -243,10 +243,7 @@ class PrefixIndex(_native.NativeIndex):
 
         On `SnapshotError` nothing of it has come, as when the index holds one of the workers: remove that one first.
         """
-        came = absorb(self, file)
-        for source, rank in came:
-            self._agreement.forget(source, rank)
-        return came
+        return absorb(self, file)
 
     # --- the overlay
 
