@@ -17,7 +17,8 @@ from kvevents.plane.layout import Layout, find, state_of
 from kvevents.plane.recalling import Recall
 from kvevents.plane.records import Blank
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Snapshots, Taken, digests_of
+from kvevents.plane.snapshots import Snapshots
+from kvevents.plane.snapshots import take as take_lane
 from kvevents.stream import Gap, Reset
 from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats
 from plane_cases import SECONDS, Log, Running, bridging, plane_at
@@ -316,13 +317,11 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
 
         async def take(js: JetStreamContext) -> None:
             path = tmp_path / "index"
-            log.index.snapshot(path)
-            ledgers = {lane: ledger.save() for lane, ledger in log.ledgers.items()}
-            made = {lane: (await state_of(js, layout, lane)).made for lane in ledgers}
-            await Snapshots(js, layout).save(Taken(1, ledgers, [], digests_of(log.index)), path, 0, "test", made)
             for lane, ledger in log.ledgers.items():
+                made = (await state_of(js, layout, lane)).made
+                await Snapshots(js, layout).save(take_lane(lane, ledger, {}, log.index, path), path, 0, "test", made)
                 await js.purge_stream(layout.stream(lane), seq=ledger.position + 1)
-                found = await Recall(js, layout).ledger(lane, made[lane])
+                found = await Recall(js, layout).ledger(lane, made)
                 assert found is not None
                 assert found.position == ledger.position
                 assert await Recall(js, layout).ledger(lane, "another life") is None

@@ -215,7 +215,8 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
         one.store(range(100, 132))
         router.exact("one", blocks=6)
         assert (
-            len(router.told("no snapshot was taken: .*may not publish to '\\$KV.KVEVENTS_default_leases.lease.snapshot'")) == 1
+            len(router.told("no snapshot was taken: .*may not publish to '\\$KV.KVEVENTS_default_leases.lease.snapshot.\\d'"))
+            == 1
         )
         assert len(router.told("no snapshot was taken")) == 1
 
@@ -245,9 +246,11 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "make a stream": lambda js: js.add_stream(name="NOBODYS", subjects=["nobodys"]),
     "change a lane": lambda js: js.update_stream(name="NOBODYS", subjects=["nobodys"]),
     "a digest": lambda js: js.publish(f"$KV.{LAYOUT.leases}.digest.x", b""),
-    "the snapshot lease": lambda js: js.publish(f"$KV.{LAYOUT.leases}.lease.snapshot", b""),
+    "a snapshot's lease": lambda js: js.publish(f"$KV.{LAYOUT.leases}.lease.snapshot.0", b""),
+    "a replica's name": lambda js: js.publish(f"$KV.{LAYOUT.leases}.replica.x", b""),
+    "a share": lambda js: js.publish(f"$KV.{LAYOUT.leases}.shard.x", b""),
     "a bridge's lease": lambda js: js.publish(f"$KV.{LAYOUT.leases}.bridge.x", b""),
-    "which snapshot counts": lambda js: js.publish(f"$KV.{LAYOUT.bucket}.snapshot", b"{}"),
+    "which snapshot counts": lambda js: js.publish(f"$KV.{LAYOUT.bucket}.snapshot.0", b"{}"),
     "a part of a snapshot": lambda js: js.publish(f"$O.{LAYOUT.snapshots}.C.x", b""),
     "remove a snapshot's parts": lambda js: js.purge_stream(KEPT[2], subject="nobodys"),
     "something else": lambda js: js.publish("anything", b""),
@@ -256,8 +259,8 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
 MAY: Final = {
     "router": set[str](),
     "replica": {
-        *("purge a lane", "a digest", "the snapshot lease", "which snapshot counts", "a part of a snapshot"),
-        "remove a snapshot's parts",
+        *("purge a lane", "a digest", "a snapshot's lease", "which snapshot counts", "a part of a snapshot"),
+        *("remove a snapshot's parts", "a replica's name", "a share"),
     },
     "bridge": {"a page", "make a stream", "a bridge's lease"},
     "operator": WRITES.keys() - {"a page", "something else"},

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from kvevents.errors import SnapshotError
 from kvevents.events import BlockStored
 from kvevents.index import PrefixIndex
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import make, make_lane, state_of
-from kvevents.plane.ledger import Ledger
+from kvevents.plane.ledger import Ledger, Standing
+from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Kept, Snapshots, Taken, digests_of
-from kvevents.stream import Batch
+from kvevents.plane.snapshots import VERSION, Kept, Snapshots, Taken, take
+from kvevents.stream import Batch, Doubt
 from nats_servers import nats_server, needs_nats
 from plane_cases import plane_at
 
@@ -42,13 +46,51 @@ async def there_and_back(plane: PlaneSettings, index: PrefixIndex, folder: Path)
         js = client.jetstream()
         layout = await make(js, plane)
         path = folder / "index"
-        index.snapshot(path)
-        taken = Taken(1, {0: Ledger().save()}, [], digests_of(index))
-        made = {0: (await state_of(js, layout, 0)).made}
-        kept = await Snapshots(js, layout).save(taken, path, index.stats().blocks, "test", made)
+        made = (await state_of(js, layout, 0)).made
+        kept = await Snapshots(js, layout).save(take(0, of(("engine", 0)), {}, index, path), path, 10_000, "test", made)
         restored = PrefixIndex()
-        await Snapshots(js, layout).load((await Snapshots(js, layout).kept())[0], restored, folder)
+        await Snapshots(js, layout).load((await Snapshots(js, layout).kept(0))[0], restored, folder)
         return kept, restored
+
+
+def of(*keys: Key) -> Ledger:
+    """A ledger that knows some streams, and no more of them."""
+    ledger = Ledger()
+    ledger.streams = {key: Standing(b"card") for key in keys}
+    return ledger
+
+
+def test_each_lane_has_snapshots_of_its_own(tmp_path: Path) -> None:
+    """One that is added to an index that lives, beside what is there; and one that says something else than it holds is not."""
+    with nats_server(tmp_path / "nats") as server:
+        asyncio.run(lanes_apart(plane_at(server.url, lanes=2), tmp_path))
+
+
+async def lanes_apart(plane: PlaneSettings, folder: Path) -> None:
+    async with opened(plane, name="test") as client:
+        js = client.jetstream()
+        layout = await make(js, plane)
+        snapshots, path = Snapshots(js, layout), folder / "index"
+        index = filled(100)
+        index.apply(Batch("other", 0, 0, 0, 0.0, [BlockStored([7, 8], None, list(range(8)), 4)], replayed=False))
+        doubts = {("engine", 0): frozenset({Doubt.LOST}), ("other", 0): frozenset({Doubt.REJECTED})}
+        for lane, name in enumerate(("engine", "other")):
+            made = (await state_of(js, layout, lane)).made
+            await snapshots.save(take(lane, of((name, 0)), doubts, index, path), path, 0, "test", made)
+        restored = PrefixIndex()
+        for lane, name in ((1, "other"), (0, "engine")):
+            kept = await snapshots.kept(lane)
+            ledger, found = await snapshots.load(kept[0], restored, folder)
+            assert list(ledger.streams) == [(name, 0)]
+            assert found == {(name, 0): doubts[name, 0]}
+            assert restored.digest(name) == index.digest(name)
+        lying = take(0, of(("engine", 0)), {}, index, path)
+        lying.digests = [("engine", 0, index.digest("other"))]
+        kept_lie = await snapshots.save(lying, path, 0, "test", (await state_of(js, layout, 0)).made)
+        empty = PrefixIndex()
+        with pytest.raises(SnapshotError, match="does not hold what it says"):
+            await snapshots.load(kept_lie, empty, folder)
+        assert (empty.stats().blocks, empty.workers()) == (0, [])
 
 
 def test_pages_of_a_lane_that_was_made_anew_are_not_purged_for_snapshots_of_the_one_before(tmp_path: Path) -> None:
@@ -67,8 +109,8 @@ async def first_page_of_the_second_life(plane: PlaneSettings, path: Path) -> lis
         layout = await make(js, plane)
         ledger = Ledger()
         ledger.position = 2
-        taken = Taken(1, {0: ledger.save()}, [], [])
-        made = {0: (await state_of(js, layout, 0)).made}
+        taken = Taken(VERSION, 0, ledger.save(), [], [])
+        made = (await state_of(js, layout, 0)).made
         for _ in range(2):
             for _ in range(3):
                 await js.publish(layout.subject(0), b"page")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvevents.errors import UnknownSourceError
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import Pushed
 from kvevents.plane.records import VERSION, Batched, Beat, Join, Leave, Page, Record, Trusting, encode_page
@@ -10,47 +13,77 @@ from kvevents.stream import Trust
 
 
 def subscriber(lanes: int = 1) -> LogSubscriber:
-    return LogSubscriber({lane: Ledger() for lane in range(lanes)}, {}, lambda: 0.0, lambda _: None)
+    found = LogSubscriber(lambda: 0.0, lambda _: None)
+    for lane in range(lanes):
+        found.add_lane(lane, Ledger(), {})
+    return found
 
 
 def pushed(position: int, *records: Record, pending: int = 0) -> Pushed:
     return Pushed(position, encode_page(Page(VERSION, "bridge", 0.0, list(records))), pending)
 
 
-def test_it_is_complete_only_when_what_was_handed_out_has_been_applied() -> None:
-    """Who asks for more has applied what came before; until then an index lacks the last pages."""
-    found = subscriber()
-    assert not found.is_complete
-    found.put(0, [pushed(1, Join("engine", 0, b"")), pushed(2, Batched("engine", 0, 0, 0, False, b"x"))])
-    found.tell(0, 0, "")
-    assert not found.is_complete
-    assert len(found.receive_many(timeout=0.0)) == 1
-    assert not found.is_complete
-    assert found.receive_many(timeout=0.0) == []
-    assert found.is_complete
-
-
-def test_it_is_not_complete_while_the_servers_have_more() -> None:
+def test_a_lane_is_complete_once_its_end_was_read() -> None:
+    """What the servers had behind a page when they sent it says so; a quiet lane's reader does where no page comes."""
     found = subscriber(lanes=2)
-    found.put(0, [pushed(1, pending=3)])
+    assert not found.is_complete(0)
+    found.put(0, [pushed(1, pending=1)])
+    found.tell(1, 0, "")  # with something in the queue nobody knows of which lane it is
     found.receive_many(timeout=0.0)
-    found.receive_many(timeout=0.0)
+    assert not found.is_complete(0)
+    assert not found.is_complete(1)
     found.tell(1, 0, "")
-    assert not found.is_complete
+    assert found.is_complete(1)
     found.put(0, [pushed(2)])
     found.receive_many(timeout=0.0)
+    assert found.is_complete(0)
+    found.put(0, [pushed(3, pending=7)])
     found.receive_many(timeout=0.0)
-    assert found.is_complete
+    assert found.is_complete(0), "it was at its end once"
+
+
+def test_a_stream_is_not_exact_before_the_end_of_its_lane_was_read() -> None:
+    """Few pages that are missing are as bad as many, where nobody has ever had them."""
+    found = subscriber()
+    records = (Join("engine", 0, b""), Beat("bridge", 1.0, 0.0), Trusting("engine", 0, "bridge", "EXACT", "", {}))
+    found.put(0, [pushed(1, *records, pending=1)])
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.REPLAYING
+    found.put(0, [pushed(2)])
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.EXACT
+
+
+def test_a_lane_that_is_let_go_leaves_nothing_behind_and_may_come_again() -> None:
+    """Pages of the first time that are still on their way are no part of the second."""
+    found = subscriber(lanes=2)
+    found.put(0, [pushed(1, Join("engine", 0, b"card"), Batched("engine", 0, 0, 0, False, b"x"))])
+    found.put(1, [pushed(1, Join("other", 0, b"card"))])
+    assert len(found.receive_many(timeout=0.0)) == 1
+    found.put(0, [pushed(2, Batched("engine", 0, 0, 1, False, b"y"))])
+    found.put(1, [pushed(2, Batched("other", 0, 0, 0, False, b"z"))])
+    assert found.drop_lane(0) == [("engine", 0)]
+    assert list(found.cards) == [("other", 0)]
+    with pytest.raises(UnknownSourceError):
+        found.trust("engine")
+    found.tell(0, 0, "")
+    assert not found.is_complete(0)
+    found.add_lane(0, Ledger(), {})
+    assert [each.source for each in found.receive_many(timeout=0.0)] == ["other"]
+    assert found.queued_bytes == 0
+    found.put(0, [pushed(1, Join("engine", 0, b"card"), Batched("engine", 0, 0, 0, False, b"x"))])
+    assert [each.source for each in found.receive_many(timeout=0.0)] == ["engine"]
+    assert set(found.lanes) == {0, 1}
 
 
 def test_a_lane_that_is_always_a_little_behind_can_be_trusted() -> None:
     """While much is written some pages are always on their way; more than some are a log that is being read."""
     found = subscriber()
     records = (Join("engine", 0, b""), Beat("bridge", 1.0, 0.0), Trusting("engine", 0, "bridge", "EXACT", "", {}))
-    found.put(0, [pushed(1, *records, pending=MOST_BEHIND)])
+    found.put(0, [pushed(1, *records), pushed(2, pending=MOST_BEHIND)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
-    found.put(0, [pushed(2, pending=MOST_BEHIND + 1)])
+    found.put(0, [pushed(3, pending=MOST_BEHIND + 1)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.REPLAYING
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 from kvevents.index import PrefixIndex
-from kvevents.plane.ledger import Ledger
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.service.follower import Follower, Listener
 
@@ -13,7 +12,7 @@ from kvevents.service.follower import Follower, Listener
 def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:
     """It neither is done nor ends the thread, and those after it are done."""
     index = PrefixIndex()
-    follower = Follower(LogSubscriber({0: Ledger()}, {}, lambda: 0.0, lambda _: None), index, Listener())
+    follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None), index, Listener())
     follower.start()
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []

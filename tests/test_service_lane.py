@@ -29,6 +29,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(limits=LIMITS)
+        self.shards = None
         self.counted: list[tuple[str, int]] = []
         self.metrics = SimpleNamespace(request=lambda path, status, _: self.counted.append((path, status)))
 

@@ -11,9 +11,10 @@ import pytest
 from kvevents.index import PrefixIndex
 from kvevents.plane import subscriber
 from kvevents.plane.settings import PlaneSettings
-from kvevents.service import replica as module
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import Replica
+from kvevents.service.replica import comparing
+from kvevents.service.replica import replica as module
+from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Running, bridging, plane_at
@@ -35,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A census several times a second, and no pauses between generations."""
     monkeypatch.setattr(subscriber, "CENSUS_SECONDS", 0.25)
     monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
-    monkeypatch.setattr(module, "TURN_SECONDS", 0.5)
+    monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
     monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)
 
 

@@ -70,7 +70,7 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
         "trust": {"state": "EXACT", "reason": ""},
     }
-    assert [answer.json for answer in answers] == [{"prompt_tokens": 48, "workers": [held]}] * 3
+    assert [answer.json for answer in answers] == [{"prompt_tokens": 48, "workers": [held], "missing": ""}] * 3
     told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
     assert told.headers["content-type"] == MSGPACK
     assert msgspec.msgpack.decode(told.body) == answers[0].json
@@ -84,7 +84,11 @@ def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, 
     path = f"/v1/match?model={model}"
     assert service.ask("POST", f"{path}&lora=ad", packed(tokens), content_type=RAW).json["workers"][0]["tokens"] == 64
     assert service.ask("POST", path, packed(tokens), content_type=RAW).json["workers"] == []
-    assert service.ask("POST", f"{path}&expected=true", b"", content_type=RAW).json == {"prompt_tokens": 0, "workers": []}
+    assert service.ask("POST", f"{path}&expected=true", b"", content_type=RAW).json == {
+        "prompt_tokens": 0,
+        "workers": [],
+        "missing": "",
+    }
     for wrong, status, reason in (
         (path, 400, "malformed-body"),
         ("/v1/match", 422, "bad-shape"),
@@ -349,7 +353,7 @@ def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine
     assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
     assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
     assert service.get("/v1/hot").reason == "missing-model"
-    assert service.get("/v1/hot?model=nobody").json == {"model": "nobody", "sampled": 0, "prefixes": []}
+    assert service.get("/v1/hot?model=nobody").json == {"model": "nobody", "sampled": 0, "prefixes": [], "missing": ""}
 
 
 # --- events

@@ -108,7 +108,7 @@ async def make(server: Server, blocks: int, tail: int) -> dict[str, str]:
     from kvevents.plane.layout import state_of  # noqa: PLC0415 - as above
     from kvevents.plane.records import VERSION, Page, encode_page  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
-    from kvevents.plane.snapshots import Snapshots, Taken, digests_of  # noqa: PLC0415 - as above
+    from kvevents.plane.snapshots import Snapshots, take  # noqa: PLC0415 - as above
 
     former = Former(blocks, tail)
     async with opened(PlaneSettings(servers=(server.url,), name=NAME, lanes=LANES), name="bench") as client:
@@ -124,21 +124,21 @@ async def make(server: Server, blocks: int, tail: int) -> dict[str, str]:
             await js.publish(layout.subject(lane), encode_page(page(lane, [])))
         for lane, records in former.fill():
             former.take(lane, 1, page(lane, records))
-        ledgers = {lane: ledger.save() for lane, ledger in former.ledgers.items()}
+        size = 0
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "index")
-            former.index.snapshot(path)
-            taken = Taken(1, ledgers, [], digests_of(former.index))
-            found = former.index.stats().blocks
-            kept = await Snapshots(js, layout).save(taken, path, found, "bench", {lane: s.made for lane, s in states.items()})
+            for lane, ledger in former.ledgers.items():
+                taken = take(lane, ledger, {}, former.index, path)
+                size += (await Snapshots(js, layout).save(taken, path, 0, "bench", states[lane].made)).bytes
+        found = former.index.stats().blocks
         pages = 0
         for lane, records in former.tail():
             written = page(lane, records)
             acknowledged = await js.publish(layout.subject(lane), encode_page(written))
             former.take(lane, acknowledged.seq, written)
             pages += 1
-    print(f"   {found:,} blocks in a snapshot of {kept.bytes / 1e6:,.0f} MB, {tail:,} batches on {pages:,} pages", flush=True)
-    return {f"{source} {rank}": digest for source, rank, digest in digests_of(former.index)}
+    print(f"   {found:,} blocks in snapshots of {size / 1e6:,.0f} MB, {tail:,} batches on {pages:,} pages", flush=True)
+    return {f"{source} {rank}": digest for source, rank, digest in all_digests(former.index)}
 
 
 # --- the replica ------------------------------------------------------------------------------------------------------------
@@ -153,9 +153,8 @@ def replica(url: str) -> None:
 async def _replica(url: str) -> None:
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
-    from kvevents.plane.snapshots import digests_of  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
-    from kvevents.service.replica import Replica  # noqa: PLC0415 - as above
+    from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
 
     fleet = Fleet(PrefixIndex(), max_sources=1_000)
     fleet.follower.start()
@@ -167,8 +166,13 @@ async def _replica(url: str) -> None:
     took = time.monotonic() - began
     say({"took": took, "fault": found.fault})
     assert found.generation is not None
-    digests = {f"{source} {rank}": digest for source, rank, digest in digests_of(found.generation.index)}
-    say({"digests": digests, "begun": found.generation.began_with})
+    digests = {f"{source} {rank}": digest for source, rank, digest in all_digests(found.generation.index)}
+    say({"digests": digests, "begun": f"snapshots of {len(found.generation.began_with)} lanes"})
+
+
+def all_digests(index: Any) -> list[tuple[str, int, str]]:
+    """Of every stream of an index."""
+    return [(info.source, info.rank, index.digest((info.source, info.rank))) for info in index.workers()]
 
 
 ROLES: Final[dict[str, Callable[..., None]]] = {"replica": replica}

@@ -99,9 +99,10 @@ def replica(url: str, count: int, skipped: int) -> None:
 async def _replica(url: str, count: int, skipped: int) -> None:
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
-    from kvevents.service import replica as replicas  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
     from kvevents.service.follower import Follower  # noqa: PLC0415 - as above
+    from kvevents.service.replica import generation  # noqa: PLC0415 - as above
+    from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
     from kvevents.stream import RawBatch  # noqa: PLC0415 - as above
 
     seen: list[tuple[float, list[bytes]]] = []
@@ -113,11 +114,11 @@ async def _replica(url: str, count: int, skipped: int) -> None:
             super()._apply(deliveries)
             seen.append((time.monotonic(), [each.payload[2:10] for each in deliveries if isinstance(each, RawBatch)]))
 
-    setattr(replicas, "Follower", Watched)  # noqa: B010 - it is the replica's own, not exported
+    setattr(generation, "Follower", Watched)  # noqa: B010 - it is the replica's own, not exported
     fleet = Fleet(PrefixIndex(), max_sources=10)
     fleet.follower.start()
     plane = PlaneSettings(servers=(url,), name=NAME, lanes=1)
-    found = replicas.Replica(plane, "replica", fleet, snapshot_seconds=1e6, memory_limit=None)
+    found = Replica(plane, "replica", fleet, snapshot_seconds=1e6, memory_limit=None)
     running = asyncio.create_task(found.run())
     while not found.is_complete:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.05)

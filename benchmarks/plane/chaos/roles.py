@@ -20,9 +20,11 @@ from kvevents.index import PrefixIndex
 from kvevents.plane import listening, reading, subscriber
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.settings import PlaneSettings
-from kvevents.service import replica as replicas
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import Generation, Replica
+from kvevents.service.replica import comparing
+from kvevents.service.replica import replica as replicas
+from kvevents.service.replica.generation import Generation
+from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
 
@@ -33,7 +35,7 @@ AGAIN_SECONDS: Final = 0.2
 PACE: Final[tuple[tuple[Any, str, float], ...]] = (
     (replicas, "AGAIN_SECONDS", 0.3),
     (replicas, "TELL_SECONDS", 0.5),
-    (replicas, "TURN_SECONDS", 3.0),
+    (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
     (subscriber, "CENSUS_SECONDS", 0.5),
 )
@@ -219,13 +221,13 @@ class _Diarist:
             "doubled": sum(ledger.doubled for ledger in ledgers),
             "foreign": sum(ledger.foreign for ledger in ledgers),
             "diverged": generation.subscriber.diverged,
-            "snapshots": int(replica.snapshot is not None),
+            "snapshots": len(generation.newest),
         }
         order = generation.follower.order(
             lambda: {name: found for name in self._role.engines if (found := _held(generation, name)) is not None}
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
-        return Told(order.result(2.0), counted, faults, generation.began_with)
+        return Told(order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone")
 
 
 def _held(generation: Generation, name: str) -> Held | None:

@@ -65,8 +65,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--replica", metavar="NAME", help="of this one among the plane's replicas (default: made of the host's name)"
     )
     nats.add_login(parser)
+    add_shard(parser)
     logs.add_arguments(parser)
     add_check(parser)
+
+
+def add_shard(parser: ArgumentParser) -> None:
+    """A share of a plane."""
+    parser.add_argument(
+        "--shard-url",
+        metavar="URL",
+        help="hold a share of the plane's lanes, and have the other replicas ask this one for it at http://HOST:PORT",
+    )
+    parser.add_argument(
+        "--holders", type=count, metavar="N", help="replicas that hold each lane, with --shard-url (default: 2)"
+    )
 
 
 def add_config(parser: ArgumentParser) -> None:
@@ -145,6 +158,9 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     plane = _plane(args, found.get("plane"))
     if plane is not None:
         found["plane"] = plane
+    shard = {name: value for name, value in (("url", args.shard_url), ("holders", args.holders)) if value is not None}
+    if shard:
+        found["shard"] = {**found.get("shard", {}), **shard}
     return with_sources(found, args)
 
 
@@ -184,6 +200,7 @@ COMMAND: Final = Command(
   kvevents serve --engine http://10.0.0.7:8000         ask the engine for its endpoints
   kvevents serve --config fleet.toml --state-dir /var/lib/kvevents
   kvevents serve --from nats://10.0.0.9:4222           a replica, from what bridges have written
+  kvevents serve --from nats://10.0.0.9:4222 --replica kv-0 --host 10.0.0.5 --shard-url http://10.0.0.5:8090
 """,
     add_arguments=add_arguments,
     run=run,

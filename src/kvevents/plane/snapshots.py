@@ -1,8 +1,9 @@
-"""Snapshots of a plane: an index and the ledgers that it was built from, in JetStream's object store.
+"""Snapshots of a plane's lanes: the streams of one lane as an index holds them, and its ledger, in JetStream's object store.
 
-A snapshot is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one
-that its writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or
-with the one before where the newest cannot be read, and finds in the lanes all that came after.
+Each lane has snapshots of its own, so that a replica that holds some lanes alone can take them, and begin with them. A snapshot
+is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one that its
+writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or with the
+one before where the newest cannot be read, and finds in the lane all that came after.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvevents.errors import PlaneError, SnapshotError
+from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, state_of
@@ -33,33 +34,41 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENTRY: Final = "snapshot"
-"""Key of the entry that says which snapshots count."""
-VERSION: Final = 1
+"""Level of the keys of entries that say which snapshots count; the lane follows."""
+VERSION: Final = 2
 CHUNK_BYTES: Final = 512 << 10
 """Of a message of an object, less where servers take less."""
 TRANSFER_SECONDS: Final = 300.0
 """For one snapshot to be written or read."""
-REQUEST_SECONDS: Final = 10.0
+SWEEP_SECONDS: Final = 600.0
+"""Between two looks for objects that no entry names, and how old they must be: left by who was killed while it wrote one."""
+_SUFFIXES: Final = ("index", "streams")
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One snapshot, and where the lanes stood."""
+    """One snapshot of one lane."""
 
     name: str
+    lane: int
     at: float
     """When it was taken, seconds since the epoch."""
     by: str
     """The replica that took it."""
-    positions: dict[str, int]
-    """By lane the page that it ends with."""
-    made: dict[str, str]
-    """By lane which stream that is: one that was deleted and made anew has other pages."""
+    position: int
+    """The page that it ends with."""
+    made: str
+    """Which stream the lane is: one that was deleted and made anew has other pages."""
     blocks: int
     bytes: int
 
+    @property
+    def objects(self) -> set[str]:
+        """Names of what it is made of."""
+        return {f"{self.name}.{suffix}" for suffix in _SUFFIXES}
+
 
 class Entry(msgspec.Struct, frozen=True):
-    """Which snapshots count, the newest first: at most two."""
+    """Which snapshots of a lane count, the newest first: at most two."""
 
     version: int
     kept: list[Kept]
@@ -69,26 +78,38 @@ class Taken(msgspec.Struct, array_like=True):
     """What a snapshot has besides the index; of the same moment."""
 
     version: int
-    ledgers: dict[int, bytes]
+    lane: int
+    ledger: bytes
     doubts: list[tuple[str, int, list[str]]]
     digests: list[tuple[str, int, str]]
-    """Of the index, by stream."""
+    """Of the lane's streams in the index."""
 
-    def restored(self) -> tuple[dict[int, Ledger], dict[Key, frozenset[Doubt]]]:
-        """Ledgers and doubts as they were. Raises `SnapshotError`."""
+    def restored(self) -> tuple[Ledger, dict[Key, frozenset[Doubt]]]:
+        """Ledger and doubts as they were. Raises `SnapshotError`."""
         if self.version != VERSION:
             raise SnapshotError(f"a snapshot is of version {self.version}, and this release reads {VERSION}; take another one")
         try:
-            ledgers = {lane: Ledger.restore(data) for lane, data in self.ledgers.items()}
+            ledger = Ledger.restore(self.ledger)
             doubts = {(source, rank): frozenset(Doubt[name] for name in names) for source, rank, names in self.doubts}
         except (ValueError, KeyError) as error:
             raise SnapshotError(f"the streams of a snapshot cannot be read: {error}; take another one") from error
-        return ledgers, doubts
+        return ledger, doubts
 
 
-def digests_of(index: PrefixIndex) -> list[tuple[str, int, str]]:
-    """Of every stream in an index."""
-    return [(info.source, info.rank, index.digest((info.source, info.rank))) for info in index.workers()]
+def take(lane: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]], index: PrefixIndex, path: Path) -> Taken:
+    """Write the streams of a lane to `path`, and say what belongs to them. Nothing may be applied to them meanwhile."""
+    index.snapshot(path, workers=list(ledger.streams))
+    named = [(*key, [doubt.name for doubt in doubts[key]]) for key in ledger.streams if key in doubts]
+    return Taken(VERSION, lane, ledger.save(), named, digests_of(index, ledger.streams))
+
+
+def digests_of(index: PrefixIndex, keys: Iterable[Key]) -> list[tuple[str, int, str]]:
+    """Of those of some streams that are in an index."""
+    found = []
+    for key in sorted(keys):
+        with suppress(UnknownSourceError):
+            found.append((*key, index.digest(key)))
+    return found
 
 
 class Snapshots:
@@ -97,74 +118,79 @@ class Snapshots:
     def __init__(self, js: JetStreamContext, layout: Layout) -> None:
         self._js: Final = js
         self._layout: Final = layout
-        self._revision = 0
+        self._swept_at = float("-inf")
 
-    async def kept(self) -> list[Kept]:
-        """Those that count, the newest first."""
+    async def kept(self, lane: int) -> list[Kept]:
+        """Those of a lane that count, the newest first."""
+        return (await self._entry(lane))[0]
+
+    async def _entry(self, lane: int) -> tuple[list[Kept], int]:
+        """The same with the number of the entry; 0 where there is none."""
         try:
-            with told("asking for the newest snapshot"):
+            with told(f"asking for the newest snapshot of lane {lane}"):
                 bucket = await self._js.key_value(self._layout.bucket)
-                entry = await bucket.get(ENTRY)
+                entry = await bucket.get(f"{ENTRY}.{lane}")
         except PlaneError as error:
             if error.fault != "missing":
                 raise
-            self._revision = 0
-            return []
-        self._revision = entry.revision or 0
+            return [], 0
+        revision = entry.revision or 0
         try:
             found = msgspec.json.decode(entry.value or b"", type=Entry)
         except msgspec.MsgspecError as error:
-            log.error("the entry of snapshots cannot be read, and is passed over: %s", error)  # noqa: TRY400 - no fault of ours
-            return []
-        return found.kept if found.version == VERSION else []
+            log.error("the entry of snapshots of lane %d cannot be read, and is passed over: %s", lane, error)  # noqa: TRY400 - no fault of ours
+            return [], revision
+        return (found.kept if found.version == VERSION else []), revision
 
-    async def load(self, kept: Kept, index: PrefixIndex, folder: Path) -> Taken:
-        """Bring an index to where a snapshot was, by way of a folder. Raises `SnapshotError` for one that is damaged."""
+    async def load(self, kept: Kept, index: PrefixIndex, folder: Path) -> tuple[Ledger, dict[Key, frozenset[Doubt]]]:
+        """Add what a snapshot holds to an index, by way of a folder.
+
+        Raises `SnapshotError` for one that is damaged, of which nothing stays in the index.
+        """
         path = folder / f"{kept.name}.index"
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
+                taken = await self.streams(kept)
                 with told(f"reading snapshot {kept.name}"):
                     store = await self._js.object_store(self._layout.snapshots)
-                    streams = await store.get(f"{kept.name}.streams")
                     with path.open("wb") as file:
                         await store.get(f"{kept.name}.index", writeinto=file)
+            ledger, doubts = taken.restored()
+            await asyncio.to_thread(_absorb, index, path, taken, kept.name)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {kept.name} was not read within {TRANSFER_SECONDS:g} s", fault="timeout") from error
-        try:
-            taken = msgspec.msgpack.decode(streams.data or b"", type=Taken)
-            await asyncio.to_thread(index.restore, path)
-        except msgspec.MsgspecError as error:
-            raise SnapshotError(f"the streams of snapshot {kept.name} cannot be read: {error}; take another one") from error
         finally:
             path.unlink(missing_ok=True)
-        if sorted(taken.digests) != sorted(await asyncio.to_thread(digests_of, index)):
-            raise SnapshotError(f"snapshot {kept.name} does not hold what it says; another one is taken instead")
-        return taken
+        return ledger, doubts
 
-    async def save(self, taken: Taken, path: Path, blocks: int, by: str, made: Mapping[int, str]) -> Kept:
+    async def streams(self, kept: Kept) -> Taken:
+        """What a snapshot has besides the index. Raises `SnapshotError` for one that is damaged."""
+        with told(f"reading the streams of snapshot {kept.name}"):
+            store = await self._js.object_store(self._layout.snapshots)
+            found = await store.get(f"{kept.name}.streams")
+        try:
+            return msgspec.msgpack.decode(found.data or b"", type=Taken)
+        except msgspec.MsgspecError as error:
+            raise SnapshotError(f"the streams of snapshot {kept.name} cannot be read: {error}; take another one") from error
+
+    async def save(self, taken: Taken, path: Path, blocks: int, by: str, made: str) -> Kept:
         """Write a snapshot, have it count, and purge what no reader needs any more.
 
         Raises `PlaneError`, with the fault `conflict` where somebody else's came in between.
         """
-        name = f"{int(time.time())}-{secrets.token_hex(6)}"
-        before, revision = await self.kept(), self._revision
-        ledgers, _ = taken.restored()
-        kept = Kept(
-            name,
-            time.time(),
-            by,
-            {str(lane): ledger.position for lane, ledger in ledgers.items()},
-            {str(lane): which for lane, which in made.items()},
-            blocks,
-            await asyncio.to_thread(os.path.getsize, path),
-        )
+        name = f"{taken.lane}-{int(time.time())}-{secrets.token_hex(6)}"
+        before, revision = await self._entry(taken.lane)
+        ledger, _ = taken.restored()
+        size = await asyncio.to_thread(os.path.getsize, path)
+        kept = Kept(name, taken.lane, time.time(), by, ledger.position, made, blocks, size)
+        count = [kept, *before[:1]]
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
                 await self._put(kept, taken, path)
-                await self._let_count([kept, *before[:1]], revision)
+                await self._let_count(count, revision)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
-        await self._tidy([kept, *before[:1]], before[1:])
+        await self._tidy(count, before[1:])
         return kept
 
     async def _put(self, kept: Kept, taken: Taken, path: Path) -> None:
@@ -173,7 +199,7 @@ class Snapshots:
         with told(f"writing snapshot {kept.name}"):
             store = await self._js.object_store(self._layout.snapshots)
             chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client that it was made of
-            for suffix in ("index", "streams"):
+            for suffix in _SUFFIXES:
                 meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=chunk))
                 if suffix == "streams":
                     await store.put(f"{kept.name}.streams", msgspec.msgpack.encode(taken), meta)
@@ -182,33 +208,66 @@ class Snapshots:
                         await store.put(f"{kept.name}.index", file, meta)
 
     async def _let_count(self, kept: list[Kept], revision: int) -> None:
-        with told("having a snapshot count"):
+        key = f"{ENTRY}.{kept[0].lane}"
+        with told(f"having a snapshot of lane {kept[0].lane} count"):
             bucket = await self._js.key_value(self._layout.bucket)
             entry = msgspec.json.encode(Entry(VERSION, kept))
             if revision:
-                await bucket.update(ENTRY, entry, revision)
+                await bucket.update(key, entry, revision)
             else:
-                await bucket.create(ENTRY, entry)
+                await bucket.create(key, entry)
 
     async def _tidy(self, kept: list[Kept], gone: list[Kept]) -> None:
-        """Purge what is before the oldest snapshot that counts, and remove the others. What fails is done next time."""
-        oldest = kept[-1]
-        for lane, position in oldest.positions.items():
-            if len(kept) > 1 and oldest.made.get(lane) == kept[0].made.get(lane) and position > 0:
-                with suppress(PlaneError):
-                    await self._purge(int(lane), position, kept[0].made.get(lane))
+        """Purge what is before the older snapshot that counts, and remove the others. What fails is done next time."""
+        newest, oldest = kept[0], kept[-1]
+        if len(kept) > 1 and oldest.made == newest.made and oldest.position > 0:
+            with suppress(PlaneError):
+                await self._purge(newest.lane, oldest.position, newest.made)
         with suppress(PlaneError), told("removing old snapshots"):
-            store = await self._js.object_store(self._layout.snapshots)
-            keep = {f"{each.name}.{suffix}" for each in kept for suffix in ("index", "streams")}
-            doomed = {f"{each.name}.{suffix}" for each in gone for suffix in ("index", "streams")}
-            doomed |= {info.name for info in await store.list() if info.name is not None} - keep
-            for name in sorted(doomed):
-                with suppress(Exception):  # it is gone already
-                    await store.delete(name)
+            await self._remove(set().union(*(each.objects for each in gone)))
+            if time.monotonic() - self._swept_at > SWEEP_SECONDS:
+                self._swept_at = time.monotonic()
+                await self._sweep()
 
-    async def _purge(self, lane: int, position: int, made: str | None) -> None:
+    async def _remove(self, names: Iterable[str]) -> None:
+        store = await self._js.object_store(self._layout.snapshots)
+        for name in sorted(names):
+            with suppress(Exception):  # it is gone already
+                await store.delete(name)
+
+    async def _sweep(self) -> None:
+        """Remove objects that no entry names, once nobody can be about to have them count."""
+        from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+
+        try:
+            infos = await (await self._js.object_store(self._layout.snapshots)).list()
+        except NotFoundError:
+            return
+        limit = time.time() - SWEEP_SECONDS
+        old = {info.name for info in infos if info.name is not None and _begun_at(info.name) < limit}
+        keep: set[str] = set()
+        for lane in range(self._layout.lanes) if old else ():
+            keep.update(*(each.objects for each in await self.kept(lane)))
+        await self._remove(old - keep)
+
+    async def _purge(self, lane: int, position: int, made: str) -> None:
         """Up to a page of the lane that the snapshots are of: one that was made anew has others, which no snapshot holds."""
         state = await state_of(self._js, self._layout, lane)
         if state.made == made:
             with told(f"purging lane {lane}"):
                 await self._js.purge_stream(self._layout.stream(lane), seq=position + 1)
+
+
+def _absorb(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:
+    came = index.absorb(path)
+    if sorted(taken.digests) != digests_of(index, came):
+        for key in came:
+            index.remove_worker(key)
+            index.admit(key)
+        raise SnapshotError(f"snapshot {name} does not hold what it says; another one is taken instead")
+
+
+def _begun_at(name: str) -> float:
+    """When somebody began to write an object; long ago for a name that is none of a snapshot's."""
+    at = name.split("-")[1:2]
+    return float(at[0]) if at and at[0].isdecimal() else 0.0

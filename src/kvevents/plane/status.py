@@ -69,7 +69,8 @@ class PlaneView(msgspec.Struct, frozen=True):
 async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
     """Ask for everything. Raises `PlaneError` where the servers cannot be asked at all."""
     lanes = [await _lane(js, layout, lane) for lane in range(layout.lanes)]
-    kept = await Snapshots(js, layout).kept()
+    snapshots = Snapshots(js, layout)
+    kept = [each for lane in range(layout.lanes) for each in await snapshots.kept(lane)]
     entries = await _entries(js, layout)
     said = {key: Opinion.decode(value) for key, value in entries.items() if key.startswith(PREFIX)}
     opinions = {key.removeprefix(PREFIX): opinion for key, opinion in said.items() if opinion is not None}

@@ -44,6 +44,8 @@ class Message(NamedTuple):
     """One message of a lane, on its way to the thread that makes something of it."""
 
     lane: int
+    ledger: Ledger | None
+    """Which it is for: a lane that was let go and is read again has another one."""
     pushed: Pushed
 
 
@@ -57,6 +59,8 @@ class Lane(NamedTuple):
     """Why it cannot be read at the moment."""
     at: float | None
     """When the newest page was written, by its writer's clock."""
+    complete: bool = False
+    """Whether it was read to its end once."""
 
 
 class Census(NamedTuple):
@@ -67,20 +71,16 @@ class Census(NamedTuple):
 
 
 class LogSubscriber:
-    """The streams of some lanes. `put`, `tell`, `lanes` and `census` are for any thread, everything else for one.
+    """The streams of some lanes.
 
-    `digest` is asked for a stream's digest in the index that deliveries are applied to, when all handed out before were.
+    `put`, `tell`, `lanes`, `ledgers`, `cards` and `census` are for any thread, everything else for one. `digest` is asked for a
+    stream's digest in the index that deliveries are applied to, when all handed out before were.
     """
 
-    def __init__(
-        self,
-        ledgers: Mapping[int, Ledger],
-        doubts: Mapping[Key, frozenset[Doubt]],
-        clock: Callable[[], float],
-        digest: Callable[[Key], str | None],
-    ) -> None:
-        self.ledgers: Final = dict(ledgers)
-        self.cards: Mapping[Key, bytes] = _cards(ledgers.values())
+    def __init__(self, clock: Callable[[], float], digest: Callable[[Key], str | None]) -> None:
+        self.ledgers: Mapping[int, Ledger] = {}
+        """Of the lanes that are read; replaced as a whole."""
+        self.cards: Mapping[Key, bytes] = {}
         """The streams that there are, with what bridges say of their engines; replaced as a whole."""
         self.diverged = 0
         """Heartbeats of engines that hold something else."""
@@ -94,14 +94,12 @@ class LogSubscriber:
         self._put_bytes = self._taken_bytes = 0
         """Each changed by one thread alone."""
         self._bell = threading.Event()
-        self._handing_out = False
-        """Whether something was taken from the queue that may not have been applied yet."""
         self._closed = self._joined_or_left = False
-        self._lanes: dict[int, Lane] = {lane: Lane(ledger.position, None, "", None) for lane, ledger in ledgers.items()}
-        self._of: dict[Key, int] = {key: lane for lane, ledger in ledgers.items() for key in ledger.streams}
-        self._doubts: dict[Key, set[Doubt]] = {key: set(found) for key, found in doubts.items()}
+        self._lanes: dict[int, Lane] = {}
+        self._of: dict[Key, int] = {}
+        self._doubts: dict[Key, set[Doubt]] = {}
         self._counters: dict[Key, StreamCounters] = {}
-        self._begun = {key for ledger in ledgers.values() for key, standing in ledger.streams.items() if standing.last_seq >= 0}
+        self._begun: set[Key] = set()
         """Streams of whose present incarnation there was a batch."""
         self._heard: dict[tuple[int, str], tuple[int, float]] = {}
         """By lane and bridge the page of its last beat, and when that was seen."""
@@ -111,14 +109,17 @@ class LogSubscriber:
     def put(self, lane: int, came: list[Pushed]) -> None:
         """Messages of a lane, in order."""
         self._put_bytes += sum(len(pushed.data) for pushed in came)
-        self._queue.extend(Message(lane, pushed) for pushed in came)
+        ledger = self.ledgers.get(lane)
+        self._queue.extend(Message(lane, ledger, pushed) for pushed in came)
         self._bell.set()
 
     def tell(self, lane: int, behind: int | None, fault: str) -> None:
         """How reading a lane goes, where no message says it."""
-        known = self._lanes[lane]
+        known = self._lanes.get(lane)
+        if known is None:  # it is read no more
+            return
         if behind == 0 and not fault and not self._queue:
-            known = known._replace(behind=0)
+            known = known._replace(behind=0, complete=True)
         elif behind is None:
             known = known._replace(behind=None)
         self._lanes[lane] = known._replace(fault=fault)
@@ -137,10 +138,37 @@ class LogSubscriber:
         """How many bridges are heard."""
         return len({bridge for lane, bridge in list(self._heard) if self._is_alive(lane, bridge)})
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every lane was read to its end, and all of it was applied."""
-        return not self._queue and not self._handing_out and all(lane.behind == 0 for lane in self._lanes.values())
+    def is_complete(self, lane: int) -> bool:
+        """Whether a lane was read to its end once. By order of the follower: then all of that is in the index."""
+        known = self._lanes.get(lane)
+        return known is not None and known.complete
+
+    # --- lanes
+
+    def add_lane(self, lane: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]]) -> None:
+        """Go on with a lane from where a ledger ends; the index holds what belongs to it."""
+        self._lanes = {**self._lanes, lane: Lane(ledger.position, None, "", None)}
+        self.ledgers = {**self.ledgers, lane: ledger}
+        self._of.update(dict.fromkeys(ledger.streams, lane))
+        self._doubts.update({key: set(found) for key, found in doubts.items()})
+        self._begun.update(key for key, standing in ledger.streams.items() if standing.last_seq >= 0)
+        self.cards = _cards(self.ledgers.values())
+
+    def drop_lane(self, lane: int) -> list[Key]:
+        """Know nothing of a lane any more, not even what has come of it; its streams, which are to leave the index."""
+        ledger = self.ledgers[lane]
+        self.ledgers = {number: each for number, each in self.ledgers.items() if number != lane}
+        self._lanes = {number: each for number, each in self._lanes.items() if number != lane}
+        self.census = {number: each for number, each in self.census.items() if number != lane}
+        self._due = [number for number in self._due if number != lane]
+        self._heard = {key: each for key, each in self._heard.items() if key[0] != lane}
+        for key in ledger.streams:
+            self._of.pop(key, None)
+            self._doubts.pop(key, None)
+            self._counters.pop(key, None)
+            self._begun.discard(key)
+        self.cards = _cards(self.ledgers.values())
+        return list(ledger.streams)
 
     # --- deliveries
 
@@ -149,12 +177,10 @@ class LogSubscriber:
         if self._closed:
             raise ClosedError("LogSubscriber is closed")
         self._take_census()
-        self._handing_out = False
         if not self._queue:
             self._bell.wait(timeout)
         self._bell.clear()
         found: list[RawDelivery] = []
-        self._handing_out = bool(self._queue)
         for _ in range(min(PAGES_PER_TURN, len(self._queue))):
             message = self._queue.popleft()
             self._taken_bytes += len(message.pushed.data)
@@ -177,10 +203,13 @@ class LogSubscriber:
             self.census[lane] = Census(ledger.position, digests)
 
     def _read(self, message: Message) -> list[RawDelivery]:
-        lane, pushed = message
-        ledger, page = self.ledgers[lane], decode_page(pushed.data)
+        lane, ledger, pushed = message
+        if ledger is None or self.ledgers.get(lane) is not ledger:
+            return []
+        page = decode_page(pushed.data)
         events: list[Event] = []
-        at = self._lanes[lane].at
+        known = self._lanes[lane]
+        at = known.at
         if page is None:
             if not ledger.foreign:
                 log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
@@ -189,7 +218,7 @@ class LogSubscriber:
             if at is not None and at // CENSUS_SECONDS != page.at // CENSUS_SECONDS:
                 self._due.append(lane)
             events, at = ledger.feed(pushed.position, page), page.at
-        self._lanes[lane] = Lane(pushed.position, pushed.pending, "", at)
+        self._lanes[lane] = Lane(pushed.position, pushed.pending, "", at, known.complete or pushed.pending == 0)
         now = self._clock()
         self._heard.update(
             {
@@ -261,7 +290,7 @@ class LogSubscriber:
         lane = self._lanes[lane_number]
         if lane.fault:
             return Trust.STALE.because(f"the log cannot be read: {lane.fault}")
-        if lane.behind is None or lane.behind > MOST_BEHIND:
+        if not lane.complete or lane.behind is None or lane.behind > MOST_BEHIND:
             return Trust.REPLAYING.because("the log is being read")
         said = self._said(lane_number, standing)
         seen = self._doubts.get(key)
@@ -280,7 +309,8 @@ class LogSubscriber:
         return Trust.REPLAYING.because("no bridge has said yet how far it is to be trusted")
 
     def _is_alive(self, lane: int, bridge: str) -> bool:
-        beaten, heard = self.ledgers[lane].beats.get(bridge), self._heard.get((lane, bridge))
+        ledger, heard = self.ledgers.get(lane), self._heard.get((lane, bridge))
+        beaten = None if ledger is None else ledger.beats.get(bridge)
         if beaten is None:
             return False
         since = self._clock() - heard[1] if heard is not None else float("inf")

@@ -149,6 +149,11 @@ def _read_file(path: Path, label: str) -> bytes:
         raise ConfigError(f"{label}: cannot read token_file {path}: {reason}") from error
 
 
+def token_of_file(path: str, label: str) -> str:
+    """A token to show others, read now. Raises `ConfigError`, which names `label`."""
+    return _checked(_read_file(Path(path), label), label).decode("ascii")
+
+
 def _checked(token: bytes, label: str) -> bytes:
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
         raise ConfigError(f"{label} has {len(token)} bytes; it needs {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}: {_HOW}")

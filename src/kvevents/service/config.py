@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct, field
@@ -18,6 +19,8 @@ from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.tables import SourceTable, Template
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_HOLDERS: Final = 8
+MAX_ASK_SECONDS: Final = 30.0
 DEFAULT_PORT: Final = 8090
 """As Dynamo's standalone indexer."""
 
@@ -77,6 +80,30 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`HOST:PORT` for addresses, `_kv._tcp.NAME` for an SRV record; behind `http://` each engine is asked for its endpoints."""
 
 
+class ShardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hold a share of a plane's lanes, and ask the other replicas for the rest."""
+
+    url: str
+    """Where the other replicas reach this one: `http://HOST:PORT` or `https://HOST:PORT`."""
+    holders: int = 2
+    """Replicas that are to hold each lane, 1 to 8: so many less one may fail, and every answer is still whole."""
+    ask_seconds: float = 0.5
+    """For another replica to answer; then the next one that holds the same is asked."""
+    token_file: str | None = None
+    """File with the bearer token that the others want to see, where they do; it takes the role `read`."""
+    tls_ca: str | None = None
+    """PEM file of the authorities that the others' certificates are checked against; None for those of the system."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ConfigError(f"shard.url is {self.url!r}; write http://HOST:PORT as the other replicas reach this one")
+        if not 1 <= self.holders <= MAX_HOLDERS:
+            raise ConfigError(f"shard.holders is {self.holders}; it is a number of replicas from 1 to {MAX_HOLDERS}")
+        if not 0 < self.ask_seconds <= MAX_ASK_SECONDS:
+            raise ConfigError(f"shard.ask_seconds is {self.ask_seconds}; it must be above 0 and at most {MAX_ASK_SECONDS:g}")
+
+
 class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `kvevents serve` can be told."""
 
@@ -110,6 +137,8 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Build the index from the log of this plane, in the place of following engines: nothing else is followed then."""
     replica: str | None = None
     """Name of this replica, which no other of its plane has; the host's and something random unless told otherwise."""
+    shard: ShardSettings | None = None
+    """Hold a share of the plane alone, as one of several replicas, for an index that is too large for one machine."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -124,6 +153,8 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.plane is None:
             if self.replica is not None:
                 raise ConfigError("replica is a name within a plane; tell which plane, with `plane` or --from")
+            if self.shard is not None:
+                raise ConfigError("shard is a share of a plane; tell which plane, with `plane` or --from")
             return
         if self.sources or self.source_files or self.dns:
             raise ConfigError(
@@ -133,6 +164,10 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError("a replica keeps nothing on the disk, its plane does: leave state_dir out")
         if self.replica is not None and not _REPLICA.fullmatch(self.replica):
             raise ConfigError(f"replica is {self.replica!r}; it has 1 to 64 letters, digits, '-' and '_'")
+        if self.shard is not None and self.replica is None:
+            raise ConfigError("a replica that holds a share needs a name that lasts, which says which share: give it `replica`")
+        if self.shard is not None and self.access.tokens and self.shard.token_file is None:
+            raise ConfigError("the other replicas want a token too: name its file as shard.token_file, with the role read")
 
     @property
     def is_loopback(self) -> bool:

@@ -18,7 +18,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, 
 from kvevents.service.follower import Follower, Listener, published_at
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import Key, Registration, Wall
-from kvevents.service.shapes import BatchesEvent, LossEvent, SourceEvent, StreamEvent
+from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import Subscriber
@@ -55,6 +55,8 @@ class Fleet(Listener):
         """How many streams are behind each."""
         self.counts: dict[tuple[str, str], int] = {}
         """Of `kvevents_rejected_events`: rejected events by dialect and reason."""
+        self.version = 0
+        """Another number whenever members have come or gone."""
         self.failure: str | None = None
         """Why nothing is followed any more."""
         self.refused: dict[Key, str] = {}
@@ -96,6 +98,7 @@ class Fleet(Listener):
             self.members[registration.key] = member
             self.walls[registration.wall] = self.walls.get(registration.wall, 0) + 1
             self._plain = {}
+            self.version += 1
             self._measure()
         done = self.follower.order(lambda: self._follow(member, resume))
         done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
@@ -152,6 +155,7 @@ class Fleet(Listener):
     def _drop(self, member: Member) -> None:
         wall = member.registration.wall
         self._plain = {}
+        self.version += 1
         del self.members[member.registration.key]
         self._told.pop(member.registration.key, None)
         self.walls[wall] -= 1
@@ -188,11 +192,12 @@ class Fleet(Listener):
 
     # --- answers
 
-    def match(self, wall: Wall, tokens: Any, *, mm: Sequence[MultiModal] = (), expected: bool = False) -> list[Row]:
+    def match(self, wall: Wall, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[Row]:
         """Members behind a wall that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
         found: list[Row] = []
+        media = tuple(MultiModal(id=each.id, start=each.start, length=each.length) for each in mm) if mm else ()
         for namespace in self.namespaces(wall):
-            within = replace(namespace, mm=tuple(mm)) if mm else namespace
+            within = replace(namespace, mm=media) if media else namespace
             found += self._rows(self.index.match(tokens, within, overlay=expected))
         return found
 
@@ -205,6 +210,19 @@ class Fleet(Listener):
             for size in sizes:
                 found += self._rows(self.index.match_keys(rolling, size, namespace))
         return found
+
+    def expect(self, wall: Wall, worker: tuple[str, int], tokens: Any, seconds: float) -> bool:
+        """Believe for a while that an instance's rank will hold a prompt, if it is a member."""
+        for member in list(self.members.values()):
+            registration = member.registration
+            if (registration.instance, registration.rank) == worker and registration.wall[:3] == wall[:3]:
+                own = registration.wall
+                namespace = Namespace(
+                    model=own.name, lora=None if own.lora else wall.lora, salt=None if own.salt else wall.salt
+                )
+                self.index.speculate(registration.key, tokens, namespace, ttl=seconds)
+                return True
+        return False
 
     def block_sizes(self, wall: Wall) -> list[int]:
         """Tokens per block of those behind a wall, the smallest first."""
@@ -312,6 +330,12 @@ class Fleet(Listener):
         if instant >= self._judge_due:
             self._judge_due = instant + JUDGE_SECONDS
             self._judge(now)
+
+    def look(self) -> None:
+        """Know at once how all members stand. By order of the follower."""
+        now = self._clock()
+        self._look(now)
+        self._judge(now)
 
     def failed(self, error: BaseException) -> None:
         """See `Listener`."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, get_args
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from kvevents.service.member import Member
-from kvevents.service.plane_metrics import write_plane
+from kvevents.service.plane_metrics import write_plane, write_shards
 from kvevents.service.shapes import TIER_WEIGHTS, State, StatsAnswer
 from kvevents.stream import StreamCounters
 
@@ -116,6 +116,8 @@ class Metrics:
         _write_index(page, self._service)
         if self._service.replica is not None:
             write_plane(page, self._service.replica, time.time())
+            if self._service.shards is not None:
+                write_shards(page, self._service.replica, self._service.shards)
         self._write_requests(page)
         return page.text() + generate_latest(self._process)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from kvevents.plane.subscriber import Lane, LogSubscriber
-from kvevents.service.replica import Replica
+from kvevents.service.replica.replica import Replica
+from kvevents.service.shards.asking import Shards
 
 
 class Page(Protocol):
@@ -51,8 +52,9 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
 def _numbers(replica: Replica, now: float) -> Iterable[tuple[str, str, float | None]]:
     yield "kvevents_plane_complete", "Whether the log was ever read to its end", int(replica.is_complete)
     yield "kvevents_plane_readable", "Whether the log can be read at the moment", int(not replica.fault)
-    kept = replica.snapshot
-    yield "kvevents_plane_snapshot_age_seconds", "Of the newest snapshot that is known", None if kept is None else now - kept.at
+    newest = [] if replica.generation is None else list(replica.generation.newest.values())
+    age = max([now - kept.at for kept in newest], default=None)
+    yield "kvevents_plane_snapshot_age_seconds", "Of the newest snapshot that is known of a lane, the oldest of those", age
     yield "kvevents_plane_snapshot_failing", "Whether the last attempt to take one failed", int(bool(replica.snapshot_fault))
 
 
@@ -62,3 +64,16 @@ def _breaches(subscriber: LogSubscriber) -> int:
 
 def _by_lane(lanes: Mapping[int, Lane], value: Callable[[Lane], float | None]) -> dict[str, float | None]:
     return {f'lane="{number}"': value(lane) for number, lane in lanes.items()}
+
+
+def write_shards(page: Page, replica: Replica, shards: Shards) -> None:
+    """What a replica that holds a share knows of it, and of the others."""
+    lanes = {
+        'state="shown"': len(replica.shown),
+        'state="wanted"': len(replica.wanted),
+        'state="uncovered"': len(shards.uncovered),
+    }
+    page.gauge("kvevents_shard_lanes", "Lanes that are answered for here, are to be, and that no replica holds", dict(lanes))
+    page.gauge("kvevents_shard_replicas", "Other replicas that are heard of", {"": shards.replicas})
+    page.counter("kvevents_shard_failures_total", "Questions that another replica did not answer", {"": shards.peers.failures})
+    page.counter("kvevents_shard_incomplete_total", "Answers that were not of the whole fleet", {"": shards.incomplete})

@@ -9,31 +9,36 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvevents.errors import SnapshotError
-from kvevents.index import MultiModal, Namespace, PrefixIndex
+from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Turns
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.config import ServiceConfig
-from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
+from kvevents.service.errors import ConflictError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
-from kvevents.service.hot import HotPrefixes
+from kvevents.service.hot import HotNode, HotPrefixes
 from kvevents.service.keeping import Keeper
-from kvevents.service.member import Row
+from kvevents.service.member import Member, Row
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
 from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
-from kvevents.service.replica import Replica
-from kvevents.service.shapes import HotPrefix, ReadyAnswer, SelectRequest, StatsAnswer
+from kvevents.service.replica.replica import Replica
+from kvevents.service.shapes import HotPrefix, Media, ReadyAnswer, SelectRequest, StatsAnswer
+from kvevents.service.shards.answering import Answering
+from kvevents.service.shards.asking import Shards, packed
+from kvevents.service.shards.peers import Peers
+from kvevents.service.shards.shapes import Expectation, Question
 from kvevents.stream import Checkpoint, Trust
 from kvevents.version import version
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLAIM_SECONDS: Final = 120.0
 """How long streams of a snapshot wait to be registered again; after it their blocks are forgotten."""
@@ -41,6 +46,10 @@ STANDING_SECONDS: Final = 10.0
 """How long a snapshot waits for the follower to say where the streams stand."""
 
 
+Told: TypeAlias = Callable[[list[Row], str], T]
+"""Makes something of the rows of a prompt, and of why they are not of the whole fleet; empty where they are."""
+ToldMany: TypeAlias = Callable[[list[list[Row]], str], T]
+"""The same of several prompts."""
 _NEITHER: Final = (None, None)
 _ALONE: Final = Namespace()
 """Of prompts without LoRA and salt."""
@@ -62,6 +71,8 @@ class Service:
         )
         self.replica = _replica(config, self.fleet)
         """What keeps the index where it is built from a log; None where engines are followed."""
+        self.shards = _shards(config, self.fleet, self.replica)
+        """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics(self)
         self.turns = Turns()
         self.hot = HotPrefixes(clock=time.monotonic)
@@ -90,6 +101,8 @@ class Service:
         self.fleet.follower.start()
         self._register_remembered()
         work = [self._prober.run(), self._finder.run()] if self.replica is None else [self.replica.run()]
+        if self.shards is not None:
+            work.append(self.shards.run())
         if self.keeper is not None:
             work += [self._save_often(), self._forget_unclaimed()]
         self._tasks = [asyncio.create_task(each) for each in work]
@@ -229,48 +242,104 @@ class Service:
         if count > (limit := self.config.limits.max_tokens):
             raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
-    def look_up(self, wall: Wall, tokens: Any, *, mm: Sequence[MultiModal] = (), expected: bool = False) -> list[Row]:
-        """Who holds how much of a prompt, counted."""
+    def members(self) -> Mapping[Key, Member]:
+        """The whole fleet: those that are known here, and those of other replicas."""
+        own = dict(self.fleet.members)
+        return own if self.shards is None else {**self.shards.members, **own}
+
+    def holder(self, member: Member) -> str:
+        """Where another replica that holds a member can be asked; empty where none is known."""
+        return "" if self.shards is None else self.shards.holder(member)
+
+    def look_up(
+        self, wall: Wall, tokens: Any, then: Told[T], *, mm: Sequence[Media] = (), expected: bool = False
+    ) -> T | Awaitable[T]:
+        """Have `then` make something of who holds how much of a prompt, and of why that is not of the whole fleet.
+
+        At once where all of the fleet is known here, else later.
+        """
+        if self.shards is not None:
+            return self._look_up_everywhere(
+                self.shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected
+            )
         found = self.fleet.match(wall, tokens, mm=mm, expected=expected)
+        self._count(wall, tokens, found)
+        return then(found, "")
+
+    def look_up_many(
+        self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], *, mm: Sequence[Media] = (), expected: bool = False
+    ) -> T | Awaitable[T]:
+        """The same for several prompts."""
+        if self.shards is not None:
+            return self._look_up_everywhere(self.shards, wall, prompts, then, mm, expected)
+        found = []
+        for tokens in prompts:
+            found.append(self.fleet.match(wall, tokens, mm=mm, expected=expected))
+            self._count(wall, tokens, found[-1])
+        return then(found, "")
+
+    async def _look_up_everywhere(
+        self, shards: Shards, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], mm: Sequence[Media], expected: bool
+    ) -> T:
+        self._check_works()
+        found, missing = await shards.find(Question(**wall._asdict(), mm=list(mm), expected=expected), prompts)
+        for tokens, rows in zip(prompts, found, strict=True):
+            self._count(wall, tokens, rows)
+        return then(found, missing)
+
+    def _check_works(self) -> None:
+        if self.fleet.failure is not None:
+            raise UnavailableError(f"nothing is followed any more: {self.fleet.failure}", "failed", "restart the service")
+
+    def _count(self, wall: Wall, tokens: Any, found: list[Row]) -> None:
         self.metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
         self._look_hot(wall, tokens)
-        return found
 
-    def look_up_keys(self, wall: Wall, keys: list[int], *, local: bool) -> list[Row]:
+    def look_up_keys(self, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T | Awaitable[T]:
         """The same by hashes: of each block alone, or rolling."""
+        if self.shards is not None:
+            return self._look_up_keys_everywhere(self.shards, wall, keys, then, local=local)
         found = self.fleet.match_keys(wall, keys, local=local)
         self.metrics.lookup(0, max([row.tokens for row in found], default=0))
-        return found
+        return then(found, "")
 
-    def expect(self, wall: Wall, worker: Key, tokens: Any, asked: SelectRequest) -> None:
+    async def _look_up_keys_everywhere(self, shards: Shards, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T:
+        self._check_works()
+        (found,), missing = await shards.find(Question(**wall._asdict(), keys=[keys], local=local), [])
+        self.metrics.lookup(0, max([row.tokens for row in found], default=0))
+        return then(found, missing)
+
+    def expect(self, wall: Wall, worker: tuple[str, int], asked: SelectRequest) -> None:
         """Believe for a while that a worker will hold a prompt."""
-        for member in list(self.fleet.members.values()):
-            registration = member.registration
-            if (registration.instance, registration.rank) == worker and registration.wall[:3] == wall[:3]:
-                own = registration.wall
-                namespace = Namespace(
-                    model=own.name, lora=None if own.lora else asked.lora, salt=None if own.salt else asked.salt
-                )
-                self.index.speculate(registration.key, tokens, namespace, ttl=asked.expect_seconds)
+        seconds = asked.expect_seconds
+        if self.fleet.expect(wall, worker, asked.tokens, seconds) or self.shards is None:
+            return
+        prompt = packed(asked.tokens)
+        self.shards.expect(Expectation(**wall._asdict(), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
 
     def _look_hot(self, wall: Wall, tokens: Any) -> None:
         size = self.fleet.block_sizes(wall)[:1]
+        if not size and self.shards is not None:
+            size = self.shards.block_sizes(wall)[:1]
         if size and len(tokens) >= size[0]:
             self.hot.look(wall, tokens, size[0], _ALONE if wall[3:] == _NEITHER else Namespace(lora=wall.lora, salt=wall.salt))
 
-    def hottest(self, wall: Wall, limit: int) -> tuple[int, list[HotPrefix]]:
-        """How many prompts were sampled, and the prefixes that they begin with most."""
-        found = [
-            HotPrefix(
-                key=f"{node.key:016x}",
-                parent=None if node.parent is None else f"{node.parent:016x}",
-                tokens=node.tokens,
-                lookups=node.lookups,
-                workers=sum(row.tokens >= node.tokens for row in self.fleet.match_keys(wall, list(node.path))),
+    def hottest(self, wall: Wall, limit: int, then: Callable[[int, list[HotPrefix], str], T]) -> T | Awaitable[T]:
+        """Have `then` make something of how many prompts were sampled, and of the prefixes that they begin with most."""
+        nodes, sampled = self.hot.top(wall, limit), self.hot.sampled(wall)
+        if self.shards is not None and nodes:
+            return self._hottest_everywhere(
+                self.shards, wall, nodes, lambda prefixes, missing: then(sampled, prefixes, missing)
             )
-            for node in self.hot.top(wall, limit)
-        ]
-        return self.hot.sampled(wall), found
+        found = [self.fleet.match_keys(wall, list(node.path)) for node in nodes]
+        return then(sampled, _prefixes(nodes, found), "")
+
+    async def _hottest_everywhere(
+        self, shards: Shards, wall: Wall, nodes: list[HotNode], then: Callable[[list[HotPrefix], str], T]
+    ) -> T:
+        question = Question(**wall._asdict(), keys=[list(node.path) for node in nodes])
+        found, missing = await shards.find(question, [])
+        return then(_prefixes(nodes, found), missing)
 
     # --- how it fares
 
@@ -297,20 +366,23 @@ class Service:
 
     def readiness(self) -> ReadyAnswer:
         """Whether enough is known to be asked. Once ready, it stays so: later doubts are in each answer's trust."""
-        members = list(self.fleet.members.values())
+        members = list(self.members().values())
         exact = sum(member.trust == Trust.EXACT for member in members)
         ready = self.config.ready
         # A replica that has not read its log to the end has nothing to say, however long it takes.
         hidden = self.replica is not None and not self.replica.is_complete
         has_looked = self._finder.has_looked or self.replica is not None
         late = time.monotonic() - self._began >= ready.deadline_seconds and not hidden
-        settled = has_looked and not hidden and exact >= ready.quorum * len(members)
+        uncovered = self.shards.uncovered if self.shards is not None else []
+        settled = has_looked and not hidden and not uncovered and exact >= ready.quorum * len(members)
         self._is_ready = self._is_ready or settled or late
         why = f"{exact} of {len(members)} sources are EXACT"
         if hidden and self.replica is not None:
             why = self.replica.why_hidden
         elif not has_looked and not late:
             why = "not every way of discovery has answered"
+        elif uncovered:
+            why += f"; no replica holds {len(uncovered)} lanes of the plane"
         elif late and not settled:
             why += f"; the deadline of {ready.deadline_seconds:g} s has passed"
         return ReadyAnswer(
@@ -351,10 +423,37 @@ class Service:
         )
 
 
+def _prefixes(nodes: list[HotNode], found: list[list[Row]]) -> list[HotPrefix]:
+    return [
+        HotPrefix(
+            key=f"{node.key:016x}",
+            parent=None if node.parent is None else f"{node.parent:016x}",
+            tokens=node.tokens,
+            lookups=node.lookups,
+            workers=sum(row.tokens >= node.tokens for row in rows),
+        )
+        for node, rows in zip(nodes, found, strict=True)
+    ]
+
+
 def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     if config.plane is None:
         return None
     # A name of its own for each life, since several may be on one host.
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
     name = config.replica or f"{host}-{secrets.token_hex(3)}"
-    return Replica(config.plane, name, fleet, snapshot_seconds=config.snapshot_seconds, memory_limit=config.memory_limit)
+    return Replica(
+        config.plane,
+        name,
+        fleet,
+        snapshot_seconds=config.snapshot_seconds,
+        memory_limit=config.memory_limit,
+        shard=config.shard,
+    )
+
+
+def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None) -> Shards | None:
+    if config.shard is None or replica is None:
+        return None
+    answering = Answering(fleet, lambda: replica.layout, lambda: replica.shown)
+    return Shards(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present)

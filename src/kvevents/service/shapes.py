@@ -92,6 +92,8 @@ class MatchAnswer(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     workers: list[Held]
+    missing: str = ""
+    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 
 
 class MatchManyAnswer(Struct, frozen=True, kw_only=True):
@@ -154,6 +156,8 @@ class Selected(Struct, frozen=True, kw_only=True):
     """One sentence."""
     considered: list[Considered] | None = None
     """With `explain`, all candidates, the best first."""
+    missing: str = ""
+    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 
 
 class Gap(Struct, frozen=True, kw_only=True):
@@ -264,6 +268,8 @@ class HotAnswer(Struct, frozen=True, kw_only=True):
     sampled: int
     """Prompts that were looked at."""
     prefixes: list[HotPrefix]
+    missing: str = ""
+    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 
 
 class StatsAnswer(Struct, frozen=True, kw_only=True):

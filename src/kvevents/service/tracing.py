@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from kvevents.service.http.routing import TABLE
 from kvevents.service.member import Row
@@ -20,11 +20,12 @@ from kvevents.service.registration import Wall
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from kvevents.service.service import Service
+    from kvevents.service.service import Service, Told, ToldMany
 
 Http: TypeAlias = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 """An ASGI application of HTTP alone."""
 
+T = TypeVar("T")
 NAME: Final = "kvevents.service"
 MAX_PATH: Final = 256
 """Characters of a path that a span keeps: clients write it."""
@@ -130,13 +131,24 @@ class _Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
-    def look_up(self, wall: Wall, tokens: Sequence[int], **more: Any) -> list[Row]:
+    def look_up(self, wall: Wall, tokens: Sequence[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
         """As the service's."""
-        return _note(wall, len(tokens), self._service.look_up(wall, tokens, **more))
+        count = len(tokens)
+        return self._service.look_up(wall, tokens, lambda found, missing: then(_note(wall, count, found), missing), **more)
 
-    def look_up_keys(self, wall: Wall, keys: list[int], **more: Any) -> list[Row]:
+    def look_up_many(self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], **more: Any) -> T | Awaitable[T]:
         """As the service's."""
-        return _note(wall, 0, self._service.look_up_keys(wall, keys, **more))
+
+        def noted(found: list[list[Row]], missing: str) -> T:
+            for tokens, rows in zip(prompts, found, strict=True):
+                _note(wall, len(tokens), rows)
+            return then(found, missing)
+
+        return self._service.look_up_many(wall, prompts, noted, **more)
+
+    def look_up_keys(self, wall: Wall, keys: list[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
+        """As the service's."""
+        return self._service.look_up_keys(wall, keys, lambda found, missing: then(_note(wall, 0, found), missing), **more)
 
 
 def _note(wall: Wall, tokens: int, found: list[Row]) -> list[Row]:

@@ -7,6 +7,7 @@ Both derive from one draft and differ in names. A request that says `model_name`
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from msgspec import Meta, Struct
@@ -34,6 +35,8 @@ Hash = Annotated[
         }
     ),
 ]
+MISSING: Final = b"kvevents-missing"
+"""Header of an answer that is not of the whole fleet: why, in words."""
 MAX_SHOWN: Final = 40
 """Characters of something wrong that an error repeats."""
 
@@ -184,7 +187,7 @@ async def unregister(service: Service, request: Request) -> Response:
     instance, model = str(asked.instance_id), asked.model_name or asked.modelname or asked.model
     found = [
         member.registration
-        for member in list(service.fleet.members.values())
+        for member in service.members().values()
         if (member.registration.instance, member.registration.tenant, member.registration.group)
         == (instance, asked.tenant_id, asked.routing_group)
         and asked.dp_rank in {None, member.registration.rank}
@@ -206,15 +209,15 @@ async def unregister(service: Service, request: Request) -> Response:
 # --- questions
 
 
-def query(service: Service, request: Request) -> Response:
+def query(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Who holds how much of a prompt."""
     asked, tokens = QUERY.read_tokens(request, "token_ids")
     service.check_tokens(len(tokens))
     wall = asked.wall
-    return _told(asked, wall, service.look_up(wall, tokens))
+    return service.look_up(wall, tokens, lambda found, missing: _told(asked, wall, found, missing))
 
 
-def query_by_hash(service: Service, request: Request) -> Response:
+def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Response]:
     """The same by hashes of its blocks."""
     asked: HashQueryRequest = HASH_QUERY.read(request)
     given = [hashes for hashes in (asked.block_hashes, asked.seq_hashes, asked.block_hash) if hashes is not None]
@@ -222,21 +225,21 @@ def query_by_hash(service: Service, request: Request) -> Response:
         raise ServiceError("one of block_hashes and seq_hashes is wanted", "bad-shape", _MISSING, status=422)
     service.check_tokens(len(given[0]))
     keys = [_unsigned(each) for each in given[0]]
-    wall = asked.wall
+    wall, local = asked.wall, asked.block_hashes is not None
     # A salt, and the LoRA of events that tell theirs, are in the hashes.
-    found = service.look_up_keys(wall, keys, local=asked.block_hashes is not None)
-    return _told(asked, wall, found)
+    return service.look_up_keys(wall, keys, lambda found, missing: _told(asked, wall, found, missing), local=local)
 
 
-def _told(asked: Asked, wall: Wall, rows: list[Row]) -> Response:
+def _told(asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:
     rows = [each for each in rows if not each.member.hidden]
     if asked.instance_id is not None and asked.model_name is None:
         rows = [each for each in rows if each.member.registration.instance == str(asked.instance_id)]
     if asked.block_size is not None:
         rows = [each for each in rows if each.member.registration.block_size in {None, asked.block_size}]
+    headers = ((MISSING, missing.encode("ascii", "replace")),) if missing else ()
     if asked.model_name is not None:
-        return Response(dynamo(rows))
-    return Response(mooncake(wall.tenant, rows))
+        return Response(dynamo(rows), headers=headers)
+    return Response(mooncake(wall.tenant, rows), headers=headers)
 
 
 def _unsigned(given: int | str) -> int:

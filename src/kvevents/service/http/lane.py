@@ -32,6 +32,8 @@ _QUICK: Final[dict[bytes, Endpoint]] = {
     for method, endpoint in methods.items()
     if method == "POST" and endpoint.quick
 }
+_QUICK_ALONE: Final = {path: endpoint for path, endpoint in _QUICK.items() if not endpoint.whole}
+"""Where other replicas hold the rest."""
 
 
 _Asked: TypeAlias = tuple[Endpoint, bytes, list[tuple[bytes, bytes]], int]
@@ -43,6 +45,7 @@ class Lane(asyncio.BufferedProtocol):
 
     def __init__(self, app: App, connections: set[Any], general: Any, keep_alive_seconds: float) -> None:
         self._app = app
+        self._quick = _QUICK if app.service.shards is None else _QUICK_ALONE
         self._connections = connections
         self._general = general
         self._keep_alive_seconds = keep_alive_seconds
@@ -118,7 +121,7 @@ class Lane(asyncio.BufferedProtocol):
         method, _, target = line.partition(b" ")
         target, _, version = target.partition(b" ")
         path, _, query = target.partition(b"?")
-        endpoint = _QUICK.get(path)
+        endpoint = self._quick.get(path)
         headers = (
             _headers(rest)
             if endpoint is not None and method == b"POST" and version == b"HTTP/1.1" and _is_plain(head)

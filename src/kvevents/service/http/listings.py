@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvevents.service.errors import TooMuchError
+from kvevents.service.errors import ConflictError, TooMuchError
 from kvevents.service.http.messages import Request, Response, answer
 from kvevents.service.member import Member
 
@@ -21,7 +21,7 @@ def workers(service: Service, request: Request) -> Response:
     """Every instance with its ranks, by model and routing group."""
     wanted = request.parameters
     found: dict[tuple[str, str, str], list[Member]] = {}
-    for (name, _), member in sorted(service.fleet.members.items()):
+    for (name, _), member in sorted(service.members().items()):
         registration = member.registration
         if wanted.get("model_name", registration.model) != registration.model:
             continue
@@ -66,7 +66,7 @@ def _id(instance: str) -> int | str:
 
 def services(service: Service, request: Request) -> Response:
     """Mooncake's list of what is registered."""
-    found = [_service(member) for _, member in sorted(service.fleet.members.items())]
+    found = [_service(member) for _, member in sorted(service.members().items())]
     return answer({"services": found, "count": len(found)}, request)
 
 
@@ -90,7 +90,7 @@ def _service(member: Member) -> dict[str, Any]:
 def global_view(service: Service, request: Request) -> Response:
     """Mooncake's view: who shares a cache, by everything that keeps prompts apart."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
-    for _, member in sorted(service.fleet.members.items()):
+    for _, member in sorted(service.members().items()):
         registration = member.registration
         groups.setdefault((*registration.wall[:4], registration.block_size), []).append(member)
     found = [
@@ -119,12 +119,19 @@ def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
 # --- the whole index
 
 
-def dump(service: Service, _request: Request) -> Response:
+def dump(service: Service, request: Request) -> Response:
     """Events that rebuild the index, as Dynamo's replicas ask for them from each other.
 
     Blocks are told one by one and in no order: the index keeps no parents, so `parent_hash` is null, and `tokens_hash` is the
     rolling key, which at a root is the hash of the block's tokens.
+    A replica that holds a share tells its own blocks alone, and only who says `own=true`.
     """
+    if service.shards is not None and request.parameters.get("own") != "true":
+        raise ConflictError(
+            "this replica holds a share of the fleet",
+            "share",
+            f"ask each replica for its own with ?own=true: {', '.join(service.shards.urls)}",
+        )
     total = sum(member.blocks for member in list(service.fleet.members.values()))
     limit = service.config.limits.max_dump_blocks
     if total > limit:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from kvevents.service import shapes
 from kvevents.service.access import Role
 from kvevents.service.http import field as contract
-from kvevents.service.http import listings, probes, v1
+from kvevents.service.http import listings, probes, shard, v1
 from kvevents.service.http.messages import Request, Response, Streamed
 from kvevents.service.registration import MAX_NAME_BYTES
+from kvevents.service.shards import shapes as parts
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
@@ -51,6 +52,8 @@ class Endpoint:
     """Whether token ids may also come as raw 32-bit numbers."""
     quick: bool = False
     """Whether its handler answers at once, so that the fast lane may call it."""
+    whole: bool = False
+    """Whether other replicas are asked for their part, where there are some: it does not answer at once then."""
     slow: bool = False
     """Whether it is done in a thread, since it may take longer than a match."""
     parameters: tuple[Parameter, ...] = field(default=())
@@ -93,8 +96,17 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         also=((200, "the answer in Mooncake's spelling"),),
     ),
     Endpoint("POST", "/unregister", contract.unregister, Role.REGISTER, "field", contract.UnregisterRequest),
-    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True),
-    Endpoint("POST", "/query_by_hash", contract.query_by_hash, Role.READ, "field", contract.HashQueryRequest, quick=True),
+    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True, whole=True),
+    Endpoint(
+        "POST",
+        "/query_by_hash",
+        contract.query_by_hash,
+        Role.READ,
+        "field",
+        contract.HashQueryRequest,
+        quick=True,
+        whole=True,
+    ),
     Endpoint(
         "GET",
         "/workers",
@@ -105,7 +117,15 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ),
     Endpoint("GET", "/services", listings.services, Role.READ, "field"),
     Endpoint("GET", "/global_view", listings.global_view, Role.READ, "field"),
-    Endpoint("GET", "/dump", listings.dump, Role.READ, "field", slow=True),
+    Endpoint(
+        "GET",
+        "/dump",
+        listings.dump,
+        Role.READ,
+        "field",
+        slow=True,
+        parameters=(Parameter("own", "`true` for the share of a replica that holds no more"),),
+    ),
     # Our own
     Endpoint(
         "POST",
@@ -118,11 +138,12 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         raw=True,
         parameters=_RAW,
         quick=True,
+        whole=True,
     ),
     Endpoint(
         "POST", "/v1/match_many", v1.match_many, Role.READ, "v1", shapes.MatchManyRequest, shapes.MatchManyAnswer, slow=True
     ),
-    Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True),
+    Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True, whole=True),
     Endpoint(
         "GET",
         "/v1/sources",
@@ -160,6 +181,10 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         parameters=(_MODEL, _TENANT, _GROUP, _limit(v1.MAX_HOT)),
     ),
     Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
+    # Replicas that hold a part each
+    Endpoint("POST", "/v1/shard/match", shard.match, Role.READ, "shard", parts.Question, parts.Part, quick=True),
+    Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members),
+    Endpoint("POST", "/v1/shard/expect", shard.expect, Role.READ, "shard", parts.Expectation, parts.Noted),
     # Probes and people
     Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED),
     Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer, also=_FAILED),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvevents.index import MultiModal
-from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, UnavailableError
+from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
@@ -20,11 +19,13 @@ from kvevents.service.shapes import (
     Candidate,
     Held,
     HotAnswer,
+    HotPrefix,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
     MatchRequest,
     Scoped,
+    Selected,
     SelectRequest,
     SourcesAnswer,
 )
@@ -53,10 +54,6 @@ def _wall(asked: Scoped) -> Wall:
     return Wall(asked.model, asked.tenant, asked.group, asked.lora, asked.salt)
 
 
-def _media(asked: Scoped) -> tuple[MultiModal, ...]:
-    return tuple(MultiModal(id=item.id, start=item.start, length=item.length) for item in asked.mm)
-
-
 def _held(found: list[Row]) -> list[Held]:
     return [
         Held(
@@ -73,7 +70,7 @@ def _held(found: list[Row]) -> list[Held]:
 # --- prompts
 
 
-def match(service: Service, request: Request) -> Response:
+def match(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Who holds how long a prefix of one prompt.
 
     The prompt is JSON or msgpack as `MatchRequest`, or raw: token ids as unsigned 32-bit little-endian numbers of
@@ -84,8 +81,11 @@ def match(service: Service, request: Request) -> Response:
     else:
         asked, tokens = MATCH.read_tokens(request, "tokens")
     service.check_tokens(len(tokens))
-    found = service.look_up(_wall(asked), tokens, mm=_media(asked), expected=asked.expected)
-    return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found)), request)
+
+    def told(found: list[Row], missing: str) -> Response:
+        return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found), missing=missing), request)
+
+    return service.look_up(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
 
 
 def _raw(request: Request) -> tuple[Any, Scoped]:
@@ -102,26 +102,36 @@ def _raw(request: Request) -> tuple[Any, Scoped]:
     return memoryview(request.body).cast("I"), asked
 
 
-def match_many(service: Service, request: Request) -> Response:
+def match_many(service: Service, request: Request) -> Response | Awaitable[Response]:
     """The same for several prompts of one namespace."""
     asked: MatchManyRequest = MATCH_MANY.read(request)
     service.check_tokens(sum(map(len, asked.prompts)))
-    wall, media = _wall(asked), _media(asked)
-    answers = [
-        MatchAnswer(prompt_tokens=len(tokens), workers=_held(service.look_up(wall, tokens, mm=media, expected=asked.expected)))
-        for tokens in asked.prompts
-    ]
-    return answer(MatchManyAnswer(matches=answers), request)
+
+    def told(found: list[list[Row]], missing: str) -> Response:
+        answers = [
+            MatchAnswer(prompt_tokens=len(tokens), workers=_held(rows), missing=missing)
+            for tokens, rows in zip(asked.prompts, found, strict=True)
+        ]
+        return answer(MatchManyAnswer(matches=answers), request)
+
+    return service.look_up_many(_wall(asked), asked.prompts, told, mm=asked.mm, expected=asked.expected)
 
 
-def select(service: Service, request: Request) -> Response:
+def select(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
     asked, tokens = SELECT.read_tokens(request, "tokens")
     service.check_tokens(len(tokens))
     asked = msgspec.structs.replace(asked, tokens=tokens)
+
+    def told(found: list[Row], missing: str) -> Response:
+        return answer(_selected(service, asked, found, missing), request)
+
+    return service.look_up(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
+
+
+def _selected(service: Service, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
     wall = _wall(asked)
-    found = service.look_up(wall, tokens, mm=_media(asked), expected=asked.expected)
-    members = [member for member in list(service.fleet.members.values()) if member.registration.wall[:3] == wall[:3]]
+    members = [member for member in service.members().values() if member.registration.wall[:3] == wall[:3]]
     workers = {(member.registration.instance, member.registration.rank): member.trusted for member in members}
     candidates = asked.candidates
     if candidates is None:
@@ -129,8 +139,8 @@ def select(service: Service, request: Request) -> Response:
     held = {(each.instance, each.rank): each for each in _held(found)}
     chosen = choose(asked, candidates, held, workers, service.turns)
     if asked.expect_seconds > 0:
-        service.expect(wall, (chosen.instance, chosen.rank), tokens, asked)
-    return answer(chosen, request)
+        service.expect(wall, (chosen.instance, chosen.rank), asked)
+    return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 
 # --- the fleet
@@ -140,7 +150,7 @@ def sources(service: Service, request: Request) -> Response:
     """Every source with its trust, lag, gaps and counters."""
     wanted = request.parameters
     names = ("instance", "model", "tenant", "group")
-    views = [member.view() for _, member in sorted(service.fleet.members.items())]
+    views = [member.view() for _, member in sorted(service.members().items())]
     chosen = [view for view in views if all(wanted.get(name, getattr(view, name)) == getattr(view, name) for name in names)]
     return answer(SourcesAnswer(sources=chosen, faults=service.faults()), request)
 
@@ -150,15 +160,18 @@ def stats(service: Service, request: Request) -> Response:
     return answer(service.stats(), request)
 
 
-def hot(service: Service, request: Request) -> Response:
+def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Prefixes that prompts begin with most, as a tree."""
     wanted = request.parameters
     model = wanted.get("model")
     if model is None:
         raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
     wall = Wall(model, wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP))
-    sampled, prefixes = service.hottest(wall, _number(wanted, "limit", 100, MAX_HOT))
-    return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes), request)
+
+    def told(sampled: int, prefixes: list[HotPrefix], missing: str) -> Response:
+        return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes, missing=missing), request)
+
+    return service.hottest(wall, _number(wanted, "limit", 100, MAX_HOT), told)
 
 
 def _number(wanted: Any, name: str, default: int, most: int) -> int:
@@ -174,6 +187,10 @@ def blocks(service: Service, request: Request) -> Response:
     """Blocks of one worker, page by page in the order of their keys."""
     wanted = request.parameters
     member = _member(service, wanted)
+    if member.registration.key not in service.fleet.members:
+        raise ConflictError(
+            "another replica holds this worker", "other-replica", f"ask it: {service.holder(member) or 'none answers now'}"
+        )
     limit = _number(wanted, "limit", DEFAULT_PAGE, MAX_PAGE)
     after = _key(wanted.get("after", ""))
     try:
@@ -199,7 +216,7 @@ def _member(service: Service, wanted: Any) -> Member:
     if instance is None:
         raise RefusedError("instance is missing", "bad-parameter", "name one of those in /v1/sources")
     tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
-    for member in list(service.fleet.members.values()):
+    for member in service.members().values():
         registration = member.registration
         if (registration.instance, registration.rank, registration.tenant, registration.group) == (
             instance,

@@ -1,0 +1,137 @@
+"""Which replica of a plane holds which of its lanes, where one index would be too large for one machine.
+
+Theory of operation. Each lane is wanted from the `holders` replicas that rank highest for it by rendezvous hashing (Thaler and
+Ravishankar, 1996): when a replica comes, it takes over a share from each of the others; when one goes, each of the others
+takes over a share of its lanes; no other lane moves. All engines of a lane are in one place, so the answers of replicas that
+together hold all lanes are a whole answer, and no engine is in two of them.
+
+Nobody decides for all. Each replica says every few seconds where it can be asked and which lanes it can answer for, and works
+out from what the others say which ones it is to hold. Two replicas may see different others for a moment. That costs work, and
+no answer is wrong for it: who asks goes by what each *says* that it holds, and who answers says for which lanes it did. A lane
+is let go by a replica only when all that are wanted for it have said for a while that they hold it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+PREFIX: Final = "shard."
+"""What keys of announcements begin with, in the bucket whose entries expire; the replica's name follows."""
+PRESENT_SECONDS: Final = 6.0
+"""For which a replica is there that has said something new. One look may miss it, since a bucket is listed while it is written;
+and what a dead one has said stays in the bucket for longer."""
+DEAD_SECONDS: Final = 30.0
+"""For which a replica must not have been heard before others take over its lanes: a restart must not move them."""
+RELEASE_SECONDS: Final = 10.0
+"""For which the others must have held a lane before one that is not wanted for it lets it go: by then everybody asks them."""
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What a replica that holds a part says of itself."""
+
+    url: str
+    """Where others ask it."""
+    holders: int
+    """Replicas that are to hold each lane, as it was told."""
+    held: list[int]
+    """Lanes that it answers for."""
+    beat: int = 0
+    """Another number each time."""
+
+    def encode(self) -> bytes:
+        """For the bucket."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Announcement | None:
+        """What `encode` wrote; None for anything else."""
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(value, type=cls)
+        return None
+
+
+@lru_cache(maxsize=1 << 16)
+def _rank(name: str, lane: int) -> int:
+    text = f"{lane}/{name}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def owners(lane: int, names: Iterable[str], holders: int) -> list[str]:
+    """The replicas that are to hold a lane, the first one first."""
+    return sorted(names, key=lambda name: (_rank(name, lane), name), reverse=True)[:holders]
+
+
+def plan(own: str, lanes: Iterable[int], holding: Mapping[str, Collection[int]]) -> tuple[dict[str, list[int]], list[int]]:
+    """Whom to ask for which lanes, as few as can be, and the lanes that nobody holds.
+
+    Of those who hold as many, different askers (`own`) take different ones.
+    """
+    left = set(lanes)
+    found: dict[str, list[int]] = {}
+    while left:
+        shares = {name: left.intersection(held) for name, held in holding.items() if name not in found}
+        best = max(shares, key=lambda name: (len(shares[name]), _rank(f"{own}/{name}", 0)), default=None)
+        if best is None or not shares[best]:
+            break
+        found[best] = sorted(shares[best])
+        left -= shares[best]
+    return found, sorted(left)
+
+
+class Roster:
+    """The replicas of a plane as one of them sees them, and the lanes that this one is to hold or may let go.
+
+    `now` is of a clock that nobody sets.
+    """
+
+    def __init__(self, own: str, lanes: int, holders: int) -> None:
+        self.present: Mapping[str, Announcement] = {}
+        """The others that are heard of."""
+        self._own: Final = own
+        self._lanes: Final = lanes
+        self._holders: Final = holders
+        self._known: dict[str, tuple[Announcement, float]] = {}
+        """Those that were heard of lately, and when they said something new last."""
+        self._spare_since: dict[int, float] = {}
+        self._has_looked = False
+
+    def hear(self, others: Mapping[str, Announcement], held: Collection[int], now: float) -> None:
+        """What the others say at this moment, and which lanes this replica answers for."""
+        self._has_looked = True
+        for name, each in others.items():
+            if name not in self._known or self._known[name][0] != each:
+                self._known[name] = (each, now)
+        self._known = {name: (each, at) for name, (each, at) in self._known.items() if now - at <= DEAD_SECONDS}
+        self.present = {name: each for name, (each, at) in self._known.items() if now - at <= PRESENT_SECONDS}
+        spare = [lane for lane in held if self._is_spare(lane, others)]
+        self._spare_since = {lane: self._spare_since.get(lane, now) for lane in spare}
+
+    def _is_spare(self, lane: int, others: Mapping[str, Announcement]) -> bool:
+        names = self._owners(lane)
+        there = [name for name in names if name in others and name in self.present and lane in others[name].held]
+        return self._own not in names and there == names
+
+    def _owners(self, lane: int) -> list[str]:
+        return owners(lane, [self._own, *self._known], self.holders)
+
+    @property
+    def holders(self) -> int:
+        """Replicas that are to hold each lane: the most that any of them was told."""
+        return max([self._holders, *(each.holders for each, _ in self._known.values())])
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """The lanes that this replica is to hold; none before it has heard of the others."""
+        if not self._has_looked:
+            return frozenset()
+        return frozenset(lane for lane in range(self._lanes) if self._own in self._owners(lane))
+
+    def spare(self, now: float) -> frozenset[int]:
+        """The lanes that it may let go."""
+        return frozenset(lane for lane, since in self._spare_since.items() if now - since >= RELEASE_SECONDS)

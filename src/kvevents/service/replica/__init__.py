@@ -1,0 +1,1 @@
+"""A service whose index is built from a plane's log, alone or as one of several that hold a part each."""

@@ -1,0 +1,205 @@
+"""A generation: an index that is built from lanes of a plane's log, with all that keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
+from kvevents.index import PrefixIndex
+from kvevents.plane.layout import LaneState, Layout, state_of
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.reading import LaneReader
+from kvevents.plane.records import Key
+from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
+from kvevents.plane.subscriber import LogSubscriber
+from kvevents.service.follower import Follower, Listener
+from kvevents.stream import Doubt
+
+if TYPE_CHECKING:
+    from kvevents.plane.client import PlaneClient
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOK_SECONDS: Final = 0.05
+"""Between two looks at readers."""
+MAX_QUEUED_BYTES: Final = 128 << 20
+"""Of pages that came and are not in the index; a lane is read no further above it."""
+TAKE_SECONDS: Final = 60.0
+"""For the thread that applies to write a snapshot to the disk."""
+HOLE_SECONDS: Final = 2.0
+"""Between two attempts to begin a lane of which pages are gone."""
+
+
+class Generation:
+    """An index of some lanes. Each is *held* from when it is begun, and *shown* once it was read to its end.
+
+    To be used in one event loop.
+    """
+
+    def __init__(self, client: PlaneClient, layout: Layout, snapshots: Snapshots, index: PrefixIndex) -> None:
+        self.index: Final = index
+        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key))
+        self.follower: Final = Follower(self.subscriber, index, Listener())
+        self.made: dict[int, str] = {}
+        """By lane that is held which stream it is."""
+        self.began_with: dict[int, str] = {}
+        """By lane the snapshot."""
+        self.shown: frozenset[int] = frozenset()
+        """Lanes that answers may be about; replaced as a whole."""
+        self.newest: dict[int, Kept] = {}
+        """By lane the newest snapshot that is known."""
+        self.broken = ""
+        """Why it cannot go on."""
+        self._client: Final = client
+        self._layout: Final = layout
+        self._snapshots: Final = snapshots
+        self._reading: dict[int, asyncio.Task[None]] = {}
+        self._begun_at: dict[int, float] = {}
+        self.follower.start()
+
+    async def end(self) -> None:
+        """Stop reading, and applying."""
+        for task in self._reading.values():
+            task.cancel()
+        await asyncio.gather(*self._reading.values(), return_exceptions=True)
+        await asyncio.to_thread(self.follower.stop)
+
+    @property
+    def fault(self) -> str:
+        """Why a lane cannot be read at the moment."""
+        return next((lane.fault for lane in self.subscriber.lanes.values() if lane.fault), "")
+
+    @property
+    def hole(self) -> str:
+        """Why a lane cannot be shown: pages are gone that no snapshot stands for."""
+        return next((ledger.hole for ledger in self.subscriber.ledgers.values() if ledger.hole), "")
+
+    # --- lanes
+
+    async def adjust(self, wanted: Collection[int], spare: Collection[int]) -> None:
+        """Begin with lanes that are wanted, show those that were read, and let go those that are to spare.
+
+        Raises `PlaneError` where the servers do not say how a lane stands.
+        """
+        for lane in sorted(set(wanted) - self.made.keys()):
+            await self._begin(lane)
+        for lane in sorted(self.made.keys() - self.shown):
+            if lane not in wanted:
+                await self._drop(lane)
+            elif await self._order(lambda lane=lane: self.subscriber.is_complete(lane)):  # type: ignore[misc]
+                await self._complete(lane)
+        for lane in self.shown.intersection(spare):
+            self.shown -= {lane}
+            await self._drop(lane)
+
+    async def _complete(self, lane: int) -> None:
+        if not self.subscriber.ledgers[lane].hole:
+            self.shown |= {lane}
+        elif time.monotonic() - self._begun_at[lane] > HOLE_SECONDS:
+            # Somebody may have taken a snapshot, or have written the lane anew.
+            await self._drop(lane)
+            await self._begin(lane)
+
+    async def _begin(self, lane: int) -> None:
+        state = await state_of(self._client.jetstream(), self._layout, lane)
+        ledger, doubts = await self._restored(lane, state)
+        await self._order(lambda: self.subscriber.add_lane(lane, ledger, doubts))
+        self.made[lane], self._begun_at[lane] = state.made, time.monotonic()
+        self._reading[lane] = asyncio.create_task(self._read(lane, ledger.position))
+
+    async def _restored(self, lane: int, state: LaneState) -> tuple[Ledger, Mapping[Key, frozenset[Doubt]]]:
+        """How a lane stands by the newest snapshot that can be read, whose blocks are in the index then."""
+        for kept in await self._snapshots.kept(lane):
+            if kept.made != state.made:
+                continue
+            with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
+                try:
+                    ledger, doubts = await self._snapshots.load(kept, self.index, Path(folder))
+                except (SnapshotError, PlaneError) as error:
+                    if isinstance(error, PlaneError) and error.fault != "missing":
+                        raise
+                    log.warning("%s", error)
+                    continue
+            self.newest[lane] = kept
+            if not _is_gone(ledger.position, state):
+                self.began_with[lane] = kept.name
+                return ledger, doubts
+            self._forget(ledger.streams)
+        if _is_gone(0, state):
+            return Ledger.behind(state.first - 1, f"pages of lane {lane} are gone that no snapshot stands for"), {}
+        return Ledger(), {}
+
+    async def _drop(self, lane: int) -> None:
+        reading = self._reading.pop(lane)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await self._order(lambda: self._forget(self.subscriber.drop_lane(lane)))
+        for known in (self.made, self.began_with, self.newest, self._begun_at):
+            known.pop(lane, None)
+
+    def _forget(self, keys: Collection[Key]) -> None:
+        for key in keys:
+            self.index.remove_worker(key)
+            self.index.admit(key)
+
+    def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(self.follower.order(work))
+
+    async def _read(self, lane: int, position: int) -> None:
+        """Read one lane for as long as it can be, and there is room for what comes."""
+        subscriber = self.subscriber
+        while True:
+            reader = LaneReader(
+                self._client, self._layout, lane, position, self.made[lane], lambda came: subscriber.put(lane, came)
+            )
+            reading = asyncio.create_task(reader.run())
+            try:
+                while subscriber.queued_bytes < MAX_QUEUED_BYTES:
+                    done, _ = await asyncio.wait({reading}, timeout=LOOK_SECONDS)
+                    subscriber.tell(lane, reader.behind, reader.fault)
+                    if done:
+                        self.broken = f"lane {lane} was {reading.result().why}"
+                        return
+            finally:
+                reading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reading
+            position = reader.position
+            while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes it away
+                await asyncio.sleep(LOOK_SECONDS)
+
+    # --- snapshots
+
+    async def take(self, lane: int, path: Path) -> tuple[Taken, int]:
+        """A snapshot of a lane at `path`, and its blocks. Raises `SnapshotError`, and `TimeoutError` where it is too slow."""
+        order = self.follower.order(lambda: self._take(lane, path))
+        async with asyncio.timeout(TAKE_SECONDS):
+            return await asyncio.wrap_future(order)
+
+    def _take(self, lane: int, path: Path) -> tuple[Taken, int]:
+        """By the thread that applies: ledger and index are of one moment then."""
+        ledger = self.subscriber.ledgers.get(lane)
+        if ledger is None:
+            raise SnapshotError(f"lane {lane} is no longer held here; another replica takes its snapshots")
+        taken = take(lane, ledger, self.subscriber.doubts(), self.index, path)
+        blocks = {(info.source, info.rank): info.blocks for info in self.index.workers()}
+        return taken, sum(blocks.get(key, 0) for key in ledger.streams)
+
+
+def _is_gone(position: int, state: LaneState) -> bool:
+    """Whether pages behind one are gone."""
+    return position + 1 < state.first and position < state.last
+
+
+def _digest(index: PrefixIndex, key: Key) -> str | None:
+    with suppress(UnknownSourceError):
+        return index.digest(key)
+    return None

@@ -1,0 +1,173 @@
+"""Which lanes a replica is to hold: all of them, or, where it is one of several that hold a part each, its share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from kvevents.errors import PlaneError
+from kvevents.plane.faults import told
+from kvevents.plane.layout import Layout
+from kvevents.plane.leases import Holder, Lease, lease_key
+from kvevents.plane.sharding import PREFIX, Announcement, Roster
+from kvevents.service.config import ShardSettings
+
+if TYPE_CHECKING:
+    from nats.js.kv import KeyValue
+
+    from kvevents.plane.client import PlaneClient
+
+log = logging.getLogger(__name__)
+
+TELL_SECONDS: Final = 2.0
+"""Between two announcements."""
+SETTLE_SECONDS: Final = 5.0
+"""From the first announcement until anything is held: of replicas that start together none begins with all lanes."""
+AGAIN_SECONDS: Final = 0.5
+"""Between two attempts to get the lease of a name."""
+_ANSWER_SECONDS: Final = 5.0
+
+
+class Holding:
+    """One replica's share of a plane. `shown` says which lanes it answers for now."""
+
+    def __init__(self, name: str, settings: ShardSettings | None, shown: Callable[[], frozenset[int]]) -> None:
+        self.fault = ""
+        """Why this replica has no part in the plane at the moment."""
+        self._name: Final = name
+        self._settings: Final = settings
+        self._shown: Final = shown
+        self._lanes = frozenset[int]()
+        self._since: float | None = None
+        self.roster: Roster | None = None
+        """The other replicas; None where this one holds all lanes, and before the plane was found."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other replicas hold the rest."""
+        return self._settings is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known what is to be held."""
+        return not self.is_shared or (self._since is not None and time.monotonic() - self._since >= SETTLE_SECONDS)
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Lanes that are to be held."""
+        if not self.is_shared:
+            return self._lanes
+        return self.roster.wanted if self.roster is not None and self.is_settled else frozenset()
+
+    @property
+    def spare(self) -> frozenset[int]:
+        """Lanes that may be let go."""
+        return self.roster.spare(time.monotonic()) if self.roster is not None else frozenset()
+
+    def begin(self, layout: Layout) -> None:
+        """The plane is found."""
+        self._lanes = frozenset(range(layout.lanes))
+        if self._settings is not None and self.roster is None:
+            self.roster = Roster(self._name, layout.lanes, self._settings.holders)
+
+    async def run(self, client: PlaneClient, layout: Layout) -> None:
+        """Tell the others, and hear of them, for as long as this replica has its name."""
+        self.begin(layout)
+        if (settings := self._settings) is None or (roster := self.roster) is None:
+            return
+        part = _Part(self._name, settings, roster, self._shown)
+        while True:
+            lease = Lease(client.jetstream(), layout, lease_key("replica", self._name), Holder.here())
+            try:
+                await self._name_oneself(lease)
+                keeping = asyncio.create_task(lease.keep())
+                try:
+                    await self._take_part(part, client, layout, keeping)
+                finally:
+                    keeping.cancel()
+            finally:
+                await lease.release()
+
+    async def _name_oneself(self, lease: Lease) -> None:
+        while True:
+            try:
+                if await lease.acquire():
+                    self.fault = ""
+                    return
+                fault = (
+                    f"{lease.rival or 'somebody'} is replica {self._name!r} too; give each a name of its own, with --replica"
+                )
+            except PlaneError as error:
+                fault = str(error)
+            self._tell(fault)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    def _tell(self, fault: str) -> None:
+        if fault != self.fault:
+            log.warning("%s", fault)
+        self.fault = fault
+
+    async def _take_part(self, part: _Part, client: PlaneClient, layout: Layout, keeping: asyncio.Task[str]) -> None:
+        try:
+            while not keeping.done():
+                try:
+                    async with asyncio.timeout(_ANSWER_SECONDS):
+                        await part.meet(client, layout)
+                    self._since = time.monotonic() if self._since is None else self._since
+                except (PlaneError, TimeoutError) as error:
+                    self._tell(f"the other replicas cannot be asked: {error or 'no answer in time'}")
+                else:
+                    self.fault = ""
+                await asyncio.sleep(TELL_SECONDS)
+            self._tell(f"this is replica {self._name!r} no longer: {keeping.result()}")
+        finally:
+            with suppress(PlaneError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await part.leave(client, layout)
+
+
+class _Part:
+    """What a replica that holds a share says of itself, and hears of the others."""
+
+    def __init__(self, name: str, settings: ShardSettings, roster: Roster, shown: Callable[[], frozenset[int]]) -> None:
+        self._name: Final = name
+        self._settings: Final = settings
+        self._roster: Final = roster
+        self._shown: Final = shown
+        self._beats = time.time_ns()
+        """Another one in each life."""
+
+    async def meet(self, client: PlaneClient, layout: Layout) -> None:
+        """Tell the others, and hear of them, once. Raises `PlaneError`."""
+        shown = self._shown()
+        self._beats += 1
+        own = Announcement(self._settings.url.rstrip("/"), self._settings.holders, sorted(shown), self._beats)
+        with told("telling the other replicas which lanes this one holds"):
+            bucket = await client.jetstream().key_value(layout.leases)
+            await bucket.put(PREFIX + self._name, own.encode())
+            others = await self._others(bucket)
+        self._roster.hear(others, shown, time.monotonic())
+
+    async def _others(self, bucket: KeyValue) -> dict[str, Announcement]:
+        from nats.js.errors import KeyNotFoundError, NoKeysError  # noqa: PLC0415 - an extra
+
+        found: dict[str, Announcement] = {}
+        with suppress(NoKeysError):
+            for key in await bucket.keys():
+                name = key.removeprefix(PREFIX)
+                if name in {key, self._name}:
+                    continue
+                with suppress(KeyNotFoundError):  # it has just left
+                    announced = Announcement.decode((await bucket.get(key)).value or b"")
+                    found |= {} if announced is None else {name: announced}
+        return found
+
+    async def leave(self, client: PlaneClient, layout: Layout) -> None:
+        """Tell the others that this one ends. Raises `PlaneError`."""
+        with told("telling the other replicas that this one ends"):
+            bucket = await client.jetstream().key_value(layout.leases)
+            await bucket.delete(PREFIX + self._name)

@@ -1,0 +1,310 @@
+"""An index that is built from a plane's log, in the place of one that follows engines itself.
+
+Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that applies
+what they bring. It begins with the newest snapshot of each lane, reads the lanes to their ends, and is hidden until then; then
+the fleet answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the
+other replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
+
+A replica that holds a share of the lanes takes over others, and lets lanes go, while it answers: a lane is shown when it was
+read to its end, and hidden before anything of it is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvevents.errors import ConfigError, PlaneError, SnapshotError
+from kvevents.index import PrefixIndex
+from kvevents.plane.connection import opened, require_jetstream
+from kvevents.plane.layout import Layout, find
+from kvevents.plane.records import Key
+from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.sharding import Announcement
+from kvevents.plane.snapshots import Snapshots
+from kvevents.service.config import ShardSettings
+from kvevents.service.fleet import Fleet
+from kvevents.service.registration import Registration
+from kvevents.service.replica.comparing import Comparing
+from kvevents.service.replica.generation import Generation
+from kvevents.service.replica.holding import Holding
+from kvevents.service.replica.taking import Taking
+from kvevents.stream import Checkpoint
+
+if TYPE_CHECKING:
+    from kvevents.plane.client import PlaneClient
+
+log = logging.getLogger(__name__)
+
+ORIGIN: Final = "plane"
+"""Who names the members."""
+LOOK_SECONDS: Final = 0.05
+"""Between two looks at readers and members."""
+TELL_SECONDS: Final = 2.0
+"""Between two looks at the other replicas."""
+AGAIN_SECONDS: Final = 2.0
+"""Between two attempts to reach the servers, or to build."""
+REBUILD_SECONDS: Final = 60.0
+"""Between two generations at least, when it is the content that is doubted."""
+
+
+class Replica:
+    """Keeps a fleet's index as the log is. `run` until it is cancelled; everything else may be read at any time."""
+
+    def __init__(
+        self,
+        plane: PlaneSettings,
+        name: str,
+        fleet: Fleet,
+        *,
+        snapshot_seconds: float,
+        memory_limit: int | None,
+        shard: ShardSettings | None = None,
+    ) -> None:
+        self.plane: Final = plane
+        self.name: Final = name
+        self.is_complete = False
+        """Whether there was ever a generation that had read the log to its end."""
+        self.layout: Layout | None = None
+        """Of the plane; None before it was found."""
+        self.generations = 0
+        self._fault = ""
+        self._fleet: Final = fleet
+        self._memory_limit: Final = memory_limit
+        self._generation: Generation | None = None
+        self._told: tuple[Mapping[Key, bytes], frozenset[int]] | None = None
+        """Cards and lanes of which the fleet was told last."""
+        self._answers = frozenset[int]()
+        """Lanes of which the fleet knows the engines."""
+        self._built_at = float("-inf")
+        self._holding: Final = Holding(name, shard, lambda: self.shown)
+        self._comparing: Final = Comparing(name)
+        self._taking: Final = Taking(name, self._comparing, snapshot_seconds)
+
+    # --- what may be read
+
+    @property
+    def why_hidden(self) -> str:
+        """Why there is no answer yet."""
+        return self.fault or "the log is being read"
+
+    @property
+    def fault(self) -> str:
+        """Why nothing is known, or nothing new; empty where all is well."""
+        return self._fault or self._holding.fault
+
+    @property
+    def snapshot_fault(self) -> str:
+        """Why the last snapshot that was due was not taken."""
+        return self._taking.fault
+
+    @property
+    def disagreements(self) -> int:
+        """How often another replica held something else at the same place."""
+        return self._comparing.disagreements
+
+    @property
+    def generation(self) -> Generation | None:
+        """The one that answers."""
+        return self._generation
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The lanes that answers are about: those of which the fleet knows all engines."""
+        return frozenset() if self._generation is None else self._answers & self._generation.shown
+
+    @property
+    def present(self) -> Mapping[str, Announcement]:
+        """The other replicas that hold a share and are heard of."""
+        roster = self._holding.roster
+        return {} if roster is None else roster.present
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """The lanes that are to be held."""
+        return self._holding.wanted
+
+    # --- its life
+
+    async def run(self) -> None:
+        """For as long as the service lives."""
+        try:
+            while True:
+                try:
+                    async with opened(self.plane, name=f"kvevents replica {self.name}") as client:
+                        await require_jetstream(client)
+                        await self._replicate(client)
+                except (PlaneError, SnapshotError) as error:
+                    self._tell(str(error))
+                    await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            if self._generation is not None:
+                await self._generation.end()
+
+    def _tell(self, fault: str) -> None:
+        if fault and fault != self._fault:
+            log.warning("%s", fault)
+        self._fault = fault
+
+    async def _replicate(self, client: PlaneClient) -> None:
+        js = client.jetstream()
+        while (layout := await find(js, self.plane.name)) is None:
+            self._tell(f"there is no plane {self.plane.name!r} yet; a bridge makes it")
+            await asyncio.sleep(AGAIN_SECONDS)
+        self.layout = layout
+        self._holding.begin(layout)
+        snapshots = Snapshots(js, layout)
+        async with _beside(self._holding.run(client, layout)):
+            while True:
+                generation = await self._build(client, layout, snapshots)
+                await self._adopt(generation)
+                async with (
+                    _beside(self._taking.run(js, layout, snapshots, generation)),
+                    _beside(self._adjust(generation)),
+                ):
+                    await self._keep(client, layout, generation)
+
+    # --- a generation
+
+    async def _build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> Generation:
+        """One that is complete. Raises `PlaneError` where the log cannot be read."""
+        while not self._holding.is_settled:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(LOOK_SECONDS)
+        while True:
+            generation = Generation(client, layout, snapshots, PrefixIndex(memory_limit=self._memory_limit))
+            try:
+                # One that takes the place of another one shows at least what that does.
+                while not generation.broken and not generation.shown.issuperset(wanted := self._holding.wanted | self.shown):
+                    await generation.adjust(wanted, ())
+                    self._tell(_fault_of(generation))
+                    await asyncio.sleep(LOOK_SECONDS)
+            except BaseException:
+                await generation.end()
+                raise
+            if not generation.broken:
+                return generation
+            self._tell(f"an index could not be completed: {generation.broken}")
+            await generation.end()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _adopt(self, generation: Generation) -> None:
+        """Have the fleet answer from it."""
+        registrations, shown = self._registrations(generation)
+        before, self._generation = self._generation, generation
+        former = self._fleet.switch(generation.follower, generation.index)
+        await self._register(generation, registrations, shown)
+        self.generations += 1
+        self._built_at = time.monotonic()
+        self._comparing.forget()
+        self.is_complete = True
+        self._tell("")
+        log.info("the index is complete: %d streams, begun with %s", len(registrations), _begun_with(generation))
+        if before is not None:
+            await before.end()
+        else:
+            await asyncio.to_thread(former.stop)
+
+    # --- members
+
+    def _registrations(self, generation: Generation) -> tuple[list[Registration], frozenset[int]]:
+        """Of the engines in the lanes that are shown, and these lanes."""
+        found = []
+        cards, shown = self._told = generation.subscriber.cards, generation.shown
+        for key, card in cards.items():
+            if self.layout is None or self.layout.lane_of(key[0]) not in shown:
+                continue
+            try:
+                registration = msgspec.json.decode(card, type=Registration)
+            except (msgspec.MsgspecError, ConfigError) as error:
+                log.warning("%s rank %d has a card that cannot be read, and is left out: %s", *key, error)
+                continue
+            if registration.key == key:
+                generation.index.label(key[0], registration.wall.name)
+                found.append(registration)
+        return found, shown
+
+    async def _register(self, generation: Generation, registrations: list[Registration], shown: frozenset[int]) -> None:
+        known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
+        if any(known.get(each.key, each) != each for each in registrations):
+            # Another model behind the same name: the index would forget what it holds of it, and could not learn it again.
+            generation.broken = "the card of an engine has changed"
+        for fault in self._fleet.replace(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
+            log.warning("%s", fault)
+        await asyncio.wrap_future(generation.follower.order(self._fleet.look))
+        self._answers = shown
+
+    # --- as long as it goes well
+
+    async def _adjust(self, generation: Generation) -> None:
+        """Hold what is to be held."""
+        while True:
+            try:
+                await generation.adjust(self._holding.wanted, self._holding.spare)
+            except PlaneError as error:
+                log.warning("lanes cannot be taken over: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _keep(self, client: PlaneClient, layout: Layout, generation: Generation) -> None:
+        """Until it must be built anew."""
+        tell_at = 0.0
+        while not generation.broken:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._watch(generation)
+            now = time.monotonic()
+            if now >= tell_at:
+                tell_at = now + TELL_SECONDS
+                why = await self._comparing.compare(client, layout, generation, self._built_at)
+                generation.broken = generation.broken or why
+        log.warning("the index is built anew: %s", generation.broken)
+
+    async def _watch(self, generation: Generation) -> None:
+        if self._told is None or self._told[0] is not generation.subscriber.cards or self._told[1] is not generation.shown:
+            await self._register(generation, *self._registrations(generation))
+        if generation.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
+            generation.broken = "an engine holds something else than this index"
+        self._tell(generation.fault)
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Within, have something else done; when that fails, this fails."""
+    task, here = asyncio.create_task(work), asyncio.current_task()
+    failures: list[BaseException] = []
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and here is not None:
+            failures.append(error)
+            here.cancel()
+
+    task.add_done_callback(ended)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failures and here is not None and not here.uncancel():
+            raise failures[0] from None
+        raise
+    finally:
+        task.remove_done_callback(ended)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _fault_of(generation: Generation) -> str:
+    hole = generation.hole
+    return generation.fault or (
+        hole and f"an index could not be completed: {hole}; a bridge that is started writes the lane anew"
+    )
+
+
+def _begun_with(generation: Generation) -> str:
+    names = list(generation.began_with.values())
+    if not names:
+        return "the log alone"
+    return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} lanes"

@@ -1,0 +1,357 @@
+"""One answer out of those of several replicas, each of which holds some lanes of the plane.
+
+Theory of operation. A question goes to as few replicas as together hold all lanes, this one first. Each says for which of
+the lanes that it was asked about it has answered: what a replica has let go in the meantime, or what one that does not answer
+holds, is asked of the next one that says it holds it. A lane is asked of one replica at a time and engines are in one lane, so
+nothing is there twice. What nobody answers for is told beside the answer, never left out in silence.
+
+Engines of other replicas are known by what those tell every few seconds, for listings and for candidates; how far one is
+trusted comes with each answer. An answer that is of other engines than were told last has them told anew first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.plane.sharding import Announcement, plan
+from kvevents.service.errors import NotFoundError
+from kvevents.service.member import Member, Row
+from kvevents.service.registration import Key, Wall
+from kvevents.service.shards.answering import Answering, Rows
+from kvevents.service.shards.peers import AwayError, Peers
+from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question
+from kvevents.stream import Trust
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 2.0
+"""Between two looks at the engines of other replicas."""
+MAX_ROUNDS: Final = 4
+"""Of asking the next replica, for one question."""
+MAX_EXPECTATIONS: Final = 256
+"""On their way to other replicas; more are passed over, since they are hints."""
+ORIGIN: Final = "shard"
+"""Who named an engine of another replica, as far as this one knows."""
+
+
+class Merged(NamedTuple):
+    """The answer of all."""
+
+    rows: list[list[Row]]
+    """By prompt."""
+    missing: str
+    """Why it is not of the whole fleet; empty where it is."""
+
+
+class _Known(NamedTuple):
+    """Of which members of a replica this one knows."""
+
+    version: str
+    lanes: set[int]
+
+
+class Remote(Member):
+    """An engine of another replica, as that tells of it."""
+
+    __slots__ = ("lane", "told")
+
+    def __init__(self, told: Described, lane: int, now: float) -> None:
+        super().__init__(told.registration, ORIGIN, now)
+        self.lane = lane
+        self.take(told, now)
+
+    def take(self, told: Described, now: float) -> None:
+        """What was told of it last."""
+        self.told = told
+        self.hidden = told.hidden
+        self.trusts(told.view.trust.state, told.view.trust.reason, now)
+
+    def trusts(self, state: str, reason: str, now: float) -> None:
+        """How far it is to be trusted."""
+        self.judge(Trust(state, reason), now)
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Of `Member`."""
+        return self.told.view.block_sizes
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Of `Member`."""
+        return self.told.view.tiers
+
+    @property
+    def blocks(self) -> int:
+        """Of `Member`."""
+        return self.told.view.blocks
+
+    def view(self) -> Any:
+        """Of `Member`."""
+        return msgspec.structs.replace(self.told.view, trust=self.trusted, since=self.since)
+
+
+class Shards:
+    """Asks for the whole. `present` are the other replicas that are heard of. To be used in one event loop."""
+
+    def __init__(
+        self, name: str, url: str, answering: Answering, peers: Peers, present: Callable[[], Mapping[str, Announcement]]
+    ) -> None:
+        self.answering: Final = answering
+        self.peers: Final = peers
+        self.incomplete = 0
+        """Answers that were not of the whole fleet."""
+        self._name: Final = name
+        self._url: Final = url
+        self._present: Final = present
+        self._members: dict[Key, Remote] = {}
+        self._known: dict[str, _Known] = {}
+        """By replica."""
+        self._refreshing: dict[str, asyncio.Task[set[int]]] = {}
+        self._expecting: set[asyncio.Task[None]] = set()
+
+    # --- what is known
+
+    @property
+    def members(self) -> dict[Key, Remote]:
+        """The engines that other replicas answer for."""
+        shown = self.answering.shown()
+        return {key: member for key, member in self._members.items() if member.lane not in shown}
+
+    @property
+    def uncovered(self) -> list[int]:
+        """Lanes that no replica says it holds."""
+        layout = self.answering.layout()
+        held = set(self.answering.shown()).union(*(each.held for each in self._present().values()))
+        return [lane for lane in range(layout.lanes if layout is not None else 0) if lane not in held]
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this and the other replicas can be asked."""
+        return [self._url, *(each.url for each in self._present().values())]
+
+    def holder(self, member: Member) -> str:
+        """Where another replica that holds an engine can be asked; empty where none is heard of."""
+        lane = self.answering.lane_of(member)
+        return next((each.url for each in self._present().values() if lane in each.held), "")
+
+    def block_sizes(self, wall: Wall) -> list[int]:
+        """Tokens per block of the engines behind a wall, the smallest first."""
+        return sorted(
+            {size for each in self._members.values() if each.registration.wall[:3] == wall[:3] for size in each.block_sizes}
+        )
+
+    @property
+    def replicas(self) -> int:
+        """The others that are heard of."""
+        return len(self._present())
+
+    async def run(self) -> None:
+        """Keep knowing the engines of other replicas, until it is cancelled."""
+        try:
+            while True:
+                await self.refresh()
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            for task in [*self._expecting, *self._refreshing.values()]:
+                task.cancel()
+            await self.peers.close()
+
+    async def refresh(self) -> None:
+        """Ask for all engines of other replicas, once."""
+        layout = self.answering.layout()
+        if layout is None:
+            return
+        shown = self.answering.shown()
+        left = set(range(layout.lanes)) - shown
+        for _ in range(MAX_ROUNDS):
+            asked, _ = plan(self._name, left, self._holding(self._present(), {}, away=False))
+            reached = await asyncio.gather(*(self._refresh(name, lanes) for name, lanes in asked.items()))
+            left -= set().union(*reached)
+            if all(reached):
+                break
+        now = time.time()
+        # Those of lanes that are shown here now stay: an answer about them may be on its way.
+        for member in list(self._members.values()):
+            if member.lane in left:
+                member.trusts("STALE", f"no replica that holds lane {member.lane} answers", now)
+
+    async def _refresh(self, name: str, lanes: Iterable[int]) -> set[int]:
+        """Know the engines that one replica answers for; the lanes that it did for."""
+        announced = self._present().get(name)
+        if announced is None:
+            return set()
+        try:
+            told = await self.peers.ask(name, announced.url, "/v1/shard/members", Lanes(lanes=sorted(lanes)), Members)
+        except AwayError as error:
+            log.debug("%s", error)
+            return set()
+        now = time.time()
+        came: set[Key] = set()
+        for each in told.members:
+            key = each.registration.key
+            came.add(key)
+            known = self._members.get(key)
+            if known is not None and known.registration == each.registration:
+                known.take(each, now)
+            else:
+                self._members[key] = Remote(each, self._lane_of(key), now)
+        for key in [key for key, member in self._members.items() if member.lane in told.lanes and key not in came]:
+            del self._members[key]
+        before = self._known.get(name)
+        same = before is not None and before.version == told.version
+        self._known[name] = _Known(told.version, {*told.lanes, *(before.lanes if same and before is not None else ())})
+        return set(told.lanes)
+
+    def _lane_of(self, key: Key) -> int:
+        layout = self.answering.layout()
+        return -1 if layout is None else layout.lane_of(key[0])
+
+    # --- questions
+
+    async def find(self, question: Question, prompts: Sequence[Any]) -> Merged:
+        """Who in all lanes holds how much of some prompts, and of the keys of the question.
+
+        Raises `NotFoundError` for a model that nobody serves.
+        """
+        layout = self.answering.layout()
+        lanes = range(layout.lanes if layout is not None else 0)
+        own = self.answering.shown()
+        unknown: NotFoundError | None = None
+        try:
+            rows = self.answering.rows(question, own, list(prompts))
+        except NotFoundError as error:
+            rows, unknown = [[] for _ in range(len(prompts) + len(question.keys))], error
+        left = set(lanes) - own
+        if left:
+            question = msgspec.structs.replace(question, prompts=[packed(tokens) for tokens in prompts])
+            left, known = await self._ask_others(question, left, rows)
+            unknown = None if known else unknown
+        if left or layout is None:
+            self.incomplete += 1
+        elif unknown is not None:
+            raise unknown
+        return Merged(rows, _told(sorted(left)) if layout is not None else "the plane was not found yet")
+
+    async def _ask_others(self, question: Question, left: set[int], rows: Rows) -> tuple[set[int], bool]:
+        """Add what others answer to `rows`; the lanes that nobody has answered for, and whether any other knows the model."""
+        refused: dict[str, set[int]] = {}
+        known = False
+        for _ in range(MAX_ROUNDS):
+            present = self._present()
+            asked, nobody = plan(self._name, left, self._holding(present, refused, away=False))
+            if nobody:
+                asked |= plan(self._name, nobody, self._holding(present, refused, away=True, but=asked))[0]
+            if not asked:
+                break
+            parts = await asyncio.gather(
+                *(self._ask(name, present[name].url, question, lanes) for name, lanes in asked.items())
+            )
+            for (name, lanes), part in zip(asked.items(), parts, strict=True):
+                answered = set() if part is None else await self._known_of(name, part, lanes)
+                refused.setdefault(name, set()).update(set(lanes) - answered)
+                if part is not None:
+                    known = known or part.known
+                    left -= answered
+                    self._merge(rows, part, answered)
+            if not left:
+                break
+        return left, known
+
+    def _holding(
+        self, present: Mapping[str, Announcement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()
+    ) -> dict[str, set[int]]:
+        """Who says to hold which lanes, of those that have failed just now, or of the others."""
+        return {
+            name: set(each.held) - refused.get(name, set())
+            for name, each in present.items()
+            if self.peers.is_away(name) is away and name not in but
+        }
+
+    async def _ask(self, name: str, url: str, question: Question, lanes: list[int]) -> Part | None:
+        try:
+            part = await self.peers.ask(name, url, "/v1/shard/match", msgspec.structs.replace(question, lanes=lanes), Part)
+        except AwayError as error:
+            log.debug("%s", error)
+            return None
+        return part if len(part.found) == len(question.prompts) + len(question.keys) else None
+
+    async def _known_of(self, name: str, part: Part, lanes: Iterable[int]) -> set[int]:
+        """Lanes of an answer whose engines are known as they were when it was given, or later; asks for them if need be."""
+        answered = set(part.lanes).intersection(lanes)
+        if self._knows(name, part):
+            return answered
+        if (task := self._refreshing.get(name)) is not None:  # the same question may be on its way
+            await asyncio.shield(task)
+        if self._knows(name, part):
+            return answered
+        known = self._known.get(name)
+        task = asyncio.create_task(self._refresh(name, {*part.lanes, *(known.lanes if known is not None else ())}))
+        self._refreshing[name] = task
+        task.add_done_callback(lambda done: self._refreshing.pop(name) if self._refreshing.get(name) is done else None)
+        # One that was let go in between is asked of who has it now.
+        return answered & await asyncio.shield(task)
+
+    def _knows(self, name: str, part: Part) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.version == part.version and known.lanes.issuperset(part.lanes)
+
+    def _merge(self, rows: Rows, part: Part, answered: set[int]) -> None:
+        now = time.time()
+        for merged, found in zip(rows, part.found, strict=True):
+            for each in found:
+                member = self._members.get((each.name, each.rank))
+                if member is not None and member.lane in answered:  # else it has left meanwhile
+                    member.trusts(each.state, each.reason, now)
+                    merged.append(Row(member, each.gpu, each.cpu, each.disk, each.tokens))
+
+    # --- expectations
+
+    def expect(self, asked: Expectation) -> None:
+        """Have whoever holds an engine expect a prompt there; nobody waits for it."""
+        if len(self._expecting) >= MAX_EXPECTATIONS:
+            return
+        lane = next(
+            (
+                member.lane
+                for member in self._members.values()
+                if (member.registration.instance, member.registration.rank) == (asked.instance, asked.rank)
+            ),
+            None,
+        )
+        for name, announced in self._present().items():
+            if lane in announced.held:
+                task = asyncio.create_task(self._expect(name, announced.url, asked))
+                self._expecting.add(task)
+                task.add_done_callback(self._expecting.discard)
+
+    async def _expect(self, name: str, url: str, asked: Expectation) -> None:
+        try:
+            await self.peers.ask(name, url, "/v1/shard/expect", asked, Noted)
+        except AwayError as error:
+            log.debug("an expectation was not told: %s", error)
+
+
+def packed(tokens: Any) -> bytes:
+    """Token ids as 32-bit little-endian numbers. Raises `OverflowError` and `TypeError` for what is none."""
+    if isinstance(tokens, memoryview) and tokens.format == "I":
+        return tokens.tobytes()
+    numbers = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
+    if sys.byteorder == "big":
+        numbers = array("I", numbers)
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _told(missing: list[int]) -> str:
+    if not missing:
+        return ""
+    lanes = ", ".join(map(str, missing))
+    return f"no replica answers for {'lane' if len(missing) == 1 else 'lanes'} {lanes}: the engines in it are missing here"

@@ -1,0 +1,102 @@
+"""What replicas that hold a part each ask each other: the bodies of `/v1/shard/...`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct, field
+
+from kvevents.service.registration import Registration, Wall
+from kvevents.service.shapes import Name, Rank, Scoped, SourceView, State
+
+Lane: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
+BlockKey: TypeAlias = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
+Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za-z0-9+/]{4})*$"})]
+"""Token ids as 32-bit little-endian numbers; in JSON their base64."""
+
+
+class Question(Scoped, frozen=True, kw_only=True):
+    """Who in some lanes holds how much of some prompts, which come as tokens or as keys."""
+
+    lanes: list[Lane] = field(default_factory=list)
+    prompts: Annotated[list[Prompt], Meta(max_length=1024)] = field(default_factory=list)
+    keys: Annotated[list[list[BlockKey]], Meta(max_length=1024)] = field(default_factory=list)
+    local: bool = False
+    """Whether keys are of each block alone; else they are rolling."""
+
+
+class Found(Struct, frozen=True, array_like=True):
+    """One rank that holds a beginning of a prompt: tokens on each tier with those before it, and on whatever tiers."""
+
+    name: str
+    """As streams are called in the plane."""
+    rank: int
+    gpu: int
+    cpu: int
+    disk: int
+    tokens: int
+    state: State
+    reason: str
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """The answer to a question, of the lanes that the replica shows."""
+
+    lanes: list[Lane]
+    """Those of the question that this is the answer for."""
+    known: bool
+    """Whether anybody in them serves the model."""
+    version: str
+    """Of the replica's members."""
+    found: list[list[Found]]
+    """By prompt."""
+
+
+class Lanes(Struct, frozen=True, kw_only=True):
+    """Which lanes are asked about."""
+
+    lanes: list[Lane] = []
+
+
+class Described(Struct, frozen=True, kw_only=True):
+    """One rank that a replica knows, without what is secret of it."""
+
+    registration: Registration
+    view: SourceView
+    hidden: bool
+
+
+class Members(Struct, frozen=True, kw_only=True):
+    """The ranks of some lanes."""
+
+    lanes: list[Lane]
+    """Those that were asked about and that the replica shows."""
+    version: str
+    members: list[Described]
+
+
+class Expectation(Scoped, frozen=True, kw_only=True):
+    """A rank that is believed to hold a prompt soon."""
+
+    instance: Name
+    rank: Rank
+    prompt: Prompt
+    seconds: Annotated[float, Meta(gt=0, le=60)]
+
+
+class Noted(Struct, frozen=True, kw_only=True):
+    """What became of an expectation."""
+
+    known: bool
+    """Whether the rank is one of this replica's."""
+
+
+def within(lanes: Collection[int], shown: Collection[int]) -> list[int]:
+    """Lanes that are asked about and shown."""
+    return sorted(set(lanes).intersection(shown))
+
+
+def wall_of(asked: Scoped) -> Wall:
+    """What the prompts of a request cannot look past."""
+    return Wall(asked.model, asked.tenant, asked.group, asked.lora, asked.salt)

@@ -1,0 +1,99 @@
+"""Services that hold a share each, in threads of this process, so that their pauses can be short."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvevents.service.config import to_config
+from kvevents.service.server import _listen, _Server
+from kvevents.service.service import Service
+from service_cases import Client, until
+
+SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+class _Quiet(_Server):
+    """Without signals, which only the main thread has."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Replica(Client):
+    """One service, and a client of it."""
+
+    def __init__(self, server_url: str, plane: str, name: str, *, holders: int | None = 1, **more: Any) -> None:
+        self.name, self._port = name, free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        tables: dict[str, Any] = {
+            "plane": {"servers": [server_url], "name": plane},
+            "replica": name,
+            "port": self._port,
+            "snapshot_seconds": 3600.0,
+            **more,
+        }
+        if holders is not None:
+            tables["shard"] = {"url": self.url, "holders": holders, **more.get("shard", {})}
+        self.config = to_config(tables, "test")
+        self.service = Service(self.config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Quiet | None = None
+        self._begun = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._begun.wait(SECONDS)
+        super().__init__(self.url)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001 - raised by `end`
+            self.error = error
+        finally:
+            self._begun.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        with _listen("127.0.0.1", self._port) as listening:
+            self._server = _Quiet(self.service, lambda _: self._begun.set(), self.url)
+            await self._server.run_at(listening)
+
+    @property
+    def shown(self) -> frozenset[int]:
+        return self.service.replica.shown if self.service.replica is not None else frozenset()
+
+    def ready(self) -> None:
+        until(f"{self.name} to be ready", lambda: self.error or self.get("/readyz").status == 200, SECONDS)
+        assert self.error is None
+
+    def end(self) -> None:
+        """As SIGTERM does; a second time is none."""
+        self.close()
+        if self._server is not None:
+            self._server.force_exit = self._server.should_exit = True
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+
+@contextmanager
+def replica(*args: Any, **more: Any) -> Iterator[Replica]:
+    found = Replica(*args, **more)
+    try:
+        yield found
+    finally:
+        found.end()
