@@ -22,13 +22,14 @@ from benchmarks.history import Engine
 from benchmarks.plane.servers import one_server
 from benchmarks.report import machine
 from kvevents.index import PrefixIndex
-from kvevents.plane.bridge import PAGE_BYTES
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import Layout
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.records import VERSION, Batched, Join, Page, Record, decode_page, encode_page
-from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import CHUNK_BYTES, TRANSFER_SECONDS
+from kvevents.plane.settings import MAX_LANES, PlaneSettings
+from kvevents.plane.sharding import owners
+from kvevents.plane.sharding import plan as cover
+from kvevents.plane.snapshots import CHUNK_BYTES
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
 
@@ -61,9 +62,10 @@ class Fleet(NamedTuple):
     block_size: int
     machine_bytes: float
     snapshot_seconds: float
-    acknowledged_seconds: float
-    """Until a majority of a lane's servers has a page."""
-    replicas: int
+    bootstrap_seconds: float
+    """That a replica may take until it answers."""
+    holders: int
+    """Replicas that hold each lane."""
     copies: int
 
     @property
@@ -143,7 +145,7 @@ def measure(blocks_per_batch: int) -> Costs:
         path = Path(folder, "index")
         sample.index.snapshot(path)
         saved, blocks = path.stat().st_size, sample.index.stats().blocks
-        restore = _cpu(lambda: PrefixIndex().restore(path))
+        restore = _cpu(lambda: PrefixIndex().absorb(path))
     payload = sum(len(record.payload) for each in found for record in each)
     record = sum(map(len, pages))
     return Costs(
@@ -188,67 +190,125 @@ def bridge_cpu(blocks: int) -> float:
 
 
 class Plan(NamedTuple):
-    """What a fleet needs. A shard is a part of the engines, with bridges, lanes and replicas of its own."""
+    """What a fleet needs: one plane, and replicas that hold a share of its lanes each."""
 
     batches: float
     """A second, of the whole fleet."""
     bytes: float
     """A second, into all lanes; JetStream keeps each `copies` times."""
+    saved: float
+    """Bytes a second of snapshots."""
     by_memory: int
-    """Shards that memory wants."""
+    """Replicas that memory wants."""
     by_apply: int
-    """Shards that the thread which applies wants."""
-    by_transfer: int
-    """Shards that the time which a snapshot may take wants."""
-    shards: int
-    shard_bytes: float
-    """A second, that each replica of a shard reads."""
+    """Replicas that the thread which applies wants."""
+    by_saving: int
+    """Replicas that writing snapshots wants."""
+    by_bootstrap: int
+    """Replicas that their bootstrap wants."""
+    replicas: int
     lanes: int
-    """Of a shard: pages go one at a time into a lane."""
+    share: float
+    """Largest share of the lanes that a replica holds."""
+    asked: int
+    """Replicas, the one that is asked among them, that an answer is of."""
+    read: float
+    """Bytes a second, that the replica with the largest share reads."""
     lane_bytes: float
     """Of a lane, for what comes within three snapshots."""
     memory: float
-    """Of a replica's index."""
+    """Of the largest index."""
     snapshot: float
-    """Bytes, of a shard."""
+    """Bytes, of a lane."""
+    move: float
+    """Seconds until a lane is shown by who takes it over: its snapshot, and what came since that was taken."""
     bootstrap: float
-    """Seconds: the snapshot out of JetStream and into the index, and what came since it was taken."""
+    """The same of the largest share."""
     subjects: int
     bridge_cores: float
 
 
 def plan(fleet: Fleet, costs: Costs) -> Plan:
-    """No number in here but those of its arguments."""
+    """No number in here but those of its arguments, and how evenly lanes are spread."""
     batches = fleet.engines * fleet.batches_per_second
-    by_memory = math.ceil(fleet.blocks * costs.memory / (fleet.machine_bytes * FULL))
-    by_apply = math.ceil(batches * costs.apply / BUSY)
-    by_transfer = math.ceil(fleet.blocks * costs.saved / (costs.written * TRANSFER_SECONDS * BUSY))
-    shards = max(by_memory, by_apply, by_transfer)
-    shard_bytes = batches * costs.record / shards
-    lanes = math.ceil(shard_bytes * fleet.acknowledged_seconds / PAGE_BYTES / BUSY)
-    lanes = 1 << max(0, lanes - 1).bit_length()
-    blocks = fleet.blocks / shards
-    snapshot = blocks * costs.saved
-    # While it restores and reads on, more comes: what is left of the thread catches up with it.
-    load = batches / shards * costs.apply
-    ready = snapshot / costs.read + blocks * costs.restore
-    bootstrap = (ready + fleet.snapshot_seconds * load) / (1 - load)
+    wanted = [
+        fleet.blocks * costs.memory / (fleet.machine_bytes * FULL),
+        batches * costs.apply / BUSY,
+        fleet.blocks * costs.saved / (costs.written * fleet.snapshot_seconds * BUSY) / fleet.holders,
+    ]
+    by_memory, by_apply, by_saving = (_replicas(need, fleet.holders) for need in wanted)
+    by_bootstrap = least = max(by_memory, by_apply, by_saving)
+    while _bootstrap(by_bootstrap, fleet, costs) > fleet.bootstrap_seconds and by_bootstrap < MAX_LANES:
+        by_bootstrap += 1
+    replicas = max(least, by_bootstrap)
+    shares = _shares(replicas, fleet.holders)
+    share = _largest(replicas, fleet.holders)
+    load, lane = batches * share * costs.apply, fleet.blocks / MAX_LANES
     return Plan(
         batches,
         batches * costs.record,
+        fleet.blocks * costs.saved / fleet.snapshot_seconds,
         by_memory,
         by_apply,
-        by_transfer,
-        shards,
-        shard_bytes,
-        lanes,
-        3 * fleet.snapshot_seconds * shard_bytes / lanes,
-        blocks * costs.memory,
-        snapshot,
-        bootstrap,
-        shards * len({Layout("p", lanes).subject(lane) for lane in range(lanes)}),
+        by_saving,
+        by_bootstrap,
+        replicas,
+        MAX_LANES,
+        share,
+        _asked(shares),
+        batches * costs.record * share,
+        3 * fleet.snapshot_seconds * batches * costs.record / MAX_LANES,
+        fleet.blocks * share * costs.memory,
+        lane * costs.saved,
+        _ready(lane, batches / MAX_LANES * costs.apply, load, fleet, costs),
+        _bootstrap(replicas, fleet, costs),
+        len({Layout("p", MAX_LANES).subject(lane) for lane in range(MAX_LANES)}),
         batches * bridge_cpu(fleet.blocks_per_batch) / 1e6 / BUSY,
     )
+
+
+def _shares(replicas: int, holders: int) -> dict[str, list[int]]:
+    """Lanes by replica."""
+    names = [f"replica-{number}" for number in range(replicas)]
+    found: dict[str, list[int]] = {name: [] for name in names}
+    for lane in range(MAX_LANES):
+        for name in owners(lane, names, holders):
+            found[name].append(lane)
+    return found
+
+
+def _largest(replicas: int, holders: int) -> float:
+    """Share of the lanes that the replica with the most of them holds."""
+    return max(map(len, _shares(replicas, holders).values())) / MAX_LANES
+
+
+def _bootstrap(replicas: int, fleet: Fleet, costs: Costs) -> float:
+    share = _largest(replicas, fleet.holders)
+    load = fleet.engines * fleet.batches_per_second * share * costs.apply
+    return _ready(fleet.blocks * share, load, load, fleet, costs)
+
+
+def _replicas(whole: float, holders: int) -> int:
+    """The fewest of which none has more to do than one can, where `whole` is how many could do all of it once."""
+    replicas = max(holders, math.ceil(whole * holders))
+    while _largest(replicas, holders) * whole > 1 and replicas < MAX_LANES:
+        replicas += 1
+    return replicas
+
+
+def _asked(shares: dict[str, list[int]]) -> int:
+    """Replicas in an answer, on the mean of whom is asked."""
+    counts = []
+    for name, lanes in shares.items():
+        rest = {other: held for other, held in shares.items() if other != name}
+        counts.append(1 + len(cover(name, set(range(MAX_LANES)) - set(lanes), rest)[0]))
+    return round(sum(counts) / len(counts))
+
+
+def _ready(blocks: float, load: float, busy: float, fleet: Fleet, costs: Costs) -> float:
+    """Seconds for a snapshot of some blocks, and to catch up with the `load` that came since, by a thread that is `busy`."""
+    restored = blocks * costs.saved / costs.read + blocks * costs.restore
+    return (restored + fleet.snapshot_seconds * load) / (1 - busy)
 
 
 # --- the table ---------------------------------------------------------------------------------------------------------------
@@ -278,18 +338,30 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
         ("CPU of a bridge for a batch", f"{bridge_cpu(fleet.blocks_per_batch):.0f} us", "`python -m benchmarks.plane bridge`"),
         ("batches a second", amount(found.batches, ""), "engines x batches"),
         ("bytes a second into lanes", amount(found.bytes, "B"), f"each kept {fleet.copies} times by JetStream"),
-        ("shards that memory wants", str(found.by_memory), f"{FULL:.0%} of {amount(fleet.machine_bytes, 'B')}"),
-        ("shards that applying wants", str(found.by_apply), f"{BUSY:.0%} of one core"),
-        ("shards that snapshots want", str(found.by_transfer), f"{BUSY:.0%} of {TRANSFER_SECONDS:.0f} s to write one"),
-        ("shards", str(found.shards), f"{math.ceil(fleet.engines / found.shards)} engines each"),
-        ("replicas", str(found.shards * fleet.replicas), f"{fleet.replicas} of each shard"),
-        ("memory of a replica's index", amount(found.memory, "B"), ""),
-        ("bytes a second to a replica", amount(found.shard_bytes, "B"), ""),
-        ("lanes of a shard", str(found.lanes), f"pages of {PAGE_BYTES >> 10} KiB, one at a time"),
+        ("bytes a second of snapshots", amount(found.saved, "B"), "the same"),
+        ("replicas that memory wants", str(found.by_memory), f"{FULL:.0%} of {amount(fleet.machine_bytes, 'B')}"),
+        ("replicas that applying wants", str(found.by_apply), f"{BUSY:.0%} of one core"),
+        (
+            "replicas that snapshots want",
+            str(found.by_saving),
+            f"{BUSY:.0%} of {fleet.snapshot_seconds:.0f} s to write its lanes'",
+        ),
+        ("replicas that their bootstrap wants", str(found.by_bootstrap), f"at most {fleet.bootstrap_seconds:.0f} s, assumed"),
+        ("replicas", str(found.replicas), f"each lane held by {fleet.holders}"),
+        ("lanes", str(found.lanes), "as many as there can be: the more, the more even"),
+        ("the largest share", f"{found.share:.1%} of the lanes", f"{fleet.holders / found.replicas:.1%} were even"),
+        ("replicas that an answer is of", str(found.asked), "the fewest that hold all lanes"),
+        ("memory of the largest index", amount(found.memory, "B"), ""),
+        ("bytes a second to its replica", amount(found.read, "B"), ""),
         ("size of a lane", amount(found.lane_bytes, "B"), "three snapshots' time"),
         ("subjects of pages", str(found.subjects), "whatever the number of engines"),
-        ("a snapshot", amount(found.snapshot, "B"), "of a shard; two are kept"),
-        ("bootstrap of a replica", f"{found.bootstrap:.0f} s", "snapshot, then what came since"),
+        ("a snapshot", amount(found.snapshot, "B"), "of a lane; two are kept"),
+        (
+            "until a lane has moved",
+            f"{found.move:.0f} s",
+            "snapshot, then what came since; its former holder answers meanwhile",
+        ),
+        ("bootstrap of a replica", f"{found.bootstrap:.0f} s", "the same of its whole share"),
         ("cores of bridges", f"{found.bridge_cores:.0f}", "twice that where each engine is watched by two"),
     ]
 
@@ -306,8 +378,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--machine", type=float, default=256e9, help="memory of a replica's machine (default: %(default)g)")
     parser.add_argument("--snapshot-seconds", type=float, default=300.0)
-    parser.add_argument("--acknowledged", type=float, default=0.01, help="seconds for a page (default: %(default)g)")
-    parser.add_argument("--replicas", type=int, default=3, help="of each shard (default: %(default)s)")
+    parser.add_argument("--bootstrap", type=float, default=600.0, help="seconds that one may take (default: %(default)g)")
+    parser.add_argument("--holders", type=int, default=2, help="replicas that hold each lane (default: %(default)s)")
     parser.add_argument("--copies", type=int, default=3)
     given = parser.parse_args(arguments)
     fleet = Fleet(
@@ -318,8 +390,8 @@ def main(arguments: list[str] | None = None) -> int:
         given.block_size,
         given.machine,
         given.snapshot_seconds,
-        given.acknowledged,
-        given.replicas,
+        given.bootstrap,
+        given.holders,
         given.copies,
     )
     costs = measure(fleet.blocks_per_batch)
