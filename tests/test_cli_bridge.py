@@ -368,7 +368,7 @@ def test_the_document_lists_what_there_is() -> None:
     fields = {*PlaneSettings.__struct_fields__, *BridgeSettings.__struct_fields__, *Seen.__struct_fields__} - {"plane"}
     assert fields - listed == set()
     own = {each.flag for each in (*cli._PLANE, *cli._SELF, *cli._SEEN)} - {"--metrics-port", "--metrics-host"}
-    flags = own | {flag for flag, *_ in nats._LOGIN}
+    flags = own | {flag for flag, *_ in nats._LOGIN} | {nats._INBOX}
     assert not [flag for flag in flags if f"`{flag}`" not in text]
 
 

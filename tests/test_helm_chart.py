@@ -37,6 +37,7 @@ EVERYTHING: Final = (
     "bridge.reserve=1",
     "bridge.login.secretName=bridge",
     "bridge.login.nkey=bridge.nk",
+    "bridge.login.inboxPrefix=_INBOX_bridge",
     "replica.login.secretName=replica",
     "replica.login.credentials=replica.creds",
     "replica.config.secretName=replica-config",

@@ -106,6 +106,7 @@ def flags(settings: PlaneSettings, replica: str) -> list[str]:
         "--tls-ca": settings.tls_ca,
         "--tls-cert": settings.tls_certificate,
         "--tls-key": settings.tls_key,
+        "--inbox-prefix": settings.inbox_prefix,
     }
     return [part for name, value in found.items() if value is not None for part in (name, value)]
 
@@ -404,3 +405,40 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
                     assert await is_denied(js.publish(LAYOUT.subject(0), b"page"))
 
         asyncio.run(try_to_write())
+
+
+# --- inboxes of their own ----------------------------------------------------------------------------------------------------
+
+
+def test_users_that_may_not_listen_to_each_other(tmp_path: Path) -> None:
+    """Each with an inbox prefix that its permissions name: all do what they have to, and hear nothing of the others."""
+    operator, roles = Operator(), permissions()
+
+    def settings(role: str, prefix: str | None = None) -> PlaneSettings:
+        own = f"_INBOX_{role}"
+        may = {**roles[role], "subscribe": {"allow": [f"{own}.>"]}}
+        path = operator.credentials(tmp_path / f"{role}.creds", role, may)
+        return PlaneSettings(servers=(private.url,), lane_bytes=64 << 20, credentials=str(path), inbox_prefix=prefix or own)
+
+    with nats_server(tmp_path / "nats", **operator.options) as private, engine() as one:
+        with (
+            bridging(settings("bridge"), watch_of("one", one)),
+            serving(*flags(settings("replica"), "a"), "--snapshot-seconds", "0.3") as replica,
+            serving(*flags(settings("router"), "b")) as router,
+        ):
+            one.store(range(64))
+            for service in (replica, router):
+                service.exact("one", blocks=4)
+            until("a snapshot", lambda: "kvevents_plane_snapshot_age_seconds" in replica.get("/metrics").body.decode())
+            only_reads(router)
+
+        async def listen() -> None:
+            async with jetstream(settings("router")) as (client, _):
+                await client.subscribe("_INBOX_replica.>")
+                await client.flush()
+                until("the refusal", lambda: "Subscription Violation" in private.said())
+            with pytest.raises(PlaneError):  # it hears no answer
+                async with jetstream(settings("router", "_INBOX")) as (client, _):
+                    await require_jetstream(client)
+
+        asyncio.run(listen())

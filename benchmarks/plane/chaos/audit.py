@@ -38,6 +38,8 @@ class Audit:
     foreign: int = 0
     strays: int = 0
     """Pages that were meant for a lane that has been deleted."""
+    overtaken: int = 0
+    """Pages that were sent behind one that is not there."""
     flaws: list[str] = field(default_factory=list)
     _streams: dict[tuple[str, int, int], Stream] = field(default_factory=dict)
     _position: int = 0
@@ -130,6 +132,7 @@ async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: 
         layout.subject(lane), stream=layout.stream(lane), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
     position, life = 0, ""
+    tail: str | None = None
     while position < state.last_seq:
         for message in await consumer.fetch(at_once, timeout=READ_SECONDS):
             await message.ack()
@@ -142,6 +145,11 @@ async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: 
             elif page.life != life:
                 audit.pass_over(position)
                 audit.strays += 1
+            elif page.after and tail is not None and page.after != tail:
+                audit.pass_over(position)
+                audit.overtaken += 1
+                page = None
             else:
                 audit.take(position, page)
+            tail = page.name if page is not None and page.life == life else ""
     await consumer.unsubscribe()

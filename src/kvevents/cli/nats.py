@@ -14,7 +14,8 @@ _LOGIN: Final = (
     ("--tls-cert", "tls_certificate", "PEM file of the own certificate"),
     ("--tls-key", "tls_key", "PEM file of its key"),
 )
-_FIELDS: Final = ("servers", "name", *(field for _, field, _ in _LOGIN))
+_INBOX: Final = "--inbox-prefix"
+_FIELDS: Final = ("servers", "name", "inbox_prefix", *(field for _, field, _ in _LOGIN))
 
 
 def add_servers(group: ArgumentParser | Group, flag: str, text: str) -> None:
@@ -33,6 +34,8 @@ def add_login(group: ArgumentParser | Group) -> None:
     """Who one is there."""
     for flag, field, help_ in _LOGIN:
         group.add_argument(flag, dest=f"plane_{field}", metavar="FILE", help=help_)
+    help_ = "what subjects for answers begin with, where this user may subscribe to no others (default: _INBOX)"
+    group.add_argument(_INBOX, dest="plane_inbox_prefix", metavar="SUBJECT", help=help_)
 
 
 def table_of(args: Namespace) -> dict[str, Any]:

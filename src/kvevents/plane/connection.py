@@ -183,6 +183,7 @@ def _options(settings: PlaneSettings) -> dict[str, Any]:
         "ping_interval": PING_SECONDS,
         "max_outstanding_pings": PINGS,
         "pending_size": PENDING_BYTES,
+        "inbox_prefix": settings.inbox_prefix,
     }
     if settings.credentials is not None:
         _sign(settings.read_credentials().seed, "")

@@ -15,8 +15,10 @@ import logging
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvevents.backoff import Backoff
@@ -26,7 +28,7 @@ from kvevents.plane.layout import Layout, make_lane, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import AGAIN_SECONDS, PAGE_HEADER, Broken, LaneReader, Pushed
 from kvevents.plane.recalling import Recall
-from kvevents.plane.records import Beat, Key, StreamRecord, decode_page, encode_page, message_id
+from kvevents.plane.records import Beat, Key, Page, StreamRecord, decode_page, encode_page, message_id
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.writing import Composer
 
@@ -70,6 +72,18 @@ class LaneStatus(NamedTuple):
     """Streams that are not followed until what waits has been written."""
 
 
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A page that is under way."""
+
+    name: str
+    expected: int
+    """Number of the page before it."""
+    patience: asyncio.Timeout
+    """For its acknowledgement."""
+    answer: asyncio.Future[None]
+
+
 class Host(Protocol):
     """What a lane asks of its bridge."""
 
@@ -90,7 +104,7 @@ class BridgeLane:
         self, host: Host, client: PlaneClient, layout: Layout, lane: int, plane: PlaneSettings, bridge: str, room: int
     ) -> None:
         self.lane: Final = lane
-        self.composer = Composer(Ledger(), bridge, room)
+        self.composer = Composer(Ledger(), bridge, room, secrets.token_hex(4))
         self.ready = asyncio.Event()
         self.parked: set[Key] = set()
         """Streams that are not followed, as there is no room for what they say."""
@@ -108,15 +122,13 @@ class BridgeLane:
         self._retry: Final = Backoff(first=RETRY_FIRST_SECONDS, most=RETRY_MOST_SECONDS)
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
-        self._life: Final = secrets.token_hex(4)
-        self._pages = 0
         self._written = 0
         self._breaches = 0
         self._foreign = 0
-        self._in_flight: str | None = None
-        """Name of the page that was sent, and not heard of since."""
-        self._patience: asyncio.Timeout | None = None
-        """For its acknowledgement."""
+        self._sent: deque[_Sent] = deque()
+        """Pages of which it is not known what became of them, in order: the composer's that are under way."""
+        self._answers: set[asyncio.Task[None]] = set()
+        """Those that are waited for, of pages that were given up too."""
         self._heard: dict[str, tuple[int, float]] = {}
         """By bridge, the page of its last beat, and when it came."""
 
@@ -160,7 +172,8 @@ class BridgeLane:
     def offer(self, record: StreamRecord, due: float = 0.0) -> None:
         """Something of a stream, to be written not before `due`."""
         self.composer.offer(record, due)
-        self._wake.set()
+        if not self._sent or self.composer.has_more:
+            self._wake.set()
 
     def beat(self, beat: Beat) -> None:
         """The bridge is alive."""
@@ -176,9 +189,9 @@ class BridgeLane:
 
     def connected(self) -> None:
         """There is another connection: nothing that was asked over the last one is answered."""
-        if self._patience is not None:
-            with suppress(RuntimeError):  # it has just come to its end
-                self._patience.reschedule(asyncio.get_running_loop().time())
+        for sent in self._sent:
+            with suppress(RuntimeError):  # it has not begun, or has just come to its end
+                sent.patience.reschedule(asyncio.get_running_loop().time())
         if self._reader is not None:
             self._reader.look_again()
 
@@ -227,9 +240,10 @@ class BridgeLane:
         self._written += before.written
         self._breaches += before.ledger.breaches
         self._foreign += before.ledger.foreign
-        self._in_flight = None
+        self._sent.clear()
+        self._advanced.set()
         ledger.breaches = ledger.foreign = 0
-        self.composer = Composer(ledger, self._bridge, self._room)
+        self.composer = Composer(ledger, self._bridge, self._room, secrets.token_hex(4))
         self.parked.clear()
 
     async def _remake(self) -> None:
@@ -252,14 +266,20 @@ class BridgeLane:
         for position, data, _, name in came:
             if position <= ledger.position:
                 continue
-            if name and name == self._in_flight:
+            if self._is_next(name):
                 # Quicker than its acknowledgement.
-                self._in_flight = None
+                self._sent.popleft()
                 self.composer.landed(position)
-            elif (page := decode_page(data)) is None:
+                self._went_well()
+                continue
+            if self._sent:  # they come too late
+                self.conflicts += 1
+                self._sent.clear()
+                self._went_well()
+            if (page := decode_page(data)) is None:
                 if not ledger.foreign + self._foreign:
                     log.error("message %d of lane %d is no page; somebody else writes there", position, self.lane)
-                ledger.skip(position)
+                self.composer.skip(position)
             else:
                 self.composer.read(position, page)
         self._hear(asyncio.get_running_loop().time())
@@ -268,7 +288,10 @@ class BridgeLane:
 
     def _knows(self, position: int, name: str) -> bool:
         """Whether a page is one of this bridge's that is known to be there, or would be in a moment."""
-        return position <= self.composer.ledger.position or name == self._in_flight
+        return position <= self.composer.ledger.position or self._is_next(name)
+
+    def _is_next(self, name: str) -> bool:
+        return bool(self._sent) and self._sent[0].name == name
 
     def _hear(self, now: float) -> None:
         beats = self.composer.ledger.beats
@@ -282,67 +305,92 @@ class BridgeLane:
 
     async def write(self) -> None:
         """Write whatever is due."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await self.ready.wait()
-            now = loop.time()
-            page = self.composer.compose(now, time.time())
-            if self.composer.adrift:
-                self._host.is_adrift(list(self.composer.adrift))
-            if page is None:
-                self._host.count()
-                await self._rest(now)
-                continue
-            try:
-                await self._publish(encode_page(page), message_id(page, f"{page.bridge}/{self._life}#{self._pages}"))
-            except PlaneError as error:
-                await self._refused(error)
-            self._host.count()
+        try:
+            while True:
+                await self.ready.wait()
+                if self._sent and self._sent[0].answer.done():
+                    await self._settle(self._sent[0])
+                elif (self._sent and not self.composer.has_more) or not self._send():
+                    self._host.count()
+                    await self._rest()
+        finally:
+            for answer in self._answers:
+                answer.cancel()
 
-    async def _rest(self, now: float) -> None:
-        due = self.composer.due()
+    def _send(self) -> bool:
+        """The next page, if anything is due."""
+        composer = self.composer
+        page = composer.compose(asyncio.get_running_loop().time(), time.time())
+        if composer.adrift:
+            self._host.is_adrift(list(composer.adrift))
+        if page is None:
+            return False
+        expected, patience = composer.ledger.position + len(self._sent), asyncio.timeout(ACK_SECONDS)
+        answer = asyncio.create_task(self._publish(page, expected, patience))
+        self._sent.append(_Sent(page.name, expected, patience, answer))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answered)
+        return True
+
+    def _answered(self, answer: asyncio.Task[None]) -> None:
+        self._answers.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # of a page that was given up, nobody asks any more
+        self._wake.set()
+
+    async def _rest(self) -> None:
         self._wake.clear()
-        wait = REST_SECONDS if due is None else min(REST_SECONDS, max(0.0, due - now))
+        wait = REST_SECONDS
+        if not self._sent and (due := self.composer.due()) is not None:
+            wait = min(wait, max(0.0, due - asyncio.get_running_loop().time()))
         with suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await self._wake.wait()
 
-    async def _publish(self, data: bytes, name: str) -> None:
-        composer, expected = self.composer, self.composer.ledger.position
-        self._pages += 1
-        self._in_flight = page = f"{self._life}#{self._pages}"
-        self._advanced.clear()
-        headers = {"Nats-Expected-Last-Sequence": str(expected), "Nats-Msg-Id": name, PAGE_HEADER: page}
+    async def _publish(self, page: Page, expected: int, patience: asyncio.Timeout) -> None:
+        headers = {
+            "Nats-Expected-Last-Sequence": str(expected),
+            "Nats-Msg-Id": message_id(page, f"{page.bridge}/{page.name}"),
+            PAGE_HEADER: page.name,
+        }
         with told(f"writing to lane {self.lane}"):
-            async with asyncio.timeout(ACK_SECONDS) as self._patience:
+            async with patience:
                 acknowledged = await self._js.publish(
                     self._layout.subject(self.lane),
-                    data,
+                    encode_page(page),
                     timeout=2 * ACK_SECONDS,
                     stream=self._layout.stream(self.lane),
                     headers=headers,
                 )
         if acknowledged.duplicate or acknowledged.seq != expected + 1:
             raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
-        self._went_well()
-        if self.composer is composer and self._in_flight == page:
-            self._in_flight = None
-            composer.landed(acknowledged.seq)
 
-    async def _refused(self, error: PlaneError) -> None:
-        if self._in_flight is None:  # it has come back by the reader, or the lane is another one
+    async def _settle(self, sent: _Sent) -> None:
+        """What became of the oldest page that is under way."""
+        try:
+            sent.answer.result()
+        except PlaneError as error:
+            self._sent.clear()
+            self.composer.returned()
+            await self._refused(sent, error)
+        else:
+            self._sent.popleft()
+            self.composer.landed(sent.expected + 1)
             self._went_well()
-            return
-        self._in_flight = None
-        self.composer.returned()
+        self._host.count()
+
+    async def _refused(self, sent: _Sent, error: PlaneError) -> None:
         if error.fault == "conflict":
             self.conflicts += 1
             if self._is_shorter(error) and self._reader is not None:
                 await self._reader.look_again().wait()
                 return
+            composer = self.composer
             try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
-                    await self._advanced.wait()
+                    while self.composer is composer and composer.ledger.position <= sent.expected:
+                        self._advanced.clear()
+                        await self._advanced.wait()
             except TimeoutError:
                 self._say(error)  # what others have written does not come
             else:

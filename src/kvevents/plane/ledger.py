@@ -11,6 +11,9 @@ log is one story all the same, because the server takes a page only from a write
 
 Pieces of a large batch follow each other, with anything in between; a piece at offset 0 begins again.
 
+A writer may send a page before it knows that the one before is there. Such a page names that one, and is void wherever another
+message stands between them: the number that the server goes by is right then as well, where exactly one has come in between.
+
 A lane that is deleted and made anew has another `life`; pages of a writer who had not noticed are void in it. Where pages were
 purged before a bridge had read them, and no snapshot tells what was in them, the lane has a *hole*: nothing behind it can be
 believed until somebody writes a `Blank`, with which all streams leave and begin anew, for every reader alike.
@@ -159,6 +162,8 @@ class Ledger:
         """Messages that are no pages."""
         self.strays = 0
         """Pages that were meant for a lane of another life."""
+        self.overtaken = 0
+        """Pages that were sent behind one that is not there."""
         self.life = ""
         """Of the lane; that of its first page where nobody has said."""
         self.floor = 0
@@ -166,7 +171,8 @@ class Ledger:
         self.hole = ""
         """Why nothing of the lane can be believed yet; empty where all of it was read."""
         self._newest: dict[Key, bytes] = {}
-        self._writer = ""
+        self._writer = self._tail = ""
+        """Who wrote the page that is read, and the name of the last one; empty where that is void or no page."""
 
     # --- reading
 
@@ -174,10 +180,14 @@ class Ledger:
         """What a page brings. Its writer has read all before it, so `position` may leave numbers out: nobody wrote them."""
         self.position = position
         self.life = self.life or page.life
+        tail, self._tail = self._tail, ""
         if page.life != self.life:
             self.strays += 1
             return []
-        self._writer = page.bridge
+        if page.after and page.after != tail:
+            self.overtaken += 1
+            return []
+        self._writer, self._tail = page.bridge, page.name
         found: list[Event] = []
         for record in page.records:
             if isinstance(record, Beat):
@@ -316,6 +326,7 @@ class Ledger:
         """A message that is no page."""
         self.position = position
         self.foreign += 1
+        self._tail = ""
 
     # --- what is known
 
@@ -355,7 +366,7 @@ class Ledger:
             self.streams[key].digest = digest_of(newest)
         rows = [(*key, standing) for key, standing in self.streams.items()]
         beats = [(beaten.beat, beaten.page) for beaten in self.beats.values()]
-        return msgspec.msgpack.encode(_Saved(self.position, rows, beats, self.life, self.floor, self.hole))
+        return msgspec.msgpack.encode(_Saved(self.position, rows, beats, self.life, self.floor, self.hole, self._tail))
 
     @classmethod
     def restore(cls, data: bytes) -> Ledger:
@@ -365,7 +376,7 @@ class Ledger:
         ledger.position = saved.position
         ledger.streams = {(source, rank): standing for source, rank, standing in saved.streams}
         ledger.beats = {beat.bridge: Beaten(beat, page) for beat, page in saved.beats}
-        ledger.life, ledger.floor, ledger.hole = saved.life, saved.floor, saved.hole
+        ledger.life, ledger.floor, ledger.hole, ledger._tail = saved.life, saved.floor, saved.hole, saved.tail
         return ledger
 
     @classmethod
@@ -383,6 +394,7 @@ class _Saved(msgspec.Struct, array_like=True):
     life: str = ""
     floor: int = 0
     hole: str = ""
+    tail: str = ""
 
 
 def _out_of_turn(standing: Standing, record: Batched | Piece | Lost) -> str | None:

@@ -1,17 +1,24 @@
-"""What a replica tells the others: the digests of all streams at one place of each lane."""
+"""What a replica tells the others: a digest of what it held of each lane at one place of it.
+
+One digest for all streams of a lane, over those of each: it is as small with a hundred thousand streams as with one, so it fits
+into a message, and may be told every few seconds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from typing import Final
 
 import msgspec
 
-from kvevents.plane.subscriber import Census
+from kvevents.plane.records import Key
 
 PREFIX: Final = "digest."
 """What keys of opinions begin with, in the bucket whose entries expire; the replica's name follows."""
+DIGEST_BYTES: Final = 16
+"""Of a lane's digest: nobody makes an index that differs on purpose."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -19,26 +26,28 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     position: int
     """After which page."""
-    digests: dict[str, str]
-    """By stream."""
+    streams: int
+    digest: str
+    """Of all of them."""
+
+    @classmethod
+    def of(cls, position: int, digests: Mapping[Key, str]) -> Place:
+        """Given the digest of each stream."""
+        rows = sorted((source, rank, digest) for (source, rank), digest in digests.items())
+        return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:DIGEST_BYTES].hex())
 
 
 class Opinion(msgspec.Struct, frozen=True):
     """What a replica held, by lane."""
 
     places: dict[str, Place]
+    scope: str = ""
+    """Which streams it holds at all; only those of one scope can be compared."""
 
     @classmethod
-    def of(cls, census: Mapping[int, Census]) -> Opinion:
+    def of(cls, census: Mapping[int, Place], scope: str = "") -> Opinion:
         """What was counted last."""
-        return cls(
-            {
-                str(lane): Place(
-                    found.position, {f"{source}\x1f{rank}": digest for (source, rank), digest in found.digests.items()}
-                )
-                for lane, found in census.items()
-            }
-        )
+        return cls({str(lane): place for lane, place in census.items()}, scope)
 
     def encode(self) -> bytes:
         """For the bucket."""
@@ -53,6 +62,8 @@ class Opinion(msgspec.Struct, frozen=True):
 
     def agrees(self, other: Opinion) -> bool | None:
         """Whether both held the same where both have looked; None where they have not looked at the same place."""
+        if self.scope != other.scope:
+            return None
         both = [(place, other.places[lane]) for lane, place in self.places.items() if lane in other.places]
-        same = [one.digests == two.digests for one, two in both if one.position == two.position]
+        same = [one == two for one, two in both if one.position == two.position]
         return all(same) if same else None

@@ -129,6 +129,11 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     records: list[Record]
     life: str = ""
     """Of the lane, as the writer knew it: a page that was meant for a lane that has been deleted is void in the next one."""
+    name: str = ""
+    """What its writer calls it; no other page has the same."""
+    after: str = ""
+    """Name of the page directly before which alone it has a meaning: its writer sent it before that one was known to be there.
+    Empty where the writer had read all that is before."""
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Page)
@@ -152,13 +157,15 @@ def decode_page(data: bytes) -> Page | None:
 def message_id(page: Page, otherwise: str) -> str:
     """`Nats-Msg-Id` of a page: source, rank, incarnation and number of the first record in it that has them.
 
-    Before them the lane's life, in which alone they are told apart. A page without any, of trust and beats, is nothing that may
-    be there once only: its id is `otherwise`, the writer's own.
+    Before them the lane's life, in which alone they are told apart; behind them the page that it must follow, without which it
+    is void, and what is in it must be written again. A page without any, of trust and beats, is nothing that may be there once
+    only: its id is `otherwise`, the writer's own.
     """
+    behind = f"/after/{quote(page.after, safe='')}" if page.after else ""
     for record in page.records:
         name = _NUMBERED.get(type(record))
         if name is not None:
-            return f"{quote(page.life, safe='')}/{name(record)}" if page.life else name(record)
+            return f"{quote(page.life, safe='')}/{name(record)}{behind}" if page.life else f"{name(record)}{behind}"
     return quote(otherwise, safe="/")
 
 

@@ -21,12 +21,16 @@ DEFAULT_LANE_BYTES: Final = 1 << 30
 MAX_SECRET_BYTES: Final = 64 << 10
 """Of a file of credentials or of a seed, which have some thousand bytes and 58."""
 
+MAX_INBOX: Final = 64
+"""Characters of an inbox prefix; a subject has 22 and more behind it."""
+
 DEFAULT_PORTS: Final = {"nats": 4222, "tls": 4222, "ws": 80, "wss": 443}
 _WEB: Final = frozenset({"ws", "wss"})
 _ENCRYPTED: Final = frozenset({"tls", "wss"})
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 _TLS_FIELDS: Final = (*_TLS_FILES, "tls_hostname")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _SEED: Final = re.compile(r"SU[A-Z2-7]{56}")
 _JWT_BLOCK: Final = re.compile(r"-+BEGIN NATS USER JWT-+\s+(\S+)\s+-+END NATS USER JWT-+")
 _SEED_BLOCK: Final = re.compile(r"-+BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END USER NKEY SEED-+")
@@ -79,6 +83,9 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tls_key: str | None = None
     tls_hostname: str | None = None
     """Name that the servers' certificates must have, where it is not that of the URL."""
+    inbox_prefix: str = "_INBOX"
+    """What the subjects begin with at which answers and deliveries come: one that this user alone may subscribe to keeps others
+    of the account from listening."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -89,6 +96,7 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"{self.where}: a plane's servers are all reached by WebSocket, or none is")
         self._check_streams()
         self._check_login()
+        self._check_inbox()
         self._check_tls()
 
     def _check_streams(self) -> None:
@@ -113,6 +121,13 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             self.read_credentials()
         if self.nkey is not None:
             self.read_seed()
+
+    def _check_inbox(self) -> None:
+        if len(self.inbox_prefix) > MAX_INBOX or not _SUBJECT.fullmatch(self.inbox_prefix):
+            raise ConfigError(
+                f"inbox_prefix is {self.inbox_prefix!r}; it is the beginning of a subject, such as _INBOX_replica: at most "
+                f"{MAX_INBOX} letters, digits, '-', '_', and '.' between them"
+            )
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):

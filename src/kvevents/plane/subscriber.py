@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from kvevents.errors import ClosedError, UnknownSourceError
 from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Standing
+from kvevents.plane.opinions import Place
 from kvevents.plane.reading import Pushed
 from kvevents.plane.records import Key, decode_page
 from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
@@ -63,13 +64,6 @@ class Lane(NamedTuple):
     """Whether it was read to its end once."""
 
 
-class Census(NamedTuple):
-    """What an index held of a lane after one page."""
-
-    position: int
-    digests: dict[Key, str]
-
-
 class LogSubscriber:
     """The streams of some lanes.
 
@@ -84,7 +78,7 @@ class LogSubscriber:
         """The streams that there are, with what bridges say of their engines; replaced as a whole."""
         self.diverged = 0
         """Heartbeats of engines that hold something else."""
-        self.census: dict[int, Census] = {}
+        self.census: dict[int, Place] = {}
         """By lane the last one."""
         self._digest: Final = digest
         self._due: list[int] = []
@@ -200,7 +194,7 @@ class LogSubscriber:
             lane = self._due.pop()
             ledger = self.ledgers[lane]
             digests = {key: digest for key in ledger.joined() if (digest := self._digest(key)) is not None}
-            self.census[lane] = Census(ledger.position, digests)
+            self.census[lane] = Place.of(ledger.position, digests)
 
     def _read(self, message: Message) -> list[RawDelivery]:
         lane, ledger, pushed = message

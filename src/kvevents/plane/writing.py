@@ -11,6 +11,10 @@ a writer that is refused reads what others have written, and composes anew. Of w
 
 Nothing is dropped because it was sent, only because it was read or acknowledged. So it does not matter which page was lost, or
 whether the answer to one was.
+
+A page may be composed while others are *under way*, as if those were there already. It says behind which one it belongs, and is
+void for every reader elsewhere (`ledger`). As soon as one of them is refused, or a page of somebody else comes in between, all
+that are under way are taken back, and what was in them is judged anew.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvevents.plane.ledger import Event, Ledger, Standing
+from kvevents.plane.ledger import Event, Half, Ledger
 from kvevents.plane.records import (
     VERSION,
     Batched,
@@ -47,6 +51,10 @@ DOUBT_BYTES: Final = 32
 """Of a doubt's name and number, at most."""
 MAX_RECORDS: Final = 2_000
 """Of one page."""
+MAX_UNDER_WAY: Final = 2
+"""Pages of a lane that are under way at a time: while the servers keep one the next one reaches them."""
+WARY_PAGES: Final = 16
+"""That must get there one by one after pages had to be taken back: somebody else is writing, and would overtake them again."""
 
 
 class Verdict(Enum):
@@ -59,35 +67,63 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a stream of the log ends, or will after what is being composed."""
+    """Where a stream of the log ends, or will after what is under way or being composed."""
 
-    standing: Standing
+    card: bytes | None
+    """None where the stream has not joined, or has left."""
     incarnation: int
     last_seq: int
-    joined: bool
     ended: bool
     """Whether nothing more counts of the incarnation."""
     agrees: bool
     """Whether the incarnation is known to be the life that the bridge follows."""
     newest: bytes | None
     """Its bytes; None where only their digest is known, or nothing."""
+    digest: bytes | None = None
+    half: Half | None = None
+    """What there is of a batch in pieces."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether the stream is there."""
+        return self.card is not None
 
 
-@dataclass(slots=True)
+_Queued: TypeAlias = tuple[float, StreamRecord, int]
+"""A record, from which moment on it may be written, and the bytes that it takes at most."""
+
+
+@dataclass(slots=True, eq=False)
 class _Own:
     """What a bridge has of one stream that may not be in the log yet."""
 
-    records: deque[tuple[float, StreamRecord, int]] = field(default_factory=deque)
-    """Each with the moment from which on it may be written, and the bytes that it takes at most."""
+    records: deque[_Queued] = field(default_factory=deque)
+    """Those that are not under way."""
     trusting: Trusting | None = None
     """To be said when all of them are there."""
     agreed: int | None = None
     """The incarnation of the log that is known to be the life that is followed here."""
+    saying: Trusting | None = None
+    """What is under way of its trust."""
+
+    @property
+    def has_to_say(self) -> bool:
+        """Whether its trust is to be said, and not under way."""
+        return self.trusting is not None and self.trusting is not self.saying
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """What is under way of one stream."""
+
+    head: Head | None
+    """Where it ends then; None where that can be told only once it is there."""
+    pages: int = 0
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A page that is being written, and what of each stream it settles."""
+    """A page that is under way, and what of each stream it settles."""
 
     page: Page
     beat: Beat | None
@@ -95,18 +131,40 @@ class _Draft:
 
 
 class _Settled(NamedTuple):
-    """How many of the first records of a stream are in the log then, and which incarnation is agreed upon."""
+    """The records of a stream that are in the log then, and which incarnation is agreed upon."""
 
     key: Key
-    done: int
+    own: _Own
+    records: list[_Queued]
     agreed: int | None
     trusting: Trusting | None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the records, at most."""
+        return sum(size for _, _, size in self.records)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a page takes of one stream."""
+
+    head: Head
+    room: int
+    taken: list[StreamRecord] = field(default_factory=list)
+    done: int = 0
+    """Records that are in the log with it."""
+    is_split: bool = False
+    """Whether the last of them is a part of a batch, and not the last part."""
+
 
 class Composer:
-    """Composes the pages of one bridge for one lane. `ledger` is fed here, and by nobody else."""
+    """Composes the pages of one bridge for one lane. `ledger` is fed here, and by nobody else.
 
-    def __init__(self, ledger: Ledger, bridge: str, page_bytes: int) -> None:
+    Pages are named after `life`, which no other composer has.
+    """
+
+    def __init__(self, ledger: Ledger, bridge: str, page_bytes: int, life: str) -> None:
         self.ledger: Final = ledger
         self.adrift: dict[Key, None] = {}
         """Streams to follow anew; `anchor` says that it was done."""
@@ -116,11 +174,19 @@ class Composer:
         """Batches of the log that were written here."""
         self._bridge: Final = bridge
         self._page_bytes: Final = page_bytes
+        self._life: Final = life
+        self._pages = 0
         self._own: dict[Key, _Own] = {}
         self._active: dict[Key, None] = {}
-        """Streams with records, in turn."""
+        """Streams with something to write that is not under way, in turn."""
         self._beat: Beat | None = None
-        self._draft: _Draft | None = None
+        self._drafts: deque[_Draft] = deque()
+        """What is under way, in order."""
+        self._ahead: dict[Key, _Ahead] = {}
+        self._drafted_bytes = 0
+        """Of what is queued, those that are under way."""
+        self._wary = 0
+        """Pages that are still to get there one by one."""
 
     # --- what there is
 
@@ -128,6 +194,7 @@ class Composer:
         """The stream is followed from where the log stands: what was offered of it before is void."""
         self._drop(key)
         standing = self.ledger.streams.get(key)
+        # Another one: what is under way of the stream settles nothing of what comes now, nor does that go on behind it.
         self._own[key] = _Own(agreed=None if standing is None or standing.last_seq < 0 else standing.incarnation)
         self.adrift.pop(key, None)
 
@@ -165,21 +232,26 @@ class Composer:
         return min((own.records[0][0] if own.records else 0.0 for own in waiting), default=None)
 
     def _may_say(self, key: Key, own: _Own) -> bool:
-        return _may_trust(self._head(key, own))
+        head = self._next(key, own)
+        return own.has_to_say and head is not None and _may_trust(head)
 
     def waits(self, key: Key) -> bool:
-        """Whether there are records of a stream that are not known to be in the log."""
+        """Whether there is something of a stream that is not known to be in the log."""
         own = self._own.get(key)
-        return own is not None and bool(own.records)
+        return own is not None and bool(own.records or key in self._ahead)
 
     @property
     def waiting(self) -> int:
         """Records that are not known to be in the log."""
-        return sum(len(self._own[key].records) for key in self._active)
+        under_way = sum(len(outcome.records) for draft in self._drafts for outcome in draft.settled)
+        return under_way + sum(len(self._own[key].records) for key in self._active)
 
     def _drop(self, key: Key) -> None:
+        """Forget what is not under way."""
         own = self._own.get(key)
         self._active.pop(key, None)
+        if key in self._ahead:
+            self._ahead[key].head = None
         if own is not None:
             self.queued_bytes -= sum(size for _, _, size in own.records)
             own.records.clear()
@@ -187,10 +259,19 @@ class Composer:
 
     # --- a page
 
-    def compose(self, now: float, at: float) -> Page | None:
-        """The next page, by the writer's clock at `at`; None if nothing is due.
+    @property
+    def has_more(self) -> bool:
+        """Whether another page may be sent although one is under way: a full one, where nobody has come in between lately.
 
-        Say then what became of it: `landed`, or `returned`.
+        What is less goes together with what comes until the one before is there.
+        """
+        full = self.queued_bytes - self._drafted_bytes >= self._page_bytes
+        return full and len(self._drafts) < MAX_UNDER_WAY and not self._wary and not self.ledger.hole
+
+    def compose(self, now: float, at: float) -> Page | None:
+        """The next page, by the writer's clock at `at`, behind those that are under way; None if nothing is due.
+
+        Say then of each page in its turn what became of it: `landed`, or `returned`.
         """
         records: list[Record] = [] if self._beat is None else [self._beat]
         settled: list[_Settled] = []
@@ -201,8 +282,11 @@ class Composer:
             self._fill(records, settled, now)
         if not records:
             return None
-        page = Page(VERSION, self._bridge, at, records, self.ledger.life)
-        self._draft = _Draft(page, self._beat, settled)
+        self._pages += 1
+        after = self._drafts[-1].page.name if self._drafts else ""
+        page = Page(VERSION, self._bridge, at, records, self.ledger.life, f"{self._life}#{self._pages}", after)
+        self._drafts.append(_Draft(page, self._beat, settled))
+        self._beat = None
         return page
 
     def _fill(self, records: list[Record], settled: list[_Settled], now: float) -> None:
@@ -216,103 +300,170 @@ class Composer:
     def _take(self, key: Key, now: float, room: int, count: int, settled: list[_Settled]) -> tuple[list[StreamRecord], int]:
         """What comes next of one stream, as far as there is room."""
         own = self._own[key]
-        head = self._head(key, own)
-        taken: list[StreamRecord] = []
-        done = 0
+        head = self._next(key, own)
+        if head is None:
+            return [], room
+        turn = _Turn(head, room)
         for due, record, size in own.records:
-            if room <= 0 or len(taken) >= count:
-                break
-            verdict = _judge(head, record)
-            if due > now and verdict is Verdict.NEXT:
+            verdict = _judge(turn.head, record)
+            if turn.room <= 0 or len(turn.taken) >= count or (due > now and verdict is Verdict.NEXT):
                 break
             if verdict is Verdict.ADRIFT:
+                if key in self._ahead:
+                    break  # from pages that may never be there
                 self._drop(key)
                 self.adrift[key] = None
                 return [], room
-            if verdict is Verdict.NEXT:
-                said = _said(head, record)
-                if size > room:
-                    if not taken and room == self._page_bytes and isinstance(said, Batched):
-                        piece = self._piece(head, said)
-                        taken.append(piece)
-                        room = 0
-                        if piece.offset + len(piece.payload) == piece.total:
-                            head, done = _after(head, record, verdict), done + 1
-                    break
-                taken.append(said)
-                room -= size
-            head = _after(head, record, verdict)
-            done += 1
-        trusting = own.trusting if done == len(own.records) and _may_trust(head) else None
-        if trusting is not None and (most := _size(trusting)) <= room and len(taken) < count:
-            taken.append(trusting)
-            room -= most
+            if not self._add(turn, record, size, verdict):
+                break
+        trusting = own.trusting if own.has_to_say and turn.done == len(own.records) and _may_trust(turn.head) else None
+        if trusting is not None and (most := _size(trusting)) <= turn.room and len(turn.taken) < count:
+            turn.taken.append(trusting)
+            turn.room -= most
         else:
             trusting = None
-        outcome = _Settled(key, done, head.incarnation if head.agrees else own.agreed, trusting)
-        if taken:
-            settled.append(outcome)
-            self._move_back(key)
+        if turn.taken or key not in self._ahead:  # or else what is known is there only if what is under way gets there
+            agreed = turn.head.incarnation if turn.head.agrees else own.agreed
+            outcome = _Settled(key, own, [own.records.popleft() for _ in range(turn.done)], agreed, trusting)
+            if turn.taken:
+                settled.append(outcome)
+                self._go_ahead(outcome, None if turn.is_split else turn.head)
+            else:
+                self._settle(outcome)
+        return turn.taken, turn.room
+
+    def _add(self, turn: _Turn, record: StreamRecord, size: int, verdict: Verdict) -> bool:
+        """Take one more record, which may be there already. Whether there was room for all of it."""
+        if verdict is Verdict.NEXT:
+            said = _said(turn.head, record)
+            if size > turn.room:
+                if isinstance(said, Batched) and not turn.taken and turn.room == self._page_bytes:
+                    self._add_piece(turn, said)
+                return False
+            turn.taken.append(said)
+            turn.room -= size
+        turn.head = _after(turn.head, record, verdict)
+        turn.done += 1
+        return True
+
+    def _add_piece(self, turn: _Turn, record: Batched) -> None:
+        """Of a batch that no page has room for the next part."""
+        piece = self._piece(turn.head, record)
+        turn.taken.append(piece)
+        turn.room = 0
+        turn.is_split = piece.offset + len(piece.payload) < piece.total
+        if not turn.is_split:
+            turn.head = _after(turn.head, record, Verdict.NEXT)
+            turn.done += 1
+
+    def _go_ahead(self, outcome: _Settled, head: Head | None) -> None:
+        """Some of a stream is under way now. Others are first next time."""
+        key, own = outcome.key, outcome.own
+        own.saying = outcome.trusting or own.saying
+        self._drafted_bytes += outcome.size
+        ahead = self._ahead.setdefault(key, _Ahead(head))
+        ahead.head, ahead.pages = head, ahead.pages + 1
+        del self._active[key]
+        self._see_to(key, own)
+
+    def _see_to(self, key: Key, own: _Own) -> None:
+        """Whether a stream has something to write; one that had its turn lets others be first."""
+        if own.records or own.has_to_say:
+            self._active.setdefault(key)
         else:
-            self._settle(outcome)
-        return taken, room
+            self._active.pop(key, None)
+
+    def _next(self, key: Key, own: _Own) -> Head | None:
+        """Where what comes next of a stream goes on; None where that is not known yet."""
+        ahead = self._ahead.get(key)
+        return self._head(key, own) if ahead is None else ahead.head
 
     def _head(self, key: Key, own: _Own) -> Head:
         standing = self.ledger.streams.get(key)
         if standing is None:
-            return Head(Standing(None), self.ledger.floor, -1, joined=False, ended=False, agrees=False, newest=None)
-        joined, newest = standing.card is not None, self.ledger.newest(key)
-        ended, agrees = standing.ended or not joined, own.agreed == standing.incarnation
-        return Head(standing, standing.incarnation, standing.last_seq, joined, ended, agrees, newest)
+            return Head(None, self.ledger.floor, -1, ended=False, agrees=False, newest=None)
+        return Head(
+            standing.card,
+            standing.incarnation,
+            standing.last_seq,
+            standing.ended or standing.card is None,
+            own.agreed == standing.incarnation,
+            self.ledger.newest(key),
+            standing.digest,
+            standing.half,
+        )
 
     def _piece(self, head: Head, record: Batched) -> Piece:
         """The next part of a batch that no page has room for: behind what is there of it."""
-        half, offset = head.standing.half, 0
+        half, offset = head.half, 0
         if half is not None and (half.seq, half.total) == (record.seq, len(record.payload)):
             offset = half.size if _begins_with(record.payload, half.pieces) else 0
         part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _length(record.source))]
         return Piece(*record.key, record.incarnation, record.seq, record.replayed, offset, len(record.payload), part)
 
-    def _move_back(self, key: Key) -> None:
-        """Let other streams be first next time."""
-        del self._active[key]
-        self._active[key] = None
-
     # --- what became of it
 
     def landed(self, position: int) -> list[Event]:
-        """The page is in the lane, under this number. What it means to readers."""
-        draft = self._draft
-        if draft is None:
+        """The oldest page that is under way is in the lane, under this number. What it means to readers."""
+        if not self._drafts:
             return []
-        self._draft = None
-        if draft.beat is self._beat:
-            self._beat = None
+        draft = self._drafts.popleft()
         found = self.ledger.feed(position, draft.page)
         for outcome in draft.settled:
+            self._drafted_bytes -= outcome.size
+            ahead = self._ahead[outcome.key]
+            ahead.pages -= 1
+            if not ahead.pages:
+                del self._ahead[outcome.key]
             self._settle(outcome)
+        self._wary = max(0, self._wary - 1)
         self.written += sum(isinstance(event, RawBatch) for event in found)
         return found
 
     def returned(self) -> None:
-        """The page is not known to be in the lane. Read what is, then compose anew."""
-        self._draft = None
+        """The oldest page that is under way is not known to be in the lane, so none is. Read what is, then compose anew."""
+        if self._drafts:
+            self._wary = WARY_PAGES
+        while self._drafts:
+            draft = self._drafts.pop()
+            self._beat = self._beat or draft.beat
+            for outcome in draft.settled:
+                self._take_back(outcome)
+        self._drafted_bytes = 0
+        self._ahead.clear()
+
+    def _take_back(self, outcome: _Settled) -> None:
+        key, own = outcome.key, outcome.own
+        own.saying = None
+        if self._own.get(key) is own and key not in self.adrift:
+            own.records.extendleft(reversed(outcome.records))
+            self._see_to(key, own)
+        else:
+            self.queued_bytes -= outcome.size
 
     def _settle(self, outcome: _Settled) -> None:
-        own = self._own.get(outcome.key)
-        if own is None:
-            return
-        for _ in range(outcome.done):
-            self.queued_bytes -= own.records.popleft()[2]
+        own = outcome.own
+        self.queued_bytes -= outcome.size
         own.agreed = outcome.agreed
-        if own.trusting is outcome.trusting:
-            own.trusting = None
-        if not own.records and own.trusting is None:
-            self._active.pop(outcome.key, None)
+        if outcome.trusting is not None:
+            if own.trusting is outcome.trusting:
+                own.trusting = None
+            own.saying = None if own.saying is outcome.trusting else own.saying
+        if self._own.get(outcome.key) is own:
+            self._see_to(outcome.key, own)
 
     def read(self, position: int, page: Page) -> list[Event]:
-        """A page of somebody, or one of ours of which it was not known that it had landed. What it means to readers."""
+        """A page of somebody, or one of ours of which it was not known that it had landed. What it means to readers.
+
+        What is under way comes too late then.
+        """
+        self.returned()
         return self.ledger.feed(position, page)
+
+    def skip(self, position: int) -> None:
+        """A message that is no page, which also comes before what is under way."""
+        self.returned()
+        self.ledger.skip(position)
 
 
 def _size(record: StreamRecord) -> int:
@@ -348,7 +499,7 @@ def _judge(head: Head, record: StreamRecord) -> Verdict:
 
 
 def _judge_join(head: Head, record: Join) -> Verdict:
-    return Verdict.KNOWN if head.joined and head.standing.card == record.card else Verdict.NEXT
+    return Verdict.KNOWN if head.card == record.card else Verdict.NEXT
 
 
 def _judge_leave(head: Head, _: Leave) -> Verdict:
@@ -394,8 +545,7 @@ def _is_another(head: Head, record: Batched) -> bool:
     """Whether the log has another batch under the same number. Where it has a gap there, nothing can be compared."""
     if head.newest is not None:
         return record.payload != head.newest
-    digest = head.standing.digest
-    return digest is not None and digest != digest_of(record.payload)
+    return head.digest is not None and head.digest != digest_of(record.payload)
 
 
 _JUDGES: Final[dict[type[Any], Callable[[Head, Any], Verdict]]] = {
@@ -425,29 +575,29 @@ def _after(head: Head, record: StreamRecord, verdict: Verdict) -> Head:
 def _move_batch(head: Head, record: Batched, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
         # As `replace` does, for what there are thousands of on a page.
-        return Head(head.standing, head.incarnation, record.seq, head.joined, head.ended, True, record.payload)
+        return Head(head.card, head.incarnation, record.seq, head.ended, True, record.payload)
     # Compared, where it is the newest. What a bridge has before that says nothing.
     return replace(head, agrees=head.agrees or record.seq == head.last_seq)
 
 
 def _move_gap(head: Head, record: Lost, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
-        return replace(head, last_seq=record.last, agrees=True, newest=None)
+        return replace(head, last_seq=record.last, agrees=True, newest=None, digest=None, half=None)
     return replace(head, agrees=head.agrees or record.last == head.last_seq)
 
 
 def _move_reset(head: Head, record: Renewed, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
-        return replace(head, incarnation=record.incarnation, last_seq=-1, ended=False, agrees=True, newest=None)
+        return Head(head.card, record.incarnation, -1, ended=False, agrees=True, newest=None)
     return head
 
 
-def _move_join(head: Head, _: Join, __: Verdict) -> Head:
-    return replace(head, joined=True)
+def _move_join(head: Head, record: Join, __: Verdict) -> Head:
+    return replace(head, card=record.card)
 
 
 def _move_leave(head: Head, _: Leave, __: Verdict) -> Head:
-    return replace(head, joined=False, ended=True)
+    return replace(head, card=None, ended=True)
 
 
 _MOVES: Final[dict[type[Any], Callable[[Head, Any, Verdict], Head]]] = {

@@ -36,6 +36,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 - --nkey=/etc/kvevents/login/{{ .login.nkey }}
 {{- end }}
 {{- end }}
+{{- with .login.inboxPrefix }}
+- --inbox-prefix={{ . }}
+{{- end }}
 {{- with .root.Values.plane.tls }}
 {{- if .secretName }}
 - --tls-ca=/etc/kvevents/tls/{{ .ca }}

@@ -1,0 +1,97 @@
+"""What replicas tell each other of what they hold: small, whatever they hold, and different where that is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import nats
+import pytest
+
+from kvevents.plane.layout import make
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.opinions import PREFIX, Opinion, Place
+from kvevents.plane.reading import Pushed
+from kvevents.plane.records import VERSION, Batched, Join, Key, Page, encode_page
+from kvevents.plane.settings import MAX_LANES
+from kvevents.plane.status import PlaneView, look
+from kvevents.plane.subscriber import CENSUS_SECONDS, LogSubscriber
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import plane_at
+
+STREAMS = 20_000
+LARGE_NAME = "default\x1fdefault\x1fengine-with-a-name-as-pods-have-them-7d4b9c6f5-%05d"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+def digests(count: int) -> dict[Key, str]:
+    return {(LARGE_NAME % number, 0): f"{number:064x}" for number in range(count)}
+
+
+def counted(held: dict[Key, str]) -> Opinion:
+    """What a replica tells that has read a log of so many streams, and holds this of them."""
+    subscriber = LogSubscriber({0: Ledger()}, {}, lambda: 0.0, held.get)
+    names = sorted(source for source, _ in held)
+    records = [record for name in names for record in (Join(name, 0, b""), Batched(name, 0, 0, 0, False, b""))]
+    pages = [Page(VERSION, "bridge", 0.0, records), Page(VERSION, "bridge", CENSUS_SECONDS, [])]
+    subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(pages, 1)])
+    while 0 not in subscriber.census:
+        subscriber.receive_many(0.0)
+    return Opinion.of(subscriber.census)
+
+
+def test_one_of_many_streams_that_differs_shows() -> None:
+    """In the digest of one, in one that is missing, and in one too many; the order in which they came does not."""
+    held = digests(STREAMS)
+    name = (LARGE_NAME % 7, 0)
+    own = counted(held)
+    assert own.places["0"].streams == STREAMS
+    assert own.agrees(counted(dict(reversed(held.items())))) is True
+    assert own.agrees(counted({**held, name: "0" * 64})) is False
+    assert own.agrees(counted({key: digest for key, digest in held.items() if key != name})) is False
+
+
+def test_what_was_not_seen_at_the_same_place_is_not_compared() -> None:
+    """Nor what is not meant to be the same."""
+    one, two = Place.of(7, digests(3)), Place.of(8, digests(4))
+    assert Opinion.of({0: one, 1: one}).agrees(Opinion.of({0: one, 1: two})) is True
+    assert Opinion.of({0: one}).agrees(Opinion.of({0: two})) is None
+    assert Opinion.of({0: one}).agrees(Opinion.of({1: one})) is None
+    assert Opinion.of({0: one}, "a").agrees(Opinion.of({0: one}, "b")) is None
+
+
+def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
+    """With as many lanes as there may be, whatever is in them."""
+    place = Place.of(2**53, digests(10))
+    said = Opinion.of(dict.fromkeys(range(MAX_LANES), place)).encode()
+    assert len(said) < 20 << 10
+    assert Opinion.decode(said) == Opinion.of(dict.fromkeys(range(MAX_LANES), place))
+    assert Opinion.decode(b'{"places": {"0": [1, {"x": "y"}]}}') is None
+
+
+@needs_nats
+def test_replicas_of_twenty_thousand_streams_hear_each_other(server: NatsServer) -> None:
+    """A server takes a MiB at once, and one digest for each stream would be more."""
+    plane = plane_at(server.url, name="many", lanes=1)
+    held = digests(STREAMS)
+    other = {**held, (LARGE_NAME % 0, 0): "another"}
+
+    async def tell() -> PlaneView:
+        client = await nats.connect(server.url)
+        try:
+            js = client.jetstream()
+            layout = await make(js, plane)
+            bucket = await js.key_value(layout.leases)
+            for name, holds in (("a", held), ("b", held), ("c", other)):
+                await bucket.put(PREFIX + name, counted(holds).encode())
+            return await look(js, layout)
+        finally:
+            await client.close()
+
+    view = asyncio.run(tell())
+    assert [(each.name, each.differs) for each in view.replicas] == [("a", ["c"]), ("b", ["c"]), ("c", ["a", "b"])]
