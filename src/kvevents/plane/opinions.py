@@ -41,13 +41,11 @@ class Opinion(msgspec.Struct, frozen=True):
     """What a replica held, by lane."""
 
     places: dict[str, Place]
-    scope: str = ""
-    """Which streams it holds at all; only those of one scope can be compared."""
 
     @classmethod
-    def of(cls, census: Mapping[int, Place], scope: str = "") -> Opinion:
+    def of(cls, census: Mapping[int, Place]) -> Opinion:
         """What was counted last."""
-        return cls({str(lane): place for lane, place in census.items()}, scope)
+        return cls({str(lane): place for lane, place in census.items()})
 
     def encode(self) -> bytes:
         """For the bucket."""
@@ -62,8 +60,6 @@ class Opinion(msgspec.Struct, frozen=True):
 
     def agrees(self, other: Opinion) -> bool | None:
         """Whether both held the same where both have looked; None where they have not looked at the same place."""
-        if self.scope != other.scope:
-            return None
         both = [(place, other.places[lane]) for lane, place in self.places.items() if lane in other.places]
         same = [one == two for one, two in both if one.position == two.position]
         return all(same) if same else None
