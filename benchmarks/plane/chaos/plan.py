@@ -13,6 +13,8 @@ from kvevents.wire import dialects
 
 BRIDGES: Final = 2
 REPLICAS: Final = 3
+SHARED_LANES: Final = 8
+"""Of rounds in which each replica holds a share."""
 SECONDS: Final = 3.0
 """That faults are done for; what the last ones have done must be mended after that."""
 RATES: Final = (150.0, 300.0, 600.0)
@@ -71,6 +73,7 @@ TRAITS: Final[dict[str, Trait]] = {
     "compaction": Trait(0.5),
     "no snapshots": Trait(0.3),
     "short replay": Trait(0.15),
+    "shares": Trait(0.3),
 }
 
 
@@ -95,6 +98,8 @@ class Plan:
     number: int
     traits: tuple[str, ...]
     lanes: int
+    holders: int | None
+    """Replicas that hold each lane; None where each holds all."""
     engines: tuple[Engine, ...]
     rates: tuple[float, ...]
     strikes: tuple[Strike, ...]
@@ -138,13 +143,14 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     if "small max_payload" in traits:
         # One whose batches are larger than a page.
         engines[0], rates[0] = replace(engines[0], habits=replace(engines[0].habits, events=200, blocks=4_000)), LEAST_RATE
-    lanes = draw.choice((1, 2, 3))
+    lanes = SHARED_LANES if "shares" in traits else draw.choice((1, 2, 3))
+    holders = draw.choice((1, 2)) if "shares" in traits else None
     counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "lane": lanes, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1
     if "no snapshots" in traits:
         without = [*without, "purge lane"]  # who had not read what is gone could have it from nobody
     strikes = _strikes(draw, counts, only, without)
-    return Plan(seed, number, tuple(traits), lanes, tuple(engines), tuple(rates), tuple(strikes))
+    return Plan(seed, number, tuple(traits), lanes, holders, tuple(engines), tuple(rates), tuple(strikes))
 
 
 def _engine(draw: Random, traits: Sequence[str]) -> Engine:

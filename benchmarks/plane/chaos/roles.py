@@ -17,11 +17,12 @@ from benchmarks.chaos.consumer import BRISK, BRISK_SOCKETS
 from benchmarks.chaos.truth import EMPTY, Claim, Diary
 from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane import listening, reading, subscriber
+from kvevents.plane import listening, reading, sharding, subscriber
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.settings import PlaneSettings
+from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import comparing
+from kvevents.service.replica import comparing, holding
 from kvevents.service.replica import replica as replicas
 from kvevents.service.replica.generation import Generation
 from kvevents.service.replica.replica import Replica
@@ -38,6 +39,11 @@ PACE: Final[tuple[tuple[Any, str, float], ...]] = (
     (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
     (subscriber, "CENSUS_SECONDS", 0.5),
+    (holding, "TELL_SECONDS", 0.2),
+    (holding, "SETTLE_SECONDS", 0.6),
+    (sharding, "PRESENT_SECONDS", 0.7),
+    (sharding, "DEAD_SECONDS", 2.0),
+    (sharding, "RELEASE_SECONDS", 0.5),
 )
 BRIDGE_PACE: Final[tuple[tuple[Any, str, float], ...]] = ((reading, "HEARTBEAT_SECONDS", 0.3), (reading, "FEW_LOOKS", 1))
 """A round shall not last as long as a production network's patience."""
@@ -62,6 +68,8 @@ class ReplicaRole:
     """Their names in the index; a claim's key is the place here."""
     diary: Path
     snapshot_seconds: float
+    holders: int | None = None
+    """Replicas that hold each lane; None where each holds all."""
     log: str = ""
 
 
@@ -83,6 +91,8 @@ class Told(NamedTuple):
     fault: str
     begun: str = ""
     """With what a replica began."""
+    shown: frozenset[str] = frozenset()
+    """The engines that a replica answers for."""
 
 
 def bridge(pipe: Connection, role: BridgeRole) -> None:
@@ -170,7 +180,8 @@ def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
 async def _replica(pipe: Connection, role: ReplicaRole) -> None:
     fleet = Fleet(PrefixIndex(), max_sources=100)
     fleet.follower.start()
-    found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None)
+    shard = None if role.holders is None else ShardSettings(url="http://127.0.0.1:1", holders=role.holders)
+    found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None, shard=shard)
     diarist = _Diarist(role, found)
     running = asyncio.create_task(found.run())
     claiming = asyncio.create_task(diarist.keep())
@@ -205,16 +216,20 @@ class _Diarist:
     def _claim(self, generation: Generation) -> None:
         """By the thread that applies, between two deliveries."""
         for place, name in enumerate(self._role.engines):
-            found = _held(generation, name)
+            found = _held(generation, name) if self._shows(generation, name) else None
             if found is not None and found.trust == Trust.EXACT.name:
                 self._diary.write(Claim(place, found.digest, found.seq))
                 self._claims += 1
+
+    def _shows(self, generation: Generation, name: str) -> bool:
+        layout = self._replica.layout
+        return layout is not None and layout.lane_of(name) in generation.shown
 
     def told(self) -> Told:
         replica, generation = self._replica, self._replica.generation
         counted = {"claims": self._claims, "generations": replica.generations, "disagreements": replica.disagreements}
         if generation is None or not replica.is_complete:
-            return Told({}, counted, replica.why_hidden)
+            return Told({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
         ledgers = generation.subscriber.ledgers.values()
         counted |= {
             "breaches": sum(ledger.breaches for ledger in ledgers),
@@ -227,7 +242,8 @@ class _Diarist:
             lambda: {name: found for name in self._role.engines if (found := _held(generation, name)) is not None}
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
-        return Told(order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone")
+        shown = frozenset(name for name in self._role.engines if self._shows(generation, name))
+        return Told(order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone", shown)
 
 
 def _held(generation: Generation, name: str) -> Held | None:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,7 +184,9 @@ class Stage:
     def _start_replica(self, number: int) -> None:
         names = tuple(self.registration(place).key[0] for place in range(len(self._engines)))
         seconds = 1e6 if "no snapshots" in self.plan.traits else SNAPSHOT_SECONDS
-        role = ReplicaRole(self.plane, f"r{number}", names, self._diary(number), seconds, self._log(f"r{number}"))
+        role = ReplicaRole(
+            self.plane, f"r{number}", names, self._diary(number), seconds, self.plan.holders, self._log(f"r{number}")
+        )
         self._replicas[number] = self._part(f"replica {number}", roles.replica, role)
 
     def _diary(self, number: int) -> Path:
@@ -329,11 +331,24 @@ class Stage:
         end = time.monotonic() + SETTLE_SECONDS
         while True:
             told = {number: self._ask(part) for number, part in self._replicas.items()}
-            verdicts = [judge(f"r{number}", name, told[number], due[name]) for number in told for name in names]
+            verdicts = [judge(f"r{number}", name, told[number], due[name]) for number in told for name in told[number].shown]
+            verdicts += self._uncovered(names, told)
             if all(verdict.kind == "right" for verdict in verdicts) or time.monotonic() > end:
                 self._count(told)
                 return verdicts
             time.sleep(LOOK)
+
+    def _uncovered(self, names: Sequence[str], told: Mapping[int, Told]) -> list[Verdict]:
+        """Engines that fewer replicas hold than are to, or more."""
+        holders = min(self.plan.holders or REPLICAS, REPLICAS)
+        found = []
+        for name in names:
+            count = sum(name in each.shown for each in told.values())
+            if count != holders:
+                found.append(
+                    Verdict("all", name.rpartition("\x1f")[2], "doubted", f"{count} replicas hold it, and not {holders}")
+                )
+        return found
 
     def _ask(self, part: Part) -> Told:
         try:
