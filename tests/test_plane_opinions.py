@@ -12,7 +12,7 @@ from kvevents.plane.layout import make
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.opinions import PREFIX, Opinion, Place
 from kvevents.plane.reading import Pushed
-from kvevents.plane.records import VERSION, Batched, Join, Key, Page, encode_page
+from kvevents.plane.records import VERSION, Batched, Join, Key, Page, Record, encode_page
 from kvevents.plane.settings import MAX_LANES
 from kvevents.plane.status import PlaneView, look
 from kvevents.plane.subscriber import CENSUS_SECONDS, LogSubscriber
@@ -37,7 +37,7 @@ def counted(held: dict[Key, str]) -> Opinion:
     """What a replica tells that has read a log of so many streams, and holds this of them."""
     subscriber = LogSubscriber({0: Ledger()}, {}, lambda: 0.0, held.get)
     names = sorted(source for source, _ in held)
-    records = [record for name in names for record in (Join(name, 0, b""), Batched(name, 0, 0, 0, False, b""))]
+    records: list[Record] = [record for name in names for record in (Join(name, 0, b""), Batched(name, 0, 0, 0, False, b""))]
     pages = [Page(VERSION, "bridge", 0.0, records), Page(VERSION, "bridge", CENSUS_SECONDS, [])]
     subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(pages, 1)])
     while 0 not in subscriber.census:
