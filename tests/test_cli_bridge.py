@@ -319,7 +319,7 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
             until("a batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
             found = {name: values for name, values in scrape(port).items() if name.startswith("kvevents")}
             assert {name.removeprefix("kvevents_bridge_") for name in found} == {
-                *("connected", "name_held", "network_suspected", "queue_limit_bytes", "discovery_faults"),
+                *("connected", "name_held", "network_suspected", "unnamed_engines", "queue_limit_bytes", "discovery_faults"),
                 *("written_batches_total", "conflicts_total", "followed_anew_total", "breaches_total"),
                 *("lane_position", "lane_waiting", "lane_queued_bytes", "lane_held_up", "streams"),
             }

@@ -323,6 +323,80 @@ def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> No
             log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
 
 
+def gone(log: Log) -> set[str]:
+    return {each.key[0] for each in log.events if isinstance(each, Departure)}
+
+
+def test_an_engine_that_nobody_names_any_more_leaves(plane: PlaneSettings) -> None:
+    """It was taken out of the settings while no bridge ran; each bridge still stands in the log as one that reaches it."""
+    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    watches = [engine.watch for engine in engines]
+    log = Log(plane)
+    with bridging(plane, *watches, name="a"), bridging(plane, *watches, name="b"):
+        for engine in engines:
+            engine.say(10)
+        settled(log, *engines)
+        log.until("trust of both", lambda log: all(len(told_of(log, engine.name)) == 2 for engine in engines))
+    with (
+        bridging(plane, *watches[1:], name="a", unnamed_seconds=0.5) as one,
+        bridging(plane, *watches[1:], name="b", unnamed_seconds=0.5),
+    ):
+        log.until("it to leave", lambda log: gone(log) == {"e0"})
+        for engine in engines[1:]:
+            engine.say(3)
+        settled(log, *engines[1:])
+        until("it to be seen", lambda: one.status().unnamed == 0, SECONDS)
+    assert gone(log) == {"e0"}
+    assert not [each for each in log.events if isinstance(each, Reset)]
+    for engine in engines:
+        engine.end()
+
+
+def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
+    """Also those that it does not reach, and those that are more than half of all: bridges are missing then, or misled."""
+    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    watches = [engine.watch for engine in engines]
+    log = Log(plane)
+    with bridging(plane, *watches[:1], name="a", unnamed_seconds=0.3) as one:
+        with bridging(plane, *watches[1:], name="b", hold_back=0.1, dead_seconds=600.0):
+            for engine in engines:
+                engine.say(10)
+            settled(log, *engines)
+            engines[1].end()
+            log.until("doubt", lambda log: told_of(log, "e1")["b"].trust == "STALE")
+            pages = len(log.pages)
+            log.until("some time", lambda log: len(log.pages) > pages + 20)
+            assert one.status().unnamed == 0
+        until("it to be seen", lambda: one.status().unnamed == 3, SECONDS)
+        pages = len(log.read().pages)
+        log.until("some time", lambda log: len(log.pages) > pages + 10)
+        assert gone(log) == set()
+        with bridging(plane, *watches[2:], name="b"):
+            log.until("the only one to leave", lambda log: gone(log) == {"e1"})
+    for engine in engines:
+        engine.end()
+
+
+def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettings) -> None:
+    """Each may believe that the other one keeps it."""
+    with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
+        log = Log(plane)
+        names = ("a", "b")
+        settings = [BridgeSettings(plane=plane, name=name, beat=0.2, unnamed_seconds=0.5) for name in names]
+        bridges = [Bridge(each, [one.watch, two.watch]) for each in settings]
+        running = [Running(bridge) for bridge in bridges]
+        until("bridges", lambda: all(bridge.ready.is_set() for bridge in bridges), SECONDS)
+        one.say(10)
+        two.say(10)
+        settled(log, one, two)
+        log.until("trust of both", lambda log: set(told_of(log, "e2")) == set(names))
+        for bridge, thread in zip(bridges, running, strict=True):
+            thread.call(lambda bridge=bridge: bridge.watch([one.watch]))
+        log.until("it to leave", lambda log: gone(log) == {"e2"})
+        for thread in running:
+            thread.end()
+
+
 def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
     """A new card begins no new life, nor does another address of the same engine; who is watched no more leaves."""
     with TalkingEngine("e1") as one, TalkingEngine("e2") as two:

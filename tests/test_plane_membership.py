@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvevents.plane.membership import Members
+from kvevents.plane.membership import Members, Unnamed
 from kvevents.plane.records import Key, Trusting
 
 DEAD = 10.0
@@ -88,3 +88,34 @@ def test_following_anew_does_not_make_it_younger() -> None:
     assert members.gone(streams, 11.0) == keys("a")
     members.forget(("a", 0))
     assert members.gone(streams, 12.0) == []
+
+
+# --- those of the log that no bridge names
+
+
+def test_one_that_nobody_names_is_gone_after_so_many_seconds() -> None:
+    """In one piece: who is named in between, or of whom nothing can be known for a while, begins anew."""
+    unnamed, joined = Unnamed(DEAD), keys("a", "b", "c")
+    assert unnamed.gone(joined, keys("a"), 0.0) == []
+    assert unnamed.gone(joined, keys("a"), 10.0) == []
+    assert unnamed.gone(joined, keys("a"), 10.1) == keys("a")
+    assert unnamed.engines == 1
+    assert unnamed.gone(joined, [], 11.0) == []
+    assert unnamed.gone(joined, keys("a"), 12.0) == []
+    unnamed.clear()
+    assert unnamed.gone(joined, keys("a"), 30.0) == []
+    assert unnamed.gone(joined, keys("a"), 40.1) == keys("a")
+
+
+def test_more_than_half_of_the_log_are_not_let_go() -> None:
+    """Engines are counted, and not their ranks; a single one is too few to suspect anything."""
+    unnamed, joined = Unnamed(DEAD), [*keys("large", ranks=8), *keys("a", "b", "c")]
+    assert unnamed.gone(joined, keys("a", "b", "c"), 0.0) == []
+    assert unnamed.gone(joined, keys("a", "b", "c"), 20.0) == []
+    assert unnamed.suspects == "no bridge names 3 of the 4 engines of the log"
+    assert unnamed.gone(joined, keys("large", ranks=8), 21.0) == []
+    assert (unnamed.suspects, unnamed.engines) == ("", 1)
+    assert unnamed.gone(joined, keys("large", ranks=8), 32.0) == keys("large", ranks=8)
+    alone = Unnamed(DEAD)
+    alone.gone(keys("a"), keys("a"), 0.0)
+    assert alone.gone(keys("a"), keys("a"), 11.0) == keys("a")

@@ -9,7 +9,8 @@ as well.
   `max_queued_bytes` is used up: followed no more until the lane has taken what waits, and then from there on. Above
   `max_queued_bytes` in all the thread reads nothing. In both cases what the engines publish meanwhile is asked for by replay.
 - *Reserve*: a bridge with `hold_back` writes only what others have not written after so many seconds.
-- *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log (`membership`).
+- *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. So does, by an active bridge, one that
+  none has named for `unnamed_seconds` (`membership`). A bridge takes back what it has said of engines that it names no more.
 - *A lane that was deleted* is made anew, and all its streams are followed from their beginning.
 """
 
@@ -28,8 +29,9 @@ from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.lanes import BridgeLane, LaneStatus
 from kvevents.plane.layout import Layout, make
+from kvevents.plane.ledger import Told
 from kvevents.plane.listening import Heard, Listener, size_of
-from kvevents.plane.membership import ALIVE, Members
+from kvevents.plane.membership import ALIVE, Members, Unnamed
 from kvevents.plane.records import Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Source
@@ -52,6 +54,8 @@ LEAST_PAGE_BYTES: Final = MAX_CARD_BYTES + 8 * MAX_SOURCE_BYTES
 """What any record but a batch has room in."""
 TEND_SECONDS: Final = 0.5
 """Between two looks at members and trust."""
+UNNAMED_LOOK_SECONDS: Final = 10.0
+"""Between two looks at all streams of the log for those that no bridge names, at most."""
 GAP_HOLD_SECONDS: Final = 1.0
 """How long a gap waits for another bridge that may have what is missing."""
 PAUSE_SECONDS: Final = 0.02
@@ -76,6 +80,8 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds after which it writes what no other bridge has written; 0 writes at once."""
     dead_seconds: float = 30.0
     """Without a connection until an engine leaves the log."""
+    unnamed_seconds: float = 600.0
+    """Until an engine leaves the log that no bridge names: so long bridges may take to be started again."""
     beat: float = 2.0
     """Seconds between two signs of life in each lane."""
     max_queued_bytes: int = 64 << 20
@@ -86,7 +92,7 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
         if not 0 <= self.hold_back <= 3600:
             raise ConfigError(f"hold_back is {self.hold_back}; it is 0 to 3600 seconds")
-        for field in ("dead_seconds", "beat", "max_queued_bytes"):
+        for field in ("dead_seconds", "unnamed_seconds", "beat", "max_queued_bytes"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be above 0")
 
@@ -120,6 +126,8 @@ class BridgeStatus(NamedTuple):
     """Records of the log that no bridge writes: 0, unless something is broken."""
     suspects: str
     """Why this end's network is suspected rather than the engines; empty where it is not."""
+    unnamed: int
+    """Engines of the log that no bridge names; 0 for one in reserve, which does not look."""
     failure: str
 
 
@@ -141,6 +149,7 @@ class Bridge:
         self._listener = Listener(settings.name, self._heard_elsewhere, self._has_room)
         self._client: PlaneClient | None = None
         self._members: Final = Members(settings.dead_seconds)
+        self._unnamed: Final = Unnamed(settings.unnamed_seconds)
         self._turns: dict[Key, int] = {}
         self._turn = 0
         # Each is written by one thread alone.
@@ -164,6 +173,7 @@ class Bridge:
             self.adrift,
             sum(lane.breaches for lane in self._lanes),
             self.suspects,
+            self._unnamed.engines,
             "" if self._listener.failure is None else repr(self._listener.failure),
         )
 
@@ -270,16 +280,25 @@ class Bridge:
         lane = self._lane_of(key)
         lane.parked.discard(key)
         lane.composer.anchor(key)
-        if not self._is_kept_by_others(lane, key):
+        if self._is_kept_by_others(lane, key):
+            self._take_back(lane, key)
+        else:
             lane.offer(Leave(*key, f"bridge {self.settings.name} follows it no more"))
+
+    def _take_back(self, lane: BridgeLane, key: Key) -> None:
+        """What was said of a stream that is followed no more, or another bridge would go by it."""
+        lane.offer(Trusting(*key, self.settings.name, "", "", {}))
 
     def _is_kept_by_others(self, lane: BridgeLane, key: Key) -> bool:
         """Whether another bridge that is alive reaches the engine."""
+        return any(said.trust in ALIVE for said in self._said_by_others(lane, key))
+
+    def _said_by_others(self, lane: BridgeLane, key: Key) -> list[Told]:
+        """What other bridges that are alive say of a stream."""
         now = asyncio.get_running_loop().time()
         standing = lane.composer.ledger.streams.get(key)
         told = {} if standing is None else standing.told
-        others = [bridge for bridge, said in told.items() if bridge != self.settings.name and said.trust in ALIVE]
-        return any(lane.is_alive(bridge, now) for bridge in others)
+        return [said for bridge, said in told.items() if bridge != self.settings.name and lane.is_alive(bridge, now)]
 
     def _anchor(self, key: Key) -> None:
         """Follow a stream from where the log stands."""
@@ -329,6 +348,10 @@ class Bridge:
         for key in self._watches:
             if self._lane_of(key) is lane:
                 self._anchor(key)
+        for key, standing in lane.composer.ledger.streams.items():
+            if standing.card is not None and self.settings.name in standing.told and key not in self._watches:
+                lane.composer.anchor(key)
+                self._take_back(lane, key)
 
     def is_adrift(self, keys: Sequence[Key]) -> None:
         """These and the log have lost each other."""
@@ -378,7 +401,7 @@ class Bridge:
     # --- now and then
 
     async def _tend(self) -> None:
-        beat_at = 0.0
+        beat_at = unnamed_at = 0.0
         while True:
             now = asyncio.get_running_loop().time()
             if self._listener.failure is not None:
@@ -388,6 +411,9 @@ class Bridge:
                 for lane in self._lanes:
                     lane.beat(Beat(self.settings.name, self.settings.beat, time.time(), self.suspects))
             self._look_after_members(now)
+            if now >= unnamed_at and not self.settings.hold_back:
+                unnamed_at = now + min(UNNAMED_LOOK_SECONDS, self.settings.unnamed_seconds / 4)
+                self._look_after_unnamed(now)
             self._look_after_lanes()
             self.count()
             await asyncio.sleep(max(PAUSE_SECONDS, min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds / 2)))
@@ -410,6 +436,19 @@ class Bridge:
             lane = self._lane_of(key)
             if not lane.composer.waits(key) and not self._is_kept_by_others(lane, key):
                 lane.offer(Leave(*key, f"not reached for {self.settings.dead_seconds:g} s"))
+
+    def _look_after_unnamed(self, now: float) -> None:
+        """Engines of which nobody has said that they are followed no more."""
+        if any(lane.fault or not lane.ready.is_set() for lane in self._lanes):
+            self._unnamed.clear()
+            return
+        joined = {key: lane for lane in self._lanes for key in lane.composer.ledger.joined()}
+        unnamed = [key for key, lane in joined.items() if key not in self._watches and not self._said_by_others(lane, key)]
+        for key in self._unnamed.gone(joined, unnamed, now):
+            lane = joined[key]
+            if not lane.composer.waits(key):
+                lane.composer.anchor(key)
+                lane.offer(Leave(*key, f"no bridge has named it for {self.settings.unnamed_seconds:g} s"))
 
 
 def _checked(watch: Watch) -> Watch:

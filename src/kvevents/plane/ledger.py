@@ -304,7 +304,8 @@ class Ledger:
         if standing is None or standing.card is None:
             return
         standing.told.pop(record.bridge, None)
-        standing.told[record.bridge] = Told(record.trust, record.reason, record.doubts)
+        if record.trust:
+            standing.told[record.bridge] = Told(record.trust, record.reason, record.doubts)
         if len(standing.told) > MAX_WATCHERS:
             del standing.told[next(iter(standing.told))]
         yield Change(record.key)

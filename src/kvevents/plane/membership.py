@@ -2,6 +2,9 @@
 
 An engine that cannot be reached for `dead_seconds` is gone. Where more than half of a bridge's engines cannot be reached at
 once it is the network that is suspected, and nobody is said to be gone; a single engine is too few to tell, and goes.
+
+An engine of the log that no bridge names for `unnamed_seconds` was forgotten while no bridge was there to say so. Where that is
+more than half of all engines of the log at once it is a setting, or a bridge that does not come back, that is suspected.
 """
 
 from __future__ import annotations
@@ -75,3 +78,32 @@ class Members:
             told = f"{why}: the network is suspected, and none of them leaves" if why else "engines are reached again"
             log.warning("%s", told)
         self.suspects = why
+
+
+class Unnamed:
+    """The engines of the log that no bridge names, as one bridge reads it."""
+
+    def __init__(self, unnamed_seconds: float) -> None:
+        self.engines = 0
+        """How many there are."""
+        self.suspects = ""
+        """Why they do not leave."""
+        self._unnamed_seconds: Final = unnamed_seconds
+        self._since: dict[Key, float] = {}
+
+    def clear(self) -> None:
+        """It cannot be known at the moment who names what."""
+        self._since.clear()
+
+    def gone(self, joined: Collection[Key], unnamed: Collection[Key], now: float) -> list[Key]:
+        """Those of all streams of the log that nobody has named for too long. Call it now and then: what it sees counts."""
+        self._since = {key: self._since.get(key, now) for key in unnamed}
+        engines, without = {source for source, _ in joined}, {source for source, _ in unnamed}
+        self.engines = len(without)
+        suspects = len(without) >= LEAST_SUSPECT and len(without) * 2 > len(engines)
+        why = f"no bridge names {len(without)} of the {len(engines)} engines of the log" if suspects else ""
+        if bool(why) != bool(self.suspects):
+            told = f"{why}: none of them leaves; look whether all bridges run, and what they are to follow" if why else ""
+            log.warning("%s", told or "most engines of the log are named by a bridge again")
+        self.suspects = why
+        return [] if why else [key for key, since in self._since.items() if now - since > self._unnamed_seconds]

@@ -34,6 +34,7 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Scraped], float]]]] = {
         "1 while so many engines are gone at once that it is not they that are suspected.",
         lambda seen: bool(seen.bridge.suspects),
     ),
+    "unnamed_engines": ("Engines of the log that no bridge names.", lambda seen: seen.bridge.unnamed),
     "queue_limit_bytes": ("Of what waits at most; above it nothing more is heard.", lambda seen: seen.max_queued_bytes),
     "discovery_faults": ("What cannot be found out about engines, or not be followed.", lambda seen: seen.faults),
 }

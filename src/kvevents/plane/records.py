@@ -89,6 +89,7 @@ class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):
 
     bridge: str
     trust: str
+    """Empty: the bridge follows the stream no more, and what it said is void."""
     reason: str
     doubts: dict[str, _Through]
     """As a checkpoint keeps them."""
