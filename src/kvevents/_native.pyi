@@ -1,6 +1,6 @@
 """The compiled part of `kvevents.index`; see native/src/python.rs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -132,6 +132,13 @@ class Compactor:
     @property
     def lost(self) -> str | None:
         """What there was too much of, or what `lose` was told; nothing is kept until the stream clears everything."""
+
+class Libzmq:
+    """See `kvevents.bulk`. Raises `OSError` where a file that is loaded does not lead to libzmq."""
+
+    def __new__(cls, module: str) -> Self: ...
+    def send(self, socket: int, topic: bytes, batches: Sequence[tuple[int, bytes]]) -> int: ...
+    def receive(self, socket: int, topic: bytes, first: int, limit: int) -> tuple[list[bytes], list[bytes], bool]: ...
 
 def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...
 def chained(hashes: list[int]) -> list[int]: ...
