@@ -241,7 +241,8 @@ class ZmqLink:
 
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replayed messages to `stream`."""
-        stalled = self._pumped_at is not None and (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
+        # How long nobody has read before the first time is not known.
+        stalled = self._pumped_at is None or (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
         self._pumped_at = now
         before = self._changes() if stalled else []
         if _DOWN in before:
