@@ -264,7 +264,10 @@ class Journal:
             self._appended += count
         else:
             self._dropped += count
-        told.positions.update(zip(upstreams, zip(incarnations, seqs, strict=True), strict=True))
+        if len(set(upstreams)) == 1:
+            told.positions[upstreams[0]] = (incarnations[-1], seqs[-1])
+        else:
+            told.positions.update(zip(upstreams, zip(incarnations, seqs, strict=True), strict=True))
         told.next_number = first + count
 
     def _append_halves(self, columns: Columns, count: int) -> None:
