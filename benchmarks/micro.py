@@ -21,25 +21,28 @@ import zmq.backend
 
 from benchmarks.processes import Peer, free_ports
 from kvevents import BlockStored, KVEventBatch
+from kvevents.bulk import bulk
 
 ROUNDS: Final = 5
 TIMES: Final = 20_000
+RUN: Final = 100
+"""Messages of one native call."""
 SEQ: Final = (7).to_bytes(8, "big")
 _send: Final = zmq.backend.Socket.send
 _recv: Final = zmq.backend.Socket.recv
 _get: Final = zmq.backend.Socket.get
 
 
-def cost(step: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
-    """Microseconds of one `step`; `before` prepares each round."""
+def cost(step: Callable[[], Any], before: Callable[[], Any] = lambda: None, times: int = TIMES) -> float:
+    """Microseconds of one `step` of so many; `before` prepares each round."""
     best = float("inf")
     for _ in range(ROUNDS):
         before()
         began = time.perf_counter()
-        for _ in range(TIMES):
+        for _ in range(times):
             step()
         best = min(best, time.perf_counter() - began)
-    return best / TIMES * 1e6
+    return best / times * 1e6
 
 
 def report(title: str, steps: dict[str, float]) -> None:
@@ -75,10 +78,19 @@ def sending() -> dict[str, float]:
         "send_multipart, no subscriber": cost(lambda: socket.send_multipart((b"kv", SEQ, payload))),
         "backend send three times, no subscriber": cost(directly),
     }
+    many = bulk()
+    run = [(number, payload) for number in range(RUN)]
+
+    def together() -> None:
+        assert many is not None
+        many.send(socket.underlying, b"kv", run)
+
+    found[f"in one native call, of {RUN}, no subscriber"] = cost(together, times=TIMES // RUN) / RUN
     with Peer("peers", "count", port):
         socket.recv()
         found["send_multipart, one subscriber"] = cost(lambda: socket.send_multipart((b"kv", SEQ, payload)))
         found["backend send three times, one subscriber"] = cost(directly)
+        found[f"in one native call, of {RUN}, one subscriber"] = cost(together, times=TIMES // RUN) / RUN
     socket.close(linger=0)
     context.term()
     return found
@@ -107,6 +119,21 @@ def receiving() -> dict[str, float]:
         not_asking()
         _get(receiver, zmq.RCVMORE)
 
+    many = bulk()
+    first = 0
+
+    def count() -> None:
+        nonlocal first
+        first = 0
+        for number in range(TIMES):
+            sender.send_multipart((b"kv", number.to_bytes(8, "big"), payload))
+
+    def together() -> None:
+        nonlocal first
+        assert many is not None
+        payloads, _, _ = many.receive(receiver.underlying, b"kv", first, RUN)
+        first += len(payloads)
+
     def not_asking() -> None:
         _recv(receiver, 1)
         _recv(receiver, 1)
@@ -117,6 +144,7 @@ def receiving() -> dict[str, float]:
         "backend recv, asking after each frame": cost(asking_each, fill),
         "backend recv, asking once": cost(asking_once, fill),
         "backend recv, not asking": cost(not_asking, fill),
+        f"in one native call, of {RUN}": cost(together, count, times=TIMES // RUN) / RUN,
     }
     context.destroy(linger=0)
     return found

@@ -35,6 +35,7 @@ from kvevents.stream import (
 )
 from kvevents.stream.checkpoint import Standing
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
+from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"
 RESIDENT = 12
@@ -278,7 +279,7 @@ class Twins:
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         self.decoding.receive_live(frames, now)
-        if frames[1] in self.raw.coming(1) and frames[0] == self.raw.topic:
+        if frames[1] in map(encode_seq, self.raw.coming(1)) and frames[0] == self.raw.topic:
             self.raw.receive_run([frames[2]], now)
         else:
             self.raw.receive_live(frames, now)

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("stream", "admission"),
     ("_native",),
+    ("bulk",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("routing",),
     ("plane",),

@@ -293,6 +293,21 @@ def test_a_long_run_of_payloads_is_applied_in_order() -> None:
     assert many.stats().blocks == 698
 
 
+def test_a_run_of_payloads_tells_what_is_out_of_the_ordinary() -> None:
+    """By its place, and the state is the same: what was cleared, what only Python reads, what came before."""
+    odd: dict[int, dict[str, Any]] = {7: {"tomorrow": 1}, 255: {"block_hashes": [b"x" * 32]}, 256: {"block_size": "x"}}
+    payloads = [batch_of(stored(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(600)]
+    payloads[300], payloads[5] = b"\xc1", batch_of({"type": "AllBlocksCleared"})
+    each, many = PrefixIndex(), PrefixIndex()
+    outcomes = [each.apply(RawBatch("a", 3, 0, 100 + at, False, payload)) for at, payload in enumerate(payloads)]
+    told = many.apply_payloads(("a", 3), 0, 100, payloads)
+    assert told == {at: outcome for at, outcome in enumerate(outcomes) if outcome != Applied("applied")}
+    assert list(told) == [5, 256, 300]
+    assert same_state(each, many)
+    assert [outcome.status for outcome in many.apply_payloads(("a", 3), 0, 699, payloads[:2]).values()] == ["duplicate"]
+    assert many.apply_payloads(("a", 3), 0, 701, []) == {}
+
+
 # --- threads ----------------------------------------------------------------------------------------------------------------
 
 BLOCKS, STEP = 20_000, 1_000

@@ -163,6 +163,7 @@ def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
     with publishing(snapshot_endpoint=ANY) as publisher:
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
         fill(publisher, Engine(), 3)
+        wait_until(lambda: publisher.stats().queued == 0, "what was published")
         reader = dealer(context, publisher)
         reader.send_multipart(REQUEST)
         _, kind, reason = reader.recv_multipart()

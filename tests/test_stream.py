@@ -770,13 +770,13 @@ def test_raw_batches_carry_what_decoded_ones_do() -> None:
 def test_a_run_is_read_ahead_only_while_nothing_is_unsettled() -> None:
     """`coming` names the next numbers of a healthy stream, and none of one that waits for something."""
     fresh = Stream(SOURCE, decode=None)
-    assert list(fresh.coming(3)) == []
+    assert not fresh.coming(3)
     fresh.connected(0.0)
-    assert list(fresh.coming(3)) == []
+    assert not fresh.coming(3)
     stream = RawWire().stream
-    assert list(stream.coming(2)) == [(4).to_bytes(8, "big"), (5).to_bytes(8, "big")]
+    assert stream.coming(2) == range(4, 6)
     stream.receive_live(live(6), 0.0)
-    assert list(stream.coming(2)) == []
+    assert not stream.coming(2)
 
 
 def test_a_run_that_was_read_before_the_connection_was_lost_waits_for_the_verdict() -> None:

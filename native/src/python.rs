@@ -5,6 +5,7 @@ mod answers;
 mod arguments;
 mod compactor;
 mod index;
+mod libzmq;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -17,6 +18,7 @@ use answers::{Match, WorkerMatch};
 use arguments::{scheme_of, scope_of, tokens_of};
 use compactor::Compactor;
 use index::NativeIndex;
+use libzmq::Libzmq;
 
 /// Local hashes or, chained, keys of the whole blocks of a prompt.
 #[pyfunction]
@@ -70,6 +72,7 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
     module.add_class::<Compactor>()?;
+    module.add_class::<Libzmq>()?;
     module.add_class::<Match>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;

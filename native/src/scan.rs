@@ -6,6 +6,7 @@
 
 mod describe;
 mod extra;
+mod models;
 mod reader;
 mod schema;
 #[cfg(test)]
@@ -20,6 +21,7 @@ pub use extra::{Extra, Id, extra_keys};
 pub use reader::{Int, Reader};
 pub use schema::{Limits, Schema};
 
+use models::{Model, Models, Places};
 use schema::Layout;
 
 /// What a field of an event is to the index.
@@ -71,6 +73,21 @@ impl Span {
         Some(Self {
             start: NonZeroU32::new(u32::try_from(start).ok()?)?,
             length: u32::try_from(end - start).ok()?,
+        })
+    }
+
+    #[inline]
+    fn start(self) -> usize {
+        self.start.get() as usize
+    }
+
+    /// As far behind `to` as it is behind `from`.
+    #[inline]
+    fn moved(self, from: usize, to: usize) -> Option<Self> {
+        let start = u32::try_from(self.start() - from + to).ok()?;
+        Some(Self {
+            start: NonZeroU32::new(start)?,
+            ..self
         })
     }
 
@@ -197,6 +214,8 @@ pub struct Scratch {
     /// Whether any hash was a digest, of which `hashes` has the end.
     pub digests: bool,
     lengths: Lengths,
+    /// None while a scan has them.
+    models: Option<Box<Models>>,
 }
 
 impl Scratch {
@@ -236,15 +255,17 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
         return None;
     }
+    let mut models = scratch.models.take().unwrap_or_default();
     let mut scanner = Scanner {
         reader: Reader::new(payload, 0),
         schema,
         scratch,
         free_bytes: schema.limits.max_free_bytes,
-        single: 0,
+        places: Places::default(),
     };
-    scanner.batch()?;
-    (scanner.reader.left() == 0).then_some(())
+    let whole = scanner.batch(&mut models).filter(|()| scanner.reader.left() == 0);
+    scratch.models = Some(models);
+    whole
 }
 
 struct Scanner<'a> {
@@ -252,8 +273,8 @@ struct Scanner<'a> {
     schema: &'a Schema,
     scratch: &'a mut Scratch,
     free_bytes: usize,
-    /// Where the last list of hashes began.
-    single: usize,
+    /// Of the last event.
+    places: Places,
 }
 
 /// What a list of one hash of 64 bits begins with.
@@ -262,7 +283,7 @@ const SINGLE: [u8; 2] = [0x91, 0xCF];
 const HASH_BYTES: usize = 8;
 
 impl<'a> Scanner<'a> {
-    fn batch(&mut self) -> Option<()> {
+    fn batch(&mut self, models: &mut Models) -> Option<()> {
         let parts = self.reader.array()?;
         if parts < 2 || parts > self.schema.limits.max_fields {
             return None;
@@ -272,7 +293,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         self.scratch.ts = ts;
-        self.events()?;
+        self.events(models)?;
         if parts > 2 && !self.reader.nil() {
             self.scratch.rank = Some(self.reader.int()?.as_i64()?);
         }
@@ -282,7 +303,7 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    fn events(&mut self) -> Option<()> {
+    fn events(&mut self, models: &mut Models) -> Option<()> {
         let count = self.reader.array()?;
         if count > self.schema.limits.max_events {
             return None;
@@ -290,9 +311,16 @@ impl<'a> Scanner<'a> {
         let mut left = count;
         while left > 0 {
             let start = self.reader.at;
-            match self.reader.peek()? {
-                0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
-                _ => self.map_event()?,
+            if !self.like_before(models)? {
+                self.places = Places::default();
+                match self.reader.peek()? {
+                    0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
+                    _ => self.map_event()?,
+                }
+                if let Some(event) = self.scratch.events.last() {
+                    let place = (start, self.reader.at);
+                    models.keep(self.reader.data(), place, event, &self.places, self.schema.number);
+                }
             }
             left -= 1;
             if self.schema.joins && left > 0 {
@@ -302,14 +330,67 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
+    /// Reads an event like one before; false, and nothing has changed, where it is none.
+    #[inline]
+    fn like_before(&mut self, models: &Models) -> Option<bool> {
+        let Some(model) = models.find(self.reader.rest(), self.schema.number) else {
+            return Some(false);
+        };
+        let (start, digests) = (self.reader.at, self.scratch.digests);
+        let (hashes, tokens) = (self.scratch.hashes.len(), self.scratch.tokens.len());
+        let found = self.varying(model)?;
+        if !found {
+            self.reader.at = start;
+            self.scratch.digests = digests;
+            self.scratch.hashes.truncate(hashes);
+            self.scratch.tokens.truncate(tokens);
+        }
+        Some(found)
+    }
+
+    /// What differs between an event and its model; false where anything else does. What cannot be read here never can: up to there
+    /// the bytes are those of an event that was.
+    #[inline]
+    fn varying(&mut self, model: &Model) -> Option<bool> {
+        let mut event = model.event();
+        self.reader.at += model.piece(0).len();
+        self.places.hashes.0 = self.reader.at;
+        event.hashes = self.hashes()?;
+        if event.kind == Kind::Stored {
+            if !self.passes(model.piece(1)) {
+                return Some(false);
+            }
+            event.parent = self.parent()?;
+            if !self.passes(model.piece(2)) {
+                return Some(false);
+            }
+            self.tokens(&mut event)?;
+        }
+        model.place(&mut event, self.reader.at);
+        let same = self.passes(model.piece(3));
+        if same {
+            self.scratch.events.push(event);
+        }
+        Some(same)
+    }
+
+    /// Passes over these bytes, if they come next.
+    #[inline]
+    fn passes(&mut self, bytes: &[u8]) -> bool {
+        let same = self.reader.rest().starts_with(bytes);
+        self.reader.at += if same { bytes.len() } else { 0 };
+        same
+    }
+
     /// Joins up to `left` events to the one that was read from `start` on, if that is a removal of one hash and they are the same
     /// but for the hash: how many.
     fn join(&mut self, start: usize, left: usize) -> usize {
-        let (data, end, hash) = (self.reader.data(), self.reader.at, self.single + SINGLE.len());
+        let single = self.places.hashes.0;
+        let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE.len());
         let Some(event) = self.scratch.events.last_mut() else {
             return 0;
         };
-        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[self.single..].starts_with(&SINGLE) {
+        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
             return 0;
         }
         let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
@@ -396,11 +477,17 @@ impl<'a> Scanner<'a> {
         let start = self.reader.at;
         match field {
             Field::BlockHashes => {
-                self.single = start;
                 event.hashes = self.hashes()?;
+                self.places.hashes = (start, self.reader.at);
             }
-            Field::Parent => event.parent = self.parent()?,
-            Field::TokenIds => self.tokens(event)?,
+            Field::Parent => {
+                event.parent = self.parent()?;
+                self.places.parent = (start, self.reader.at);
+            }
+            Field::TokenIds => {
+                self.tokens(event)?;
+                self.places.tokens = (start, self.reader.at);
+            }
             Field::BlockSize => event.block_size = self.size()?,
             Field::LoraId => event.lora_id = self.integer()?,
             Field::Group => event.group = self.integer()?,

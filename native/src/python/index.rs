@@ -35,6 +35,8 @@ fn detached<T: Send>(py: Python<'_>, worth: bool, work: impl FnOnce() -> T + Sen
 #[pyclass(subclass, frozen, module = "kvevents._native")]
 pub(super) struct NativeIndex {
     index: Arc<Index>,
+    /// For `_scan`, where each event counts.
+    plain: Schema,
     /// For events that Python has read within its limits, and spelled anew: they may be larger then.
     ours: Schema,
     applied: Py<PyAny>,
@@ -45,6 +47,9 @@ pub(super) struct NativeIndex {
 
 /// Key, hash, tier, group and copies.
 type PlainBlock = (u64, u64, String, i64, u32);
+
+/// The place of a payload in a run, and what came of it.
+type Odd = (usize, Py<PyAny>);
 
 /// By tag the fields of array events and the names of map events.
 type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
@@ -96,8 +101,9 @@ impl NativeIndex {
         };
         let [applied, cleared, duplicate, void] = outcomes;
         Ok(Self {
-            index: Arc::new(Index::new(schema(peers)?, limits)),
-            ours: schema(ours)?,
+            index: Arc::new(Index::new(schema(peers)?.joining(), limits)),
+            plain: schema(peers)?,
+            ours: schema(ours)?.joining(),
             applied,
             cleared,
             duplicate,
@@ -171,6 +177,33 @@ impl NativeIndex {
                 .collect()
         });
         outcomes.into_iter().map(|outcome| self.told(py, outcome)).collect()
+    }
+
+    /// Applies payloads of one stream, numbered from `first` on, other threads running meanwhile. Ends before the first one that this
+    /// decoder does not read: how many were read, and what came of those that were not simply applied.
+    fn _apply_run(
+        &self,
+        py: Python<'_>,
+        source: &str,
+        rank: i64,
+        incarnation: i64,
+        first: i64,
+        payloads: Vec<Bound<'_, PyBytes>>,
+    ) -> PyResult<(usize, Vec<Odd>)> {
+        let borrowed: Vec<&[u8]> = payloads.iter().map(|payload| payload.as_bytes()).collect();
+        let (read, odd) = py.detach(|| {
+            let mut odd = Vec::new();
+            for (at, (seq, payload)) in (first..).zip(&borrowed).enumerate() {
+                match self.index.batch(source, rank, incarnation, seq, payload) {
+                    Outcome::Unread => return (at, odd),
+                    Outcome::Applied(false) => {}
+                    outcome => odd.push((at, outcome)),
+                }
+            }
+            (borrowed.len(), odd)
+        });
+        let told = |(at, outcome)| Ok((at, self.told(py, outcome)?));
+        Ok((read, odd.into_iter().map(told).collect::<PyResult<_>>()?))
     }
 
     fn _gap(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64, last: i64) -> PyResult<Py<PyAny>> {
@@ -359,7 +392,7 @@ impl NativeIndex {
 
     /// Events as the scanner reads them; None where it leaves them to Python.
     fn _scan<'py>(&self, py: Python<'py>, payload: &[u8]) -> PyResult<Option<Vec<Bound<'py, PyDict>>>> {
-        let found = scan::describe(payload, self.index.schema());
+        let found = scan::describe(payload, &self.plain);
         found
             .map(|events| events.iter().map(|event| described(py, event)).collect())
             .transpose()

@@ -527,9 +527,27 @@ fn msgpack() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// All spans of what is accepted can be read.
-fn look_at(payload: &[u8]) {
+/// Everything that a scan has found.
+fn found(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<impl PartialEq + std::fmt::Debug + use<>> {
+    scan(payload, schema, scratch)?;
+    let (events, hashes, tokens) = (scratch.events.clone(), scratch.hashes.clone(), scratch.tokens.clone());
+    Some((events, hashes, tokens, scratch.ts.to_bits(), scratch.rank, scratch.digests))
+}
+
+/// All spans of what is accepted can be read, and what was read before makes no difference.
+fn look_at_after(before: &[u8], payload: &[u8]) {
     let _ = accepted(payload);
+    for schema in [schema(), schema().joining()] {
+        let mut scratch = Scratch::default();
+        let _ = scan(before, &schema, &mut scratch);
+        let fresh = found(payload, &schema, &mut Scratch::default());
+        assert_eq!(found(payload, &schema, &mut scratch), fresh);
+        assert_eq!(found(payload, &schema, &mut scratch), fresh);
+    }
+}
+
+fn look_at(payload: &[u8]) {
+    look_at_after(payload, payload);
 }
 
 proptest! {
@@ -553,7 +571,8 @@ proptest! {
         edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..3_u8), 0..4),
         cut in prop::option::weighted(0.2, any::<prop::sample::Index>()),
     ) {
-        let mut payload = which.get(&goldens()).2.clone();
+        let golden = which.get(&goldens()).2.clone();
+        let mut payload = golden.clone();
         for (at, byte, how) in edits {
             let at = at.index(payload.len());
             match how {
@@ -565,7 +584,14 @@ proptest! {
         if let Some(cut) = cut {
             payload.truncate(cut.index(payload.len()));
         }
-        look_at(&payload);
+        look_at_after(&golden, &payload);
+    }
+
+    /// Whatever dialects share a reader.
+    #[test]
+    fn any_two_goldens(before in any::<prop::sample::Index>(), after in any::<prop::sample::Index>()) {
+        let goldens = goldens();
+        look_at_after(&before.get(&goldens).2, &after.get(&goldens).2);
     }
 }
 
@@ -576,4 +602,52 @@ fn every_prefix_of_a_golden_is_refused() {
             assert_eq!(accepted(&payload[..length]), None, "{release} {case} {length}");
         }
     }
+}
+
+/// An event like the one before is read like it wherever it stands, and one that differs anywhere else is read by itself.
+#[test]
+fn events_like_one_before() {
+    let store = |hash: u8, parent: u8, medium: &str, size: u8| {
+        let fields: [(&str, &[u8]); 5] = [
+            ("block_hashes", &[0x91, hash]),
+            ("parent_block_hash", &[parent]),
+            ("token_ids", &[0x92, hash, 7]),
+            ("block_size", &[size]),
+            ("medium", &text(medium)),
+        ];
+        map("BlockStored", &fields)
+    };
+    let first = batch(&[store(1, 0xC0, "GPU", 2)]);
+    let others = [
+        store(2, 1, "GPU", 2),
+        store(3, 2, "CPU", 2),
+        store(4, 3, "CPU", 1),
+        store(5, 4, "CPU", 1),
+        map("BlockRemoved", &[("block_hashes", &[0x91, 5])]),
+        store(6, 0xC0, "CPU", 1),
+    ];
+    let payload = batch(&others);
+    look_at_after(&first, &payload);
+    let events = accepted(&payload).expect("it is read");
+    let media: Vec<Option<&str>> = events.iter().map(|event| event.medium.as_deref()).collect();
+    assert_eq!(media, [Some("GPU"), Some("CPU"), Some("CPU"), Some("CPU"), None, Some("CPU")]);
+    let parents: Vec<Option<u64>> = events.iter().map(|event| event.parent).collect();
+    assert_eq!(parents, [Some(1), Some(2), Some(3), Some(4), None, None]);
+    assert_eq!(
+        events.iter().map(|event| event.block_size).collect::<Vec<_>>(),
+        [2, 2, 1, 1, 0, 1]
+    );
+}
+
+/// What one schema has accepted another one reads by its own limits.
+#[test]
+fn models_are_of_one_schema() {
+    let payload = stored(&[("medium", &text("GPU"))]);
+    let strict = schema_within(Limits {
+        max_fields: 3,
+        ..Limits::default()
+    });
+    let mut scratch = Scratch::default();
+    assert!(scan(&payload, &schema(), &mut scratch).is_some());
+    assert!(scan(&payload, &strict, &mut scratch).is_none());
 }

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, Final, Self, TypeAlias
 
@@ -118,6 +118,27 @@ class PrefixIndex(_native.NativeIndex):
             raw.clear()
             found.append(self.apply(delivery))
         found += self._apply_raw(raw)
+        return found
+
+    def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, Applied]:
+        """As `apply` for a raw batch with each of them, numbered from `first` on: by their place those not simply applied.
+
+        Other threads run meanwhile, and nothing is made of a payload in Python that the native decoder reads.
+        """
+        source, rank = _parts(stream)
+        found: dict[int, Applied] = {}
+        done = 0
+        while done < len(payloads):
+            run = payloads[done : done + _AT_ONCE]
+            read, odd = self._apply_run(source, rank, incarnation, first + done, run)
+            found.update((done + at, outcome) for at, outcome in odd)
+            done += read
+            if read < len(run):
+                # Order matters: what only Python reads ends the run.
+                applied = self.apply_payload(stream, incarnation, first + done, payloads[done])
+                if applied is not _APPLIED:
+                    found[done] = applied
+                done += 1
         return found
 
     def _apply_raw(self, batches: list[RawBatch]) -> list[Applied]:

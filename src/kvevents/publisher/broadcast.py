@@ -19,6 +19,7 @@ import zmq
 import zmq.backend
 
 from kvevents.admission import admit
+from kvevents.bulk import FRAMES, bulk
 from kvevents.config import Curve
 from kvevents.endpoints import connectable
 from kvevents.publisher import sockets
@@ -87,6 +88,7 @@ class Broadcast:
         with ExitStack() as undo:
             self._open(undo, self._topic if replay_topic else None, epoch, rank)
             undo.pop_all()
+        self._bulk = bulk()
         # The backend's own send: pyzmq's send_multipart costs six times as much for three frames.
         self._send: Callable[..., Any] = zmq.backend.Socket.send.__get__(self._pub)
         self._threads = [self._started(server, name) for name, server in self._servers().items()]
@@ -189,11 +191,21 @@ class Broadcast:
     def send(self, batches: Sequence[Numbered]) -> None:
         """Keep batches for replay and send them, in this order."""
         self._buffer.extend(batches)
+        if self._bulk is None:
+            self._send_frames(batches)
+        elif (done := self._bulk.send(self._pub.underlying, self._topic, batches)) < FRAMES * len(batches):
+            self._send_frames(batches[done // FRAMES :], done % FRAMES)
+
+    def _send_frames(self, batches: Sequence[Numbered], done: int = 0) -> None:
+        """The same, frame by frame; the first `done` ones are out already."""
         send, topic = self._send, self._topic
         for seq, payload in batches:
-            send(topic, zmq.SNDMORE)
-            send(seq.to_bytes(8, "big"), zmq.SNDMORE)
+            if done < 1:
+                send(topic, zmq.SNDMORE)
+            if done < 2:
+                send(seq.to_bytes(8, "big"), zmq.SNDMORE)
             send(payload)
+            done = 0
 
     def look_around(self) -> None:
         """Read who subscribed; to be called now and then."""

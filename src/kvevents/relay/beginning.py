@@ -158,7 +158,7 @@ def _restore(
     return residents
 
 
-def _finish(doing: list[Future[list[Applied]]]) -> None:
+def _finish(doing: list[Future[dict[int, Applied]]]) -> None:
     for each in doing:
         each.result()
 

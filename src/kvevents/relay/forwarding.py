@@ -51,9 +51,9 @@ class Passing:
     def carry(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """See `Forwarding`."""
         applied = self._output.carry(ordinal, batches, [batch.payload for batch in batches])
-        for batch, outcome in zip(batches, applied, strict=True):
+        for at, outcome in applied.items():
             if outcome.findings is not None:
-                self._report(batch, outcome.findings)
+                self._report(batches[at], outcome.findings)
 
     def forget(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is only one
         """See `Forwarding`."""
@@ -99,9 +99,9 @@ class Rewriting:
         plain = self._plain.get(ordinal)
         agrees = None
         if plain is not None:
-            (applied,) = plain.apply([batch.payload])
+            applied = plain.apply([batch.payload]).get(0)
             # Restored from what was sent, where upstreams share it, it may not have all of one.
-            agrees = applied.findings.agrees if applied.findings is not None and not self._shared else None
+            agrees = None if applied is None or applied.findings is None or self._shared else applied.findings.agrees
         found = self._rewriters[ordinal](batch)
         if not self.salted and any(redactor.salted for redactor in self._redactors):
             # Before anything of it is in the journal: a relay that is killed then must know.

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Applied, PrefixIndex
-from kvevents.stream import RawBatch, Reset
+from kvevents.stream import Reset
 
 _EMPTY_DIGEST: Final = "0" * 32
 
@@ -22,11 +22,11 @@ class Mirror:
         self._life = 0
         self._seq = 0
 
-    def apply(self, payloads: Sequence[bytes]) -> list[Applied]:
-        """The next ones; what each has shown."""
-        name, life, first = self._name, self._life, self._seq
+    def apply(self, payloads: Sequence[bytes]) -> dict[int, Applied]:
+        """The next ones; by their place what each has shown that was not simply applied."""
+        first = self._seq
         self._seq += len(payloads)
-        return self._index.apply_many([RawBatch(name, 0, life, seq, False, each) for seq, each in enumerate(payloads, first)])
+        return self._index.apply_payloads(self._name, self._life, first, payloads)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -10,7 +10,8 @@ from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import Numbered
-from kvevents.relay.journal import Journal, Relayed
+from kvevents.relay.journal import Journal
+from kvevents.relay.journal.records import Columns
 from kvevents.relay.mirror import Mirror
 from kvevents.relay.rewriting import without_heartbeats
 from kvevents.relay.spelling import MAX_PAYLOAD, Spelling
@@ -54,18 +55,15 @@ class Output:
         self._unseen = number > 0
         """Whether the newest number is one that consumers cannot have seen."""
 
-    def carry(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> list[Applied]:
-        """Send on batches of one upstream as `payloads`; what applying each has shown.
+    def carry(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, Applied]:
+        """Send on batches of one upstream as `payloads`; by their place, what those have shown that were not simply applied.
 
         A number is left out before each that cannot be read by all, and one that nobody reads is not sent.
         """
         self._spelling.note(payloads)
         applied = self._mirror.apply(payloads)
-        if not any(outcome.findings for outcome in applied):
-            self._send(ordinal, origins, payloads)
-            return applied
         first = 0
-        for at, outcome in enumerate(applied):
+        for at, outcome in applied.items():
             findings = outcome.findings
             if findings is None or not (findings.heartbeat or costs_events(findings)):
                 continue
@@ -83,7 +81,8 @@ class Output:
     def tell(self, payloads: Sequence[bytes], upstream: int = OWN) -> None:
         """Send payloads of the relay's own; a relay that is killed has said all of them, or none."""
         self._mirror.apply(payloads)
-        self._write_and_send([Relayed(number, upstream, 0, 0, each) for number, each in enumerate(payloads, self.number)])
+        none = [0] * len(payloads)
+        self._write_and_send([upstream] * len(payloads), none, none, payloads)
 
     def beat(self, trust: Trust, rank: int | None = 0) -> None:
         """Send a heartbeat."""
@@ -95,7 +94,7 @@ class Output:
     def cut(self, rank: int | None = 0) -> None:
         """Send a batch of nothing as the barrier of a placement snapshot."""
         payload = self._spelling.encode(KVEventBatch(time.time(), [], rank))
-        self._write([Relayed(self.number, OWN, 0, 0, payload)])
+        self._write(([self.number], [OWN], [0], [0], [payload]))
         self._broadcast.cut(self.number, payload)
         self.number += 1
         self._unseen = False
@@ -114,12 +113,8 @@ class Output:
             self.say([], rank)
 
     def _send(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> None:
-        self._write_and_send(
-            [
-                Relayed(number, ordinal, origin.incarnation, origin.seq, payload)
-                for number, (origin, payload) in enumerate(zip(origins, payloads, strict=True), self.number)
-            ]
-        )
+        lives, seqs = [origin.incarnation for origin in origins], [origin.seq for origin in origins]
+        self._write_and_send([ordinal] * len(payloads), lives, seqs, payloads)
 
     def _send_odd(self, ordinal: int, origin: RawBatch, payload: bytes, findings: Findings) -> None:
         if costs_events(findings):
@@ -132,18 +127,22 @@ class Output:
         if len(payload) <= MAX_PAYLOAD:
             self._send(ordinal, [origin], [payload])
 
-    def _write_and_send(self, batches: list[Relayed]) -> None:
-        if not batches:
+    def _write_and_send(
+        self, upstreams: Sequence[int], lives: Sequence[int], seqs: Sequence[int], payloads: Sequence[bytes]
+    ) -> None:
+        """Columns of the journal, rather than an object for each batch."""
+        if not payloads:
             return
-        self._write(batches)
-        numbered: list[Numbered] = [(each.number, each.payload) for each in batches]
+        numbers = range(self.number, self.number + len(payloads))
+        self._write((numbers, upstreams, lives, seqs, payloads))
+        numbered: list[Numbered] = list(zip(numbers, payloads, strict=True))
         self._broadcast.send(numbered)
-        self.number += len(batches)
+        self.number += len(payloads)
         self._unseen = False
 
-    def _write(self, batches: list[Relayed]) -> None:
+    def _write(self, columns: Columns) -> None:
         if self._journal is not None:
-            self._journal.append(batches)
+            self._journal.append_columns(columns)
 
 
 def costs_events(findings: Findings) -> bool:

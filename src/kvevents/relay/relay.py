@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, cast
 
 import msgspec
 
@@ -245,9 +245,12 @@ class Relay:
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
         """Batches in a row of one upstream together: most often that is all."""
+        self._gap_told = False
+        if not self._shared and set(map(type, deliveries)) == {RawBatch}:
+            self._carry(0, cast("list[RawBatch]", deliveries))
+            return
         run: list[RawBatch] = []
         ordinal = 0
-        self._gap_told = False
         for delivery in deliveries:
             place = self._upstreams.ordinal(delivery)
             if run and (place != ordinal or not isinstance(delivery, RawBatch)):

@@ -37,9 +37,8 @@ The phases, and what leads from one to the next, are a table: `kvevents.stream.s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
-from struct import Struct
 from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
@@ -66,7 +65,6 @@ from kvevents.wire import (
     parse_replay_reply,
 )
 
-_pack_seq: Final = Struct(">Q").pack
 _APART: Final = (Phase.CONNECTING, Phase.DOWN, Phase.RESTORED)
 """Phases without a connection."""
 
@@ -299,14 +297,14 @@ class Stream(Generic[B]):
         else:
             self._receive(live, now)
 
-    def coming(self, limit: int) -> Iterable[bytes]:
-        """Number frames of the next live batches, at most `limit`, for whoever reads ahead for `receive_run`.
+    def coming(self, limit: int) -> range:
+        """Numbers of the next live batches, at most `limit`, for whoever reads ahead for `receive_run`.
 
         Empty while anything is unsettled: then each message must go to `receive_live`.
         """
         if self.phase is Phase.FOLLOWING and self._expected > self._newest:
-            return map(_pack_seq, range(self._expected, min(self._expected + limit, MAX_SEQ)))
-        return ()
+            return range(self._expected, min(self._expected + limit, MAX_SEQ))
+        return range(0)
 
     def receive_run(self, payloads: Sequence[bytes], now: float) -> None:
         """Take live messages with the topic `topic` and the numbers that `coming` said.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import resource
 import selectors
-from collections.abc import Iterable
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, Final
 
 import zmq
@@ -18,6 +18,7 @@ import zmq.backend
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.admission import admit
+from kvevents.bulk import FRAMES, bulk
 from kvevents.errors import EndpointError
 from kvevents.stream import Ask, Source, Stream
 from kvevents.wire import Live, parse_live, replay_request_frames
@@ -54,6 +55,7 @@ _DONTWAIT: Final = int(zmq.DONTWAIT)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
+_pack_seq: Final = Struct(">Q").pack
 _ZERO_COPY_RECV: Final = 10
 """A context option for which pyzmq has no name. Off, since every message is copied into `bytes` anyway, and sharing the buffers
 that were read from the socket costs a third more for messages of some kB, and keeps all of a buffer for any message in it."""
@@ -81,16 +83,26 @@ def drain(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], boo
     return messages, False
 
 
-def drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: Iterable[bytes]) -> tuple[list[bytes], list[list[bytes]], bool]:
+def drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: range) -> tuple[list[bytes], list[list[bytes]], bool]:
     """Payloads of messages with this topic and these numbers, then what came instead if anything did, and as `drain`.
 
     It asks no message where it ends: three frames with the topic and exactly the number that was due are the batch that was
-    due. Where a message had more frames than those, the rest of it does not look like that, and `drain_live` asks.
+    due. Where a message had more frames than those, the rest of it does not look like that, and `drain_live` asks. There may be
+    more with these numbers, unless something came instead.
     """
+    many = bulk()
+    if many is None or not numbers:
+        return _drain_run(socket, topic, numbers)
+    payloads, odd, drained = many.receive(socket.underlying, topic, numbers.start, len(numbers))
+    return payloads, _whole(socket, odd) if len(odd) == FRAMES else [odd] if odd else [], drained
+
+
+def _drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: range) -> tuple[list[bytes], list[list[bytes]], bool]:
+    """The same, frame by frame."""
     payloads: list[bytes] = []
     first = second = None
     try:
-        for number in numbers:
+        for number in map(_pack_seq, numbers):
             first = _recv(socket, _DONTWAIT)
             second = _recv(socket, _DONTWAIT)
             third = _recv(socket, _DONTWAIT)
@@ -229,14 +241,15 @@ class ZmqLink:
 
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replayed messages to `stream`."""
-        stalled = self._pumped_at is not None and (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
+        # How long nobody has read before the first time is not known.
+        stalled = self._pumped_at is None or (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
         self._pumped_at = now
         before = self._changes() if stalled else []
         if _DOWN in before:
             self._begin_again(stream)
             return True
         payloads, messages, drained = drain_run(self._sub, stream.topic, stream.coming(limit))
-        if not drained and len(payloads) < limit:
+        if not drained and (messages or not payloads):
             others, drained = drain_live(self._sub, limit - len(payloads))
             messages += others
         # The monitor is read after the messages: a change that came before one of them is known by now.

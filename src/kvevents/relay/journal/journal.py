@@ -104,12 +104,20 @@ class Journal:
 
         Raises `UsageError` for other numbers and for payloads beyond 63 MiB, `ClosedError` after `close`; never for the disk.
         """
+        if burst:
+            self.append_columns(cast("Columns", tuple(zip(*burst, strict=True))))
+        else:
+            self._expect_begun()
+
+    def append_columns(self, columns: Columns) -> None:
+        """The same, column by column. Raises as `append` does."""
         self._expect_begun()
-        if len(burst) > MAX_BURST:
-            for at in range(0, len(burst), MAX_BURST):
-                self.append(burst[at : at + MAX_BURST])
-        elif burst:
-            self._append(cast("Columns", tuple(zip(*burst, strict=True))), len(burst))
+        count = len(columns[0])
+        if count <= MAX_BURST:
+            self._append(columns, count)
+            return
+        for at in range(0, count, MAX_BURST):
+            self.append_columns(_part(columns, slice(at, at + MAX_BURST)))
 
     def hole(self, first: int, last: int) -> None:
         """These numbers are burnt; `first` is `next_number`. Raises as `append` does."""
@@ -242,7 +250,8 @@ class Journal:
     def _append(self, columns: Columns, count: int) -> None:
         numbers, upstreams, incarnations, seqs, payloads = columns
         told, first = self._told, self._told.next_number
-        if numbers != tuple(range(first, first + count)):
+        due = range(first, first + count)
+        if numbers != due and tuple(numbers) != tuple(due):
             raise UsageError(f"a burst is numbered {numbers[0]} to {numbers[-1]}, and must go on from {first}")
         if sum(map(len, payloads)) > MAX_PAYLOADS_BYTES:
             self._append_halves(columns, count)
@@ -255,7 +264,10 @@ class Journal:
             self._appended += count
         else:
             self._dropped += count
-        told.positions.update(zip(upstreams, zip(incarnations, seqs, strict=True), strict=True))
+        if len(set(upstreams)) == 1:
+            told.positions[upstreams[0]] = (incarnations[-1], seqs[-1])
+        else:
+            told.positions.update(zip(upstreams, zip(incarnations, seqs, strict=True), strict=True))
         told.next_number = first + count
 
     def _append_halves(self, columns: Columns, count: int) -> None:
@@ -264,7 +276,7 @@ class Journal:
                 f"the payload of number {columns[0][0]} has more than {MAX_PAYLOADS_BYTES} bytes, which none on the wire has"
             )
         for half in (slice(count // 2), slice(count // 2, None)):
-            part = cast("Columns", tuple(column[half] for column in columns))
+            part = _part(columns, half)
             self._append(part, len(part[0]))
 
     def _check_tail(self, tail: Iterable[Record], number: int) -> None:
@@ -287,3 +299,7 @@ class Journal:
             raise ClosedError(f"the journal in {self.path} is closed")
         if self._keeping.state == "new":
             raise UsageError(f"the journal in {self.path} was opened only; begin or resume it first")
+
+
+def _part(columns: Columns, rows: slice) -> Columns:
+    return cast("Columns", tuple(column[rows] for column in columns))

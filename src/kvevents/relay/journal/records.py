@@ -6,7 +6,7 @@ The body of a burst is columns rather than rows, so that one call packs all of i
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -28,7 +28,7 @@ END: Final = 8
 Positions: TypeAlias = dict[int, tuple[int, int]]
 """By ordinal of an upstream: its incarnation, and the number of its newest batch in that; -1 before the first."""
 Mark: TypeAlias = Mapping[str, Any]
-Columns: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[bytes, ...]]
+Columns: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[bytes]]
 """Of a burst: numbers, ordinals of upstreams, their incarnations, their numbers, payloads."""
 
 

@@ -1,0 +1,174 @@
+"""Many messages in one native call: the same ones as pyzmq sends and receives, whatever they look like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.bulk import bulk
+from kvevents.publisher.broadcast import Broadcast
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.subscriber.zmq import _drain_run, drain_run
+from kvevents.wire.framing import encode_seq
+
+TOPIC = b"kv"
+MANY = bulk()
+
+pytestmark = pytest.mark.skipif(MANY is None, reason="needs the native module, and a pyzmq whose libzmq it finds")
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """Two ends of a connection within the process, over which everything that is sent is there at once."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        for socket in (sender, receiver):
+            socket.set_hwm(0)
+            socket.linger = 0
+        receiver.bind("inproc://pipe")
+        sender.connect("inproc://pipe")
+        yield sender, receiver
+    finally:
+        context.destroy(linger=0)
+
+
+def test_what_is_sent_arrives_frame_by_frame() -> None:
+    """Also empty frames, large ones, and the highest number."""
+    batches = [(0, b"first"), (1, b""), (2**63, b"x" * 100_000), (2**64 - 1, b"last")]
+    with pipe() as (sender, receiver):
+        assert MANY is not None
+        assert MANY.send(sender.underlying, TOPIC, batches) == 3 * len(batches)
+        for number, payload in batches:
+            assert receiver.recv_multipart(zmq.DONTWAIT) == [TOPIC, encode_seq(number), payload]
+        with pytest.raises(zmq.Again):
+            receiver.recv(zmq.DONTWAIT)
+
+
+def test_what_libzmq_refuses_is_counted_and_left_to_pyzmq() -> None:
+    """Nothing is lost or sent twice: the rest of a message that was begun is what is left."""
+    with pipe() as (sender, receiver):
+        assert MANY is not None
+        assert MANY.send(sender.underlying, TOPIC, []) == 0
+        sender.disconnect("inproc://pipe")
+        sender.setsockopt(zmq.SNDTIMEO, 0)
+        assert MANY.send(sender.underlying, TOPIC, [(0, b"nobody is there")]) == 0
+        receiver.close()
+        with pytest.raises(ValueError, match="closed"):
+            MANY.receive(0, TOPIC, 0, 1)
+
+
+FRAME = st.sampled_from([b"", TOPIC, b"kv2", *map(encode_seq, range(4)), b"payload"])
+MESSAGE = st.one_of(
+    st.builds(lambda seq, payload: [TOPIC, encode_seq(seq), payload], st.integers(0, 4), st.binary(max_size=9)),
+    st.lists(FRAME, min_size=1, max_size=6),
+)
+
+
+@given(messages=st.lists(MESSAGE, max_size=6), lead=st.integers(0, 5), limit=st.integers(0, 8))
+def test_a_run_is_what_frame_by_frame_reading_finds(messages: list[list[bytes]], lead: int, limit: int) -> None:
+    """However messages are cut, the same payloads, the same message in the place of the next one, and nothing of it lost."""
+    sent = [[TOPIC, encode_seq(seq), b"%d" % seq] for seq in range(lead)] + messages
+    found = []
+    for way in (drain_run, _drain_run):
+        with pipe() as (sender, receiver):
+            for message in sent:
+                sender.send_multipart(message)
+            payloads, odd, drained = way(receiver, TOPIC, range(limit))
+            rest = []
+            while receiver.poll(0):
+                rest.append(receiver.recv_multipart())
+            # A run that ends where the messages end may or may not have noticed.
+            found.append((payloads, odd, rest, drained or not rest))
+    assert found[0] == found[1]
+
+
+def test_a_run_ends_where_its_bytes_are_many() -> None:
+    """So that no other thread waits long; what follows is there for the next one."""
+    with pipe() as (sender, receiver):
+        for seq in range(4):
+            sender.send_multipart([TOPIC, encode_seq(seq), bytes(400_000)])
+        payloads, odd, drained = drain_run(receiver, TOPIC, range(4))
+        assert ([len(each) for each in payloads], odd, drained) == ([400_000] * 3, [], False)
+        payloads, odd, drained = drain_run(receiver, TOPIC, range(3, 7))
+        assert ([len(each) for each in payloads], odd, drained) == ([400_000], [], True)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_stream_is_the_same_without_native_sending(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has no native module, or another pyzmq, sends the same frames."""
+    if not native:
+        monkeypatch.setattr("kvevents.publisher.broadcast.bulk", lambda: None)
+    broadcast = Broadcast("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        consumer = context.socket(zmq.SUB)
+        consumer.rcvtimeo = 5_000
+        consumer.subscribe(b"")
+        consumer.connect(broadcast.endpoint)
+        while not broadcast.subscribers:
+            broadcast.look_around()
+        batches = [(seq, b"%d" % seq) for seq in (3, 4, 9)]
+        broadcast.send(batches)
+        received = [consumer.recv_multipart() for _ in batches]
+        assert received == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]
+    finally:
+        context.destroy(linger=0)
+        broadcast.close()
+
+
+class _Half:
+    """Stands for a libzmq that refuses the second frame of the second message."""
+
+    def __init__(self, broadcast: Broadcast) -> None:
+        self.broadcast = broadcast
+
+    def send(self, socket: int, topic: bytes, batches: list[tuple[int, bytes]]) -> int:
+        assert MANY is not None
+        done = MANY.send(socket, topic, batches[:1])
+        self.broadcast._pub.send(topic, zmq.SNDMORE)
+        return done + 1
+
+
+def test_a_message_that_was_cut_short_is_finished() -> None:
+    """Of what the native call did not send, pyzmq sends the rest, from the very frame on."""
+    broadcast = Broadcast("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        consumer = context.socket(zmq.SUB)
+        consumer.rcvtimeo = 5_000
+        consumer.subscribe(b"")
+        consumer.connect(broadcast.endpoint)
+        while not broadcast.subscribers:
+            broadcast.look_around()
+        broadcast._bulk = _Half(broadcast)  # type: ignore[assignment]
+        batches = [(seq, b"%d" % seq) for seq in range(3)]
+        broadcast.send(batches)
+        assert [consumer.recv_multipart() for _ in batches] == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]
+    finally:
+        context.destroy(linger=0)
+        broadcast.close()
+
+
+def test_it_is_found_in_what_is_loaded_only() -> None:
+    """A file that is not loaded, or leads to no libzmq, is an error that says so; then pyzmq does everything."""
+    code = """
+import ctypes, sys
+from kvevents import _native
+for name, loads in (("/nowhere/at/all.so", False), (_native.__file__, True)):
+    try:
+        _native.Libzmq(name)
+    except OSError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    first, second = done.stdout.splitlines()
+    assert first == "/nowhere/at/all.so is not loaded"
+    assert "leads to no zmq_version" in second
