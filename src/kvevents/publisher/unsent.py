@@ -51,8 +51,8 @@ class Unsent:
         """Bytes, as of the last `look`."""
 
     def has_room(self, identity: bytes, size: int) -> bool:
-        """Whether a large frame may be sent to this consumer now."""
-        self.look()
+        """Whether a large frame may be sent to this consumer now. Of others it counts what had not left at the last `look`."""
+        self._look_at(identity)
         own = self._of.get(identity, 0)
         return not own or (own + size <= UNSENT_BYTES and self.size + size <= UNSENT_BYTES_IN_ALL)
 
@@ -82,11 +82,17 @@ class Unsent:
 
     def look(self) -> None:
         """Count no more what has left."""
-        for identity, sent in list(self._sent.items()):
-            # In order: frames of one pipe leave one after another.
-            while sent and sent[0][0].done:
-                size = sent.popleft()[1]
-                self.size -= size
-                self._of[identity] -= size
-            if not sent:
-                del self._sent[identity], self._of[identity]
+        for identity in list(self._sent):
+            self._look_at(identity)
+
+    def _look_at(self, identity: bytes) -> None:
+        sent = self._sent.get(identity)
+        if sent is None:
+            return
+        # In order: frames of one pipe leave one after another.
+        while sent and sent[0][0].done:
+            size = sent.popleft()[1]
+            self.size -= size
+            self._of[identity] -= size
+        if not sent:
+            del self._sent[identity], self._of[identity]
