@@ -57,7 +57,7 @@ def test_the_root_offers_exactly_these_names() -> None:
 def test_importing_needs_msgspec_and_pyzmq_only() -> None:
     """An engine image can carry the package: importing it brings no other third-party module, and no testing or CLI code."""
     script = (
-        "import sys, msgspec, zmq, zmq.utils.monitor, importlib.metadata as m; before = set(sys.modules);"
+        "import sys, msgspec, zmq, zmq.utils.garbage, zmq.utils.monitor, importlib.metadata as m; before = set(sys.modules);"
         "import kvevents, kvevents.compat.vllm, kvevents.compat.sglang;"
         "added = set(sys.modules) - before; roots = {name.partition('.')[0] for name in added};"
         "owners = m.packages_distributions();"

@@ -179,6 +179,55 @@ def test_who_is_left_in_peace_becomes_exact(seed: int, limit: int | None) -> Non
     pytest.fail(f"never exact: {consumer.stream.trust}")
 
 
+# --- many bytes
+
+
+@pytest.fixture(name="few_bytes")
+def few_bytes_kept(monkeypatch: pytest.MonkeyPatch) -> int:
+    """What is kept at most, in bytes: some ten batches."""
+    monkeypatch.setattr("kvevents.publisher.buffer.KEPT_BYTES", 4_000)
+    return 4_000
+
+
+def test_many_bytes_leave_before_many_batches(few_bytes: int) -> None:
+    """However many batches may be kept: what leaves is in the snapshot, and whoever asks from anywhere has all there is."""
+    sent = Sent(3, 10_000)
+    most = 0
+    for _ in range(300):
+        sent.publish()
+        count, size = sent.buffer.size()
+        assert size <= few_bytes or count == 1
+        assert size == sum(len(payload) for _, payload in sent.batches[-count:])
+        most = max(most, count)
+        reply = sent.buffer.since(0)
+        assert indexed(reply) == sent.digests[-1]
+        assert reply[-count:] == sent.batches[-count:]
+    assert 5 < most < 100
+
+
+def test_the_newest_batch_is_kept_however_large(few_bytes: int) -> None:
+    """Replay goes by its number; what came before has left."""
+    buffer = ReplayBuffer.collapsing(100)
+    large = encode_batch(KVEventBatch(0.0, [BlockStored([2], None, list(range(few_bytes)), few_bytes, medium="GPU")]))
+    batches = [*Sent(3, 100).publish_many(5).batches, (5, large)]
+    buffer.extend(batches)
+    assert buffer.size() == (1, len(large))
+    assert buffer.since(5) == [(5, large)]
+    assert indexed(buffer.since(0)) == indexed(batches)
+
+
+def test_without_a_history_all_are_kept(few_bytes: int) -> None:
+    """As engines do, nobody could have what leaves; nor where the history cannot be told."""
+    sent = Sent(3, 100).publish_many(100)
+    plain = ReplayBuffer(100)
+    plain.extend(sent.batches)
+    assert plain.since(0) == sent.batches
+    assert plain.size()[1] > few_bytes
+    lost = ReplayBuffer.collapsing(100)
+    lost.resume(3, [b"no batch"], False, sent.batches[4:])
+    assert len(lost) == 96
+
+
 # --- something is missing
 
 

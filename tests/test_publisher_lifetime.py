@@ -14,7 +14,9 @@ import pytest
 import zmq
 
 from kvevents.errors import ClosedError, EndpointError
+from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ShutdownReport, ZmqEventPublisher
+from kvevents.wire import encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     DEADLINE,
@@ -232,4 +234,47 @@ for number in range(2000):
         # A socket that bound accepts a peer only while somebody reads from it.
         assert [receive(subscriber)[0] for _ in range(2_000)] == list(range(2_000))
         assert child.communicate(timeout=DEADLINE)[0] == ""
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own context", "shared context"])
+def test_interpreter_exit_in_the_midst_of_a_large_answer(context: Context, shared: bool) -> None:
+    """Large batches are sent as they lie in the publisher's memory, which stays until they have left: each arrives whole."""
+    program = f"""
+import sys, time, zmq
+from kvevents.events import BlockStored, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+context = zmq.Context() if {shared} else None
+publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", context=context)
+for number in range(40):
+    publisher.publish(EventBatch(float(number), [BlockStored([number], None, [70_000 + number] * 300_000, 300_000)], 0))
+print(publisher.replay_endpoint, flush=True)
+while not publisher.stats().replay.deferred:
+    time.sleep(0.001)
+print("leaving", flush=True)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        assert child.stdout is not None
+        reader = open_consumer(context, zmq.DEALER)
+        reader.rcvhwm, reader.rcvbuf = 1, 4096
+        watch = reader.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        reader.connect(child.stdout.readline().strip())
+        ask(reader, 0)
+        assert child.stdout.readline() == "leaving\n"
+        poller = zmq.Poller()
+        poller.register(reader, zmq.POLLIN)
+        poller.register(watch, zmq.POLLIN)
+        found = []
+        while reader in (ready := dict(poller.poll(int(DEADLINE * 1000)))):
+            *_, seq, payload = reader.recv_multipart()
+            found += [(int.from_bytes(seq, "big"), payload)] if payload else []
+        assert watch in ready, "neither a batch nor an end"
+        for number, payload in found:
+            expected = EventBatch(float(number), [BlockStored([number], None, [70_000 + number] * 300_000, 300_000)], 0)
+            assert payload == encode_batch(expected)
+        assert [number for number, _ in found] == list(range(len(found)))
+        assert child.stdout.read() == ""
+        reader.disable_monitor()
+        watch.close()
     assert child.returncode == 0

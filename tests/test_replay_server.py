@@ -262,3 +262,86 @@ def test_the_engines_example_subscriber_reads_us(context: Context, with_topic: b
                 seen.append(int.from_bytes(missed, "big"))
             seen.append(seq)
         assert seen == list(range(6))
+
+
+def heavy(publisher: ZmqEventPublisher, count: int) -> int:
+    """Publish batches of about 130 KB; the bytes of one."""
+    fill(publisher, count, blocks=2_000)
+    return publisher.stats().buffered_bytes // count
+
+
+def few_bytes(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"kvevents.publisher.unsent.{name.upper()}", limit)
+
+
+def test_large_batches_wait_for_a_reader_by_their_bytes(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """250 of them are fewer than a pipe takes, and yet only so many bytes are handed over: the rest waits for its reader."""
+    few_bytes(monkeypatch, unsent_bytes=1_000_000)
+    with publishing(replay_endpoint=ANY) as publisher:
+        size = heavy(publisher, 250)
+        reader = stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().replay.deferred > 10, "the pipe to be full")
+        stats = publisher.stats().replay
+        assert stats.active == 1
+        assert 0 < stats.unsent_bytes <= 1_000_000 < 250 * size
+        assert stats.batches < 250
+        assert numbers(read_reply(reader)) == list(range(250))
+        wait_until(lambda: publisher.stats().replay.finished == 1, "the reply to be counted")
+        wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "all to have left")
+
+
+def test_one_message_goes_however_large(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, where each is more than all limits."""
+    few_bytes(monkeypatch, unsent_bytes=1, unsent_bytes_in_all=1)
+    with publishing(replay_endpoint=ANY) as publisher:
+        heavy(publisher, 20)
+        readers = [dealer(context, publisher) for _ in range(3)]
+        for reader in readers:
+            ask(reader, 0)
+        assert [numbers(read_reply(reader)) for reader in readers] == [list(range(20))] * 3
+
+
+def test_nobody_waits_for_those_who_do_not_read(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all bytes taken by readers that stand still, another one gets everything; so do they when they go on."""
+    few_bytes(monkeypatch, unsent_bytes=1_000_000, unsent_bytes_in_all=2_000_000)
+    with publishing(replay_endpoint=ANY) as publisher:
+        size = heavy(publisher, 100)
+        readers = [stalled_reader(context, publisher) for _ in range(6)]
+        wait_until(
+            lambda: publisher.stats().replay.active == 6 and publisher.stats().replay.deferred > 100, "all to stand still"
+        )
+        assert publisher.stats().replay.unsent_bytes <= 2_000_000 + len(readers) * size
+        quick = dealer(context, publisher)
+        ask(quick, 0)
+        assert numbers(read_reply(quick)) == list(range(100))
+        assert [numbers(read_reply(reader)) for reader in readers] == [list(range(100))] * 6
+
+
+def test_what_is_held_for_a_reader_that_stands_still_is_let_go(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reply is given up, and its connection, which takes nothing, ends: ZeroMQ holds nothing for it any more."""
+    few_bytes(monkeypatch, unsent_bytes=1_000_000)
+    monkeypatch.setattr("kvevents.publisher.replay.REPLAY_STALL_TIMEOUT", 0.05)
+    monkeypatch.setattr("kvevents.publisher.replies.SLOWEST", 100_000_000)
+    monkeypatch.setattr("kvevents.publisher.broadcast.UNREAD_TIMEOUT", 0.5)
+    with publishing(replay_endpoint=ANY) as publisher:
+        heavy(publisher, 100)
+        reader = stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reader to be given up")
+        wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "what is held for it to be let go")
+        quick = dealer(context, publisher)
+        ask(quick, 99)
+        assert numbers(read_reply(quick)) == [99]
+        assert not reader.closed
+
+
+def test_a_large_message_may_take_its_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is on its way, its reader is not given up before it could have had it on a slow connection."""
+    few_bytes(monkeypatch, unsent_bytes=1_000_000)
+    monkeypatch.setattr("kvevents.publisher.replay.REPLAY_STALL_TIMEOUT", 0.01)
+    with publishing(replay_endpoint=ANY) as publisher:
+        heavy(publisher, 100)
+        reader = stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().replay.deferred > 50, "several turns without progress")
+        assert publisher.stats().replay.abandoned == 0
+        assert numbers(read_reply(reader)) == list(range(100))

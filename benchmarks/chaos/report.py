@@ -143,7 +143,9 @@ _SOAK_BEGINS: Final = "<!-- soak: written by `python -m benchmarks.chaos.soak --
 _SOAK_ENDS: Final = "<!-- /soak -->"
 _SOAK: Final = """\
 `make soak` has an engine, a relay, consumers and a service under churn and cut connections, and fails when memory, descriptors
-or threads of a process grow. It begins with two outages, so that what the worst costs once is there before anybody looks.
+or threads of a process grow. It begins with two outages, so that what the worst costs once is there before anybody looks; the
+later half of the time is judged. *From*, *to* and *per hour* are of the line through the least of each twentieth of that half,
+*at most* is the highest of all. Memory is what is resident, free memory given back every 30 s.
 """
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvevents import scraping
+from kvevents.cli.allocator import giving_back
 from kvevents.cli.serve import with_sources
 from kvevents.cli.stopping import Stop
 from kvevents.config import Curve
@@ -179,7 +180,7 @@ def run(settings: Settings) -> None:
     Raises `PlaneError` where the servers cannot be used or somebody else has the name, `EndpointError` for a port that is
     taken, and `ConfigError`.
     """
-    with Stop() as stop:
+    with Stop() as stop, giving_back():
         asyncio.run(_main(settings, stop))
 
 

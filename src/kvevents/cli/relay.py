@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.cli import logs, options
+from kvevents.cli.allocator import giving_back
 from kvevents.cli.command import OK, Command
 from kvevents.cli.serve import port
 from kvevents.cli.stopping import Stop
@@ -55,7 +56,7 @@ def run(args: Namespace) -> int:
         raise MissingDependencyError(f"a relay needs {error.name or error}; install a wheel of kvevents") from error
     settings = _settings(args)
     logs.to_stderr(args)
-    with Stop() as stop, ExitStack() as closing:
+    with Stop() as stop, giving_back(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         if args.metrics_port is not None:
             from kvevents.relay import metrics  # noqa: PLC0415 - an extra

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvevents.cli import logs, nats
+from kvevents.cli.allocator import giving_back
 from kvevents.cli.command import OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import Group, count, endpoint, seconds
@@ -146,7 +147,8 @@ def run(args: Namespace) -> int:
         console.note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
-    server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
+    with giving_back():
+        server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
     return OK
 
 

@@ -25,7 +25,7 @@ from kvevents.endpoints import connectable
 from kvevents.publisher import sockets
 from kvevents.publisher.buffer import Numbered, ReplayBuffer
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
-from kvevents.publisher.replies import ReplyServer
+from kvevents.publisher.replies import UNREAD_TIMEOUT, ReplyServer
 from kvevents.publisher.snapshot_v1 import SNAPSHOT_SEND_LIMIT, SnapshotServer, live_topic
 from kvevents.publisher.stats import ReplayStats
 
@@ -137,6 +137,7 @@ class Broadcast:
     def _open_router(self, endpoint: str, what: str, limit: int) -> tuple[sockets.Socket, str]:
         with sockets.opened(self._context, zmq.ROUTER, self.admission, endpoint) as socket:
             socket.sndhwm = limit
+            socket.tcp_maxrt = int(UNREAD_TIMEOUT * 1000)
             socket.affinity = _REPLAY_IO if self._owns_context else 0
             return socket, sockets.bind(socket, endpoint, what)
 

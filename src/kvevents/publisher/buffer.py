@@ -38,6 +38,9 @@ GROUP: Final = 64
 """Batches that are folded at once, since a call of native code costs as much as a small batch."""
 GROUPS: Final = 16
 """Groups that are kept at least, each smaller than that if need be."""
+KEPT_BYTES: Final = 256 * 1024 * 1024
+"""Bytes that are kept as they were sent, where there is a history for the rest: 10,000 batches of 26 KB. Those of engines have
+some hundred bytes as a rule; but those of long prompts, and snapshots that a relay passes on, have MiB."""
 
 
 class Collapsed(NamedTuple):
@@ -81,7 +84,7 @@ class ReplayBuffer:
 
     With a `history`, what is pushed out is collapsed into a snapshot: a clear, and stores that rebuild what was live. `encode`
     makes its payloads, of at most `limit` bytes, by default what subscribers read. Batches are pushed out in groups then: up to
-    `GROUP` more are kept, a sixteenth of `steps` at most.
+    `GROUP` more are kept, a sixteenth of `steps` at most; and fewer, where they are more than `KEPT_BYTES`.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class ReplayBuffer:
         self._steps = steps
         self._surplus = 0 if history is None else min(GROUP - 1, steps // GROUPS)
         self._kept: deque[Numbered] = deque()
+        self._bytes = 0
+        """Of their payloads."""
         self._lock = threading.Lock()
         self._history = history
         self._encode = encode
@@ -117,9 +122,24 @@ class ReplayBuffer:
 
     def _extend(self, batches: Sequence[Numbered]) -> None:
         self._kept.extend(batches)
+        self._bytes += sum(len(payload) for _, payload in batches)
         surplus = len(self._kept) - self._steps
         if surplus > self._surplus:
-            self._push_out([self._kept.popleft() for _ in range(surplus)])
+            self._push_out([self._take() for _ in range(surplus)])
+        if self._bytes > KEPT_BYTES and len(self._kept) > 1 and self._history is not None and self._history.lost is None:
+            self._push_out(self._heavy())
+
+    def _take(self) -> Numbered:
+        batch = self._kept.popleft()
+        self._bytes -= len(batch[1])
+        return batch
+
+    def _heavy(self) -> list[Numbered]:
+        """The oldest ones, until there is room for a while; all but the newest at most, by whose number replay goes."""
+        taken = [self._take()]
+        while self._bytes > KEPT_BYTES - KEPT_BYTES // GROUPS and len(self._kept) > 1:
+            taken.append(self._take())
+        return taken
 
     def since(self, start: int) -> list[Numbered]:
         """Every kept batch numbered `start` or higher.
@@ -195,8 +215,7 @@ class ReplayBuffer:
     def size(self) -> tuple[int, int]:
         """Number of batches that are kept as they were sent, and of their bytes."""
         with self._lock:
-            kept = list(self._kept)
-        return len(kept), sum(len(payload) for _, payload in kept)
+            return len(self._kept), self._bytes
 
     def history_stats(self) -> HistoryStats | None:
         """What older batches are collapsed into; None where they are forgotten."""

@@ -7,6 +7,8 @@ import os
 from typing import Protocol
 from weakref import WeakSet
 
+import zmq.utils.garbage  # noqa: F401 - its end of the process, which takes back what is being sent, must come after ours
+
 
 class Living(Protocol):
     """A publisher with a thread and sockets."""

@@ -16,11 +16,13 @@ __all__ = ["MAX_REPLAY_SESSIONS", "MAX_WAITING_REQUESTS", "REPLAY_SEND_LIMIT", "
 logger = logging.getLogger(__name__)
 
 REPLAY_STALL_TIMEOUT: Final = 30.0
-"""Seconds without progress after which a reply is given up: a consumer that busy has lost its connection or its mind."""
+"""Seconds without progress, beside those that large messages may take, after which a reply is given up: a consumer that busy
+has lost its connection or its mind."""
 MAX_REPLAY_SESSIONS: Final = 256
 """Replies in progress at once; each may hold a buffer's worth of batches. Further requests wait in ZeroMQ."""
 REPLAY_SEND_LIMIT: Final = 256
-"""Batches in one consumer's pipe (ZMQ_SNDHWM): enough to keep TCP busy for a millisecond, little enough to bound memory."""
+"""Batches in one consumer's pipe (ZMQ_SNDHWM): enough to keep TCP busy for a millisecond, little enough to bound memory. Of
+large ones there are fewer (`UNSENT_BYTES`)."""
 
 
 class ReplayServer(ReplyServer):
@@ -53,6 +55,6 @@ class ReplayServer(ReplyServer):
         return len(self._sessions) < MAX_REPLAY_SESSIONS
 
     def _stalled(self, session: Session, now: float) -> None:
-        if now - session.progressed > REPLAY_STALL_TIMEOUT:
+        if now - session.progressed > self._patience_with(session, REPLAY_STALL_TIMEOUT):
             self._end(session, "abandoned")
             logger.warning("gave up a replay: its consumer read nothing for %g seconds", REPLAY_STALL_TIMEOUT)

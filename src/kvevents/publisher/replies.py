@@ -2,9 +2,9 @@
 
 Theory of operation. A request opens a session: the messages of its answer, as they are at that moment. Sessions take turns, a
 slice each. ROUTER_MANDATORY makes ZeroMQ say when a consumer's pipe is full, where the engines' sockets drop without a word;
-the session then keeps its place and is tried again after `RETRY_WAITS`. It also says when a consumer is gone. So an answer goes
-at its reader's pace and loses nothing, and live batches, on another socket and thread, never wait for it. Only this thread
-touches the socket.
+the session then keeps its place and is tried again after `RETRY_WAITS`. It also says when a consumer is gone. Messages that are
+large wait here as well while ZeroMQ holds too many bytes of them (`unsent`). So an answer goes at its reader's pace and loses
+nothing, and live batches, on another socket and thread, never wait for it. Only this thread touches the socket.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import zmq
 import zmq.backend
 
-from kvevents.publisher.sockets import Socket, close_by
+from kvevents.publisher.sockets import FLUSH_GRACE, Socket, close_by
 from kvevents.publisher.stats import ReplayStats
+from kvevents.publisher.unsent import LARGE, Unsent
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ RETRY_WAITS: Final = (0.001, 0.002, 0.004, 0.008)
 """Seconds to wait when every consumer's pipe is full: longer each time, the last one from then on."""
 IDLE_WAIT: Final = 1.0
 """Seconds the idle thread sleeps at most; requests, `wake` and `stop` end that at once."""
+UNREAD_TIMEOUT: Final = 60.0
+"""Seconds in which a TCP connection takes nothing of what waits for it, after which it is ended, and with it what ZeroMQ holds
+for that consumer (ZMQ_TCP_MAXRT, on Linux). Its replies were given up before."""
+SLOWEST: Final = 128 * 1024
+"""Bytes per second of a connection. As long as one takes a slower one may be at a large message, no reply is given up."""
 
 _MORE: Final = zmq.SNDMORE
 _MORE_OR_REFUSE: Final = zmq.SNDMORE | zmq.DONTWAIT
@@ -71,7 +77,10 @@ class ReplyServer(ABC):
         socket.router_mandatory = True
         self._socket = socket
         self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
+        # A consumer in our own process holds what it has not read for as long as it likes; that is its own memory.
+        self._counts = not cast("bytes", socket.last_endpoint).startswith(b"inproc://")
         self._sessions: dict[bytes, Session] = {}
+        self._unsent = Unsent()
         self._deadline: float | None = None
         self._retries = 0
         self.cut = 0
@@ -80,12 +89,12 @@ class ReplyServer(ABC):
         """When ZeroMQ gives up flushing the socket (monotonic seconds); set when `run` ends."""
         self._wake_read, self._wake_write = os.pipe()
         self._count: dict[str, int] = dict.fromkeys(
-            ("requests", "batches", "finished", "abandoned", "gone", "malformed", "refused"), 0
+            ("requests", "batches", "finished", "abandoned", "gone", "malformed", "refused", "deferred"), 0
         )
 
     def stats(self) -> ReplayStats:
         """Counters since the start."""
-        return ReplayStats(active=len(self._sessions), **self._count)
+        return ReplayStats(active=len(self._sessions), unsent_bytes=self._unsent.size, **self._count)
 
     def stop(self, deadline: float) -> None:
         """Let replies in progress go on until `deadline` (monotonic seconds), then end `run`. Returns at once."""
@@ -97,7 +106,8 @@ class ReplyServer(ABC):
         os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
-        """Free what remains once `run` has ended or was never called."""
+        """Free what remains once `run` has ended or was never called; waits for ZeroMQ to flush what it was to flush."""
+        self._unsent.wait(self.flush_until + FLUSH_GRACE)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -123,6 +133,7 @@ class ReplyServer(ABC):
             self._accept()
         now = monotonic()
         self._retries += 1
+        self._unsent.look()
         for session in list(self._sessions.values()):
             if self._serve(session):
                 session.progressed = now
@@ -220,13 +231,21 @@ class ReplyServer(ABC):
             self._count["batches"] += 1
 
     def _send_frames(self, identity: bytes, frames: list[bytes]) -> None:
-        """Send to one consumer, whole or not at all: only the identity can be refused."""
+        """Send to one consumer, whole or not at all: only the identity can be refused. Raises `zmq.Again` for a later turn."""
         send = self._send
-        send(identity, _MORE_OR_REFUSE)
         last = frames.pop()
+        large = self._counts and len(last) >= LARGE
+        if large and not self._unsent.has_room(identity, len(last)):
+            self._count["deferred"] += 1
+            raise zmq.Again
+        send(identity, _MORE_OR_REFUSE)
         for frame in frames:
             send(frame, _MORE)
-        send(last)
+        send(self._unsent.counted(identity, last) if large else last)
+
+    def _patience_with(self, session: Session, seconds: float) -> float:
+        """Seconds without progress that are none of the consumer's fault: these, and as long as its large messages may take."""
+        return seconds + self._unsent.of(session.identity) / SLOWEST
 
     def _next(self, session: Session) -> None:
         if session.waiting:

@@ -22,6 +22,10 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests without a meaning."""
     refused: int = 0
     """Requests beyond `MAX_WAITING_REQUESTS` of one consumer."""
+    deferred: int = 0
+    """Looks that found no room for a large message: `UNSENT_BYTES` of one consumer, or `UNSENT_BYTES_IN_ALL`, had not left."""
+    unsent_bytes: int = 0
+    """Of large messages that were sent and have not left yet."""
 
 
 class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
     "subscribers": ("Consumers that are subscribed.", lambda status: status.subscribers),
     "buffered_batches": ("Batches kept as they were sent.", lambda status: status.buffered_batches),
     "buffered_bytes": ("Bytes of those.", lambda status: status.buffered_bytes),
+    "unsent_bytes": ("Bytes of large replies that ZeroMQ holds for their readers.", lambda s: s.replay.unsent_bytes),
     "history_bytes": ("Memory of what older ones are collapsed into.", lambda s: s.history.bytes if s.history else 0),
     "history_lost": (
         "1 while no snapshot of history can be given.",
