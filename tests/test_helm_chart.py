@@ -19,6 +19,7 @@ import yaml
 
 from kvevents.cli.program import _parser as parser
 from kvevents.service.config import to_config
+from test_cli import run
 
 ROOT: Final = Path(__file__).parent.parent
 CHART: Final = ROOT / "deploy" / "helm" / "kvevents"
@@ -41,6 +42,7 @@ EVERYTHING: Final = (
     "replica.login.secretName=replica",
     "replica.login.credentials=replica.creds",
     "replica.config.secretName=replica-config",
+    "replica.shard.enabled=true",
     "replica.antiAffinity=hard",
     "plane.tls.secretName=plane-tls",
     "plane.tls.certificate=tls.crt",
@@ -77,7 +79,7 @@ def named(objects: list[Object], kind: str, name: str) -> Object:
 
 
 def pods(objects: list[Object]) -> list[Object]:
-    return [each["spec"]["template"] for each in objects if each["kind"] == "Deployment"]
+    return [each["spec"]["template"] for each in objects if each["kind"] in {"Deployment", "StatefulSet"}]
 
 
 # --- Kubernetes' schemas -----------------------------------------------------------------------------------------------------
@@ -104,7 +106,8 @@ def faults_of(each: Object, version: str) -> list[str]:
 def test_what_is_rendered_is_what_kubernetes_takes(settings: tuple[str, ...], version: str) -> None:
     """Of the Prometheus operator's kinds there are no schemas."""
     objects = [each for each in rendered(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
-    assert {each["kind"] for each in objects} == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
+    kinds = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
+    assert {each["kind"] for each in objects} == kinds | ({"StatefulSet"} if settings is EVERYTHING else set())
     for each in objects:
         assert faults_of(each, version) == [], each["metadata"]["name"]
 
@@ -138,6 +141,30 @@ def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
     for each in containers(rendered(*settings)):
         args = [arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]]
         assert parser().parse_args(args), each["name"]
+
+
+@needs_helm
+def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
+    """The command line of a replica, with files where the Secrets are mounted; other replicas reach it by its pod's name."""
+    objects = rendered(MODEL, "replica.shard.enabled=true", "replica.config.secretName=replica-config")
+    replica = named(objects, "StatefulSet", "plane-kvevents-replica")["spec"]
+    [each] = replica["template"]["spec"]["containers"]
+    [place] = [mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "config"]
+    peer = tmp_path / "peer"
+    peer.write_text("0123456789abcdef" * 2)
+    config = tmp_path / "config.toml"
+    access = f'[access]\nanonymous = "none"\ntokens = [{{role = "admin", token_file = "{peer}"}}]\n'
+    args = [arg.replace("$(POD_NAME)", "replica-1").replace(f"{place}/", f"{tmp_path}/") for arg in each["args"]]
+    for tables, said in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas want a token too")):
+        config.write_text(tables)
+        done = run(*args, "--check")
+        assert (done.code, said in done.err) == (1 if said else 0, True), done.err
+    [url] = [arg.partition("=")[2] for arg in each["args"] if arg.startswith("--shard-url=")]
+    peers = named(objects, "Service", replica["serviceName"])["spec"]
+    assert url == f"http://$(POD_NAME).{replica['serviceName']}.kv.svc:{peers['ports'][0]['port']}"
+    assert (peers["clusterIP"], peers["publishNotReadyAddresses"]) == ("None", True)
+    assert peers["selector"].items() <= replica["template"]["metadata"]["labels"].items()
+    assert replica["podManagementPolicy"] == "Parallel"
 
 
 @needs_helm
@@ -200,19 +227,24 @@ def test_secrets_are_files_that_arguments_name() -> None:
 
 @needs_helm
 def test_replicas_are_ready_when_they_say_so_and_go_one_at_a_time() -> None:
-    objects = rendered(*EVERYTHING)
-    replica = named(objects, "Deployment", "plane-kvevents-replica")["spec"]["template"]
+    """Whether they hold everything or a share."""
+    check_replicas(rendered(*EVERYTHING), "StatefulSet")
+    check_replicas(rendered(*EVERYTHING, "replica.shard.enabled=false"), "Deployment")
+
+
+def check_replicas(objects: list[Object], kind: str) -> None:
+    replica = named(objects, kind, "plane-kvevents-replica")["spec"]["template"]
     [each] = replica["spec"]["containers"]
     assert each["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert each["livenessProbe"]["httpGet"]["path"] == "/health"
     assert "requiredDuringSchedulingIgnoredDuringExecution" in replica["spec"]["affinity"]["podAntiAffinity"]
-    for kind in ("bridge", "replica"):
-        budget = named(objects, "PodDisruptionBudget", f"plane-kvevents-{kind}")["spec"]
+    for part in ("bridge", "replica"):
+        budget = named(objects, "PodDisruptionBudget", f"plane-kvevents-{part}")["spec"]
         assert budget["maxUnavailable"] == 1
         matching = [
             pod for pod in pods(objects) if budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         ]
-        assert len(matching) == {"bridge": 2, "replica": 1}[kind]
+        assert len(matching) == {"bridge": 2, "replica": 1}[part]
     service = named(objects, "Service", "plane-kvevents-replica")["spec"]
     assert service["selector"].items() <= replica["metadata"]["labels"].items()
 
@@ -273,6 +305,7 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         ("engines.model=", "engines.model: what model the engines serve"),
         ("bridge.login.secretName=x", "name the key in it as well"),
         ("relay.tokens=burn", "tokens"),
+        ("replica.shard.holders=0", "holders"),
     ],
 )
 def test_wrong_values_are_named(wrong: str, said: str) -> None:

@@ -70,11 +70,14 @@ def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
         limits = ("--lanes", 2, "--lane-size", "64MiB")
         followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--name", "bridge")
         bridge = stack.enter_context(Program("bridge", "--to", server.url, *limits, *followed))
-        replica = stack.enter_context(serving("--from", server.url, "--snapshot-seconds", "0.5"))
+        # One that holds a share exports what every replica does, and more.
+        own = free_port()
+        shard = ("--port", own, "--replica", "a", "--shard-url", f"http://127.0.0.1:{own}", "--holders", 1)
+        replica = stack.enter_context(serving("--from", server.url, "--snapshot-seconds", "0.5", *shard))
         one.store(range(64))
         replica.exact("one", blocks=4)
         plane = Plane(replica, bridge, port)
-        until("a snapshot", lambda: "kvevents_plane_snapshot_age_seconds" in plane.exported())
+        until("a snapshot", lambda: "kvevents_plane_lane_snapshot_age_seconds" in plane.exported())
         yield plane
 
 
@@ -104,6 +107,10 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
         "kvevents_plane_disagreements_total": [0],
         "kvevents_plane_breaches_total": [0],
         "kvevents_plane_lane_behind": [0, 0],
+        "kvevents_shard_lanes": [2, 2, 0],
+        "kvevents_shard_replicas": [0],
+        "kvevents_shard_failures_total": [0],
+        "kvevents_shard_incomplete_total": [0],
         "kvevents_bridge_connected": [1],
         "kvevents_bridge_name_held": [1],
         "kvevents_bridge_lane_held_up": [0, 0],
@@ -115,8 +122,8 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
 
 
 def test_the_runbook_lists_what_a_replica_exports(plane: Plane) -> None:
-    told = set(re.findall(r"^\| `(kvevents_plane_\w+)` \|", RUNBOOK, re.MULTILINE))
-    assert told == {name for name in plane.exported() if name.startswith("kvevents_plane")}
+    told = set(re.findall(r"^\| `(kvevents_(?:plane|shard)_\w+)` \|", RUNBOOK, re.MULTILINE))
+    assert told == {name for name in plane.exported() if name.startswith(("kvevents_plane", "kvevents_shard"))}
 
 
 # --- the kit itself ----------------------------------------------------------------------------------------------------------

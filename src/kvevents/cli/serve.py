@@ -126,7 +126,7 @@ def add_sources(parser: ArgumentParser | Group) -> None:
     parser.add_argument("--block-size", type=count, metavar="TOKENS", help="tokens per block that --worker and --dns promise")
 
 
-_SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit", "replica")
+_SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit")
 """Flags that are settings of the same name."""
 
 
@@ -138,9 +138,10 @@ def run(args: Namespace) -> int:
         name = error.name or str(error)
         raise MissingDependencyError(f"the service needs {name}: pip install 'kvevents[service]'") from error
     tables = config.read_config(args.config) if args.config is not None else {}
-    # Those are watched, so that a wrong one that is written later is a fault that shows; a wrong one now is an error.
-    config.to_config(tables, str(args.config))
-    tables.pop("sources", None)
+    if args.config is not None:
+        # Its sources are watched, so that a wrong one that is written later is a fault that shows; a wrong one now is an error.
+        config.to_config(tables | _about_plane(tables, args), str(args.config))
+        tables.pop("sources", None)
     settings = config.to_config(_with_flags(tables, args), "flags")
     console = Console()
     if args.check:
@@ -157,13 +158,18 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     for name in _SETTINGS:
         if (given := getattr(args, name)) is not None:
             found[name] = given
-    plane = _plane(args, found.get("plane"))
-    if plane is not None:
-        found["plane"] = plane
+    return with_sources(found | _about_plane(tables, args), args)
+
+
+def _about_plane(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    """What makes a replica: a file may say a part of it, and flags the rest."""
+    found = {} if args.replica is None else {"replica": args.replica}
     shard = {name: value for name, value in (("url", args.shard_url), ("holders", args.holders)) if value is not None}
-    if shard:
-        found["shard"] = {**found.get("shard", {}), **shard}
-    return with_sources(found, args)
+    for name, given in (("plane", _plane(args, tables)), ("shard", shard)):
+        table = tables.get(name, {})
+        if given and isinstance(table, dict):  # else what it is shall be told
+            found[name] = table | given
+    return found
 
 
 def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
@@ -181,11 +187,11 @@ def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     return found
 
 
-def _plane(args: Namespace, table: dict[str, Any] | None) -> dict[str, Any] | None:
+def _plane(args: Namespace, tables: dict[str, Any]) -> dict[str, Any]:
     given = nats.table_of(args)
-    if given and "servers" not in given and table is None:
+    if given and "servers" not in given and "plane" not in tables:
         raise ConfigError("options of a plane are about --from, which is missing: the URL of a NATS server")
-    return {**(table or {}), **given} if given or table is not None else None
+    return given
 
 
 COMMAND: Final = Command(

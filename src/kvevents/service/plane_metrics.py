@@ -47,6 +47,11 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
         "Since the newest page in the index was written, by its writer's clock",
         _by_lane(lanes, lambda lane: None if lane.at is None else max(0.0, now - lane.at)),
     )
+    page.gauge(
+        "kvevents_plane_lane_snapshot_age_seconds",
+        "Since the newest snapshot of the lane that is known was taken, by its taker's clock",
+        {f'lane="{lane}"': max(0.0, now - kept.at) for lane, kept in dict(generation.newest).items()},
+    )
 
 
 def _numbers(replica: Replica, now: float) -> Iterable[tuple[str, str, float | None]]:
