@@ -178,6 +178,11 @@ class Generation:
 
     # --- snapshots
 
+    def know(self, kept: Kept) -> None:
+        """That a snapshot of a lane counts."""
+        if kept.lane in self.made:
+            self.newest[kept.lane] = kept
+
     async def take(self, lane: int, path: Path) -> tuple[Taken, int]:
         """A snapshot of a lane at `path`, and its blocks. Raises `SnapshotError`, and `TimeoutError` where it is too slow."""
         order = self.follower.order(lambda: self._take(lane, path))

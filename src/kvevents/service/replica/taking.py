@@ -70,7 +70,7 @@ class Taking:
                 and await lease.acquire()
                 and not await self._is_fresh(lane, snapshots, generation)
             ):
-                generation.newest[lane] = await self._take_within(lease, lane, snapshots, generation)
+                generation.know(await self._take_within(lease, lane, snapshots, generation))
         except (KVEventsError, OSError, TimeoutError) as error:
             self._tell(lane, error)
         else:
@@ -82,7 +82,7 @@ class Taking:
         """Whether the newest one that counts, whoever took it, is new enough."""
         kept = await snapshots.kept(lane)
         if kept:
-            generation.newest[lane] = kept[0]
+            generation.know(kept[0])
         return bool(kept) and time.time() - kept[0].at < self._seconds * FRESH
 
     def _tell(self, lane: int, error: Exception) -> None:
@@ -94,8 +94,8 @@ class Taking:
         self._faults[lane] = fault
 
     async def _take_within(self, lease: Lease, lane: int, snapshots: Snapshots, generation: Generation) -> Kept:
+        made = generation.made.get(lane, "")  # nothing comes of one that was let go meanwhile
         keeping = asyncio.create_task(lease.keep())
-        made = generation.made[lane]
         try:
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 path = Path(folder, "index")
