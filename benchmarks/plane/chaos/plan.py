@@ -147,8 +147,9 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     holders = draw.choice((1, 2)) if "shares" in traits else None
     counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "lane": lanes, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1
-    if "no snapshots" in traits:
-        without = [*without, "purge lane"]  # who had not read what is gone could have it from nobody
+    if {"no snapshots", "shares"} & set(traits):
+        # Who had not read what is gone could have it from nobody: shares are read some time after a round begins.
+        without = [*without, "purge lane"]
     strikes = _strikes(draw, counts, only, without)
     return Plan(seed, number, tuple(traits), lanes, holders, tuple(engines), tuple(rates), tuple(strikes))
 

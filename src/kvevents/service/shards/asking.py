@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -56,6 +56,30 @@ class _Known(NamedTuple):
 
     version: str
     lanes: set[int]
+
+
+class _Asking:
+    """How far the answer to one question has come."""
+
+    def __init__(self, count: int, lanes: set[int]) -> None:
+        self.rows: Rows = [[] for _ in range(count)]
+        self.left: Final = lanes
+        """Lanes that nobody has answered for."""
+        self.refused: Final[dict[str, set[int]]] = {}
+        """By replica lanes that it was asked about and has not answered for."""
+        self.known = False
+        """Whether anybody serves the model."""
+        self.unknown: NotFoundError | None = None
+
+    def take(self, lanes: Collection[int], answer: Callable[[], Rows]) -> None:
+        """What this replica itself answers for some lanes."""
+        try:
+            for merged, found in zip(self.rows, answer(), strict=True):
+                merged.extend(found)
+            self.known = True
+        except NotFoundError as error:
+            self.unknown = error
+        self.left.difference_update(lanes)
 
 
 class Remote(Member):
@@ -222,48 +246,38 @@ class Shards:
         Raises `NotFoundError` for a model that nobody serves.
         """
         layout = self.answering.layout()
-        lanes = range(layout.lanes if layout is not None else 0)
-        own = self.answering.shown()
-        unknown: NotFoundError | None = None
-        try:
-            rows = self.answering.rows(question, own, list(prompts))
-        except NotFoundError as error:
-            rows, unknown = [[] for _ in range(len(prompts) + len(question.keys))], error
-        left = set(lanes) - own
-        if left:
-            question = msgspec.structs.replace(question, prompts=[packed(tokens) for tokens in prompts])
-            left, known = await self._ask_others(question, left, rows)
-            unknown = None if known else unknown
-        if left or layout is None:
+        if layout is None:
             self.incomplete += 1
-        elif unknown is not None:
-            raise unknown
-        return Merged(rows, _told(sorted(left)) if layout is not None else "the plane was not found yet")
-
-    async def _ask_others(self, question: Question, left: set[int], rows: Rows) -> tuple[set[int], bool]:
-        """Add what others answer to `rows`; the lanes that nobody has answered for, and whether any other knows the model."""
-        refused: dict[str, set[int]] = {}
-        known = False
+            return Merged([[] for _ in range(len(prompts) + len(question.keys))], "the plane was not found yet")
+        whole = msgspec.structs.replace(question, prompts=[packed(tokens) for tokens in prompts])
+        asking = _Asking(len(prompts) + len(question.keys), set(range(layout.lanes)))
+        own: Collection[int] = self.answering.shown()
         for _ in range(MAX_ROUNDS):
-            present = self._present()
-            asked, nobody = plan(self._name, left, self._holding(present, refused, away=False))
-            if nobody:
-                asked |= plan(self._name, nobody, self._holding(present, refused, away=True, but=asked))[0]
-            if not asked:
+            asking.take(own, lambda own=own: self.answering.rows(question, own, list(prompts)))  # type: ignore[misc]
+            if not asking.left or not await self._ask_others(whole, asking):
                 break
-            parts = await asyncio.gather(
-                *(self._ask(name, present[name].url, question, lanes) for name, lanes in asked.items())
-            )
-            for (name, lanes), part in zip(asked.items(), parts, strict=True):
-                answered = set() if part is None else await self._known_of(name, part, lanes)
-                refused.setdefault(name, set()).update(set(lanes) - answered)
-                if part is not None:
-                    known = known or part.known
-                    left -= answered
-                    self._merge(rows, part, answered)
-            if not left:
-                break
-        return left, known
+            own = asking.left & self.answering.shown()  # what has come here since
+        if asking.left:
+            self.incomplete += 1
+        elif not asking.known and asking.unknown is not None:
+            raise asking.unknown
+        return Merged(asking.rows, _told(sorted(asking.left)))
+
+    async def _ask_others(self, question: Question, asking: _Asking) -> bool:
+        """Ask for what is left, each lane of one replica; False where there is nobody to ask."""
+        present = self._present()
+        asked, nobody = plan(self._name, asking.left, self._holding(present, asking.refused, away=False))
+        if nobody:
+            asked |= plan(self._name, nobody, self._holding(present, asking.refused, away=True, but=asked))[0]
+        parts = await asyncio.gather(*(self._ask(name, present[name].url, question, lanes) for name, lanes in asked.items()))
+        for (name, lanes), part in zip(asked.items(), parts, strict=True):
+            answered = set() if part is None else await self._known_of(name, part, lanes)
+            asking.refused.setdefault(name, set()).update(set(lanes) - answered)
+            if part is not None:
+                asking.known = asking.known or part.known
+                asking.left.difference_update(answered)
+                self._merge(asking.rows, part, answered)
+        return bool(asked)
 
     def _holding(
         self, present: Mapping[str, Announcement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 import time
 from typing import Any, Final, TypeVar
@@ -12,6 +13,7 @@ from kvevents.errors import ConfigError, MissingDependencyError, PeerError
 from kvevents.service.access import token_of_file
 from kvevents.service.config import ShardSettings
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES: Final = 64 << 20
@@ -60,7 +62,8 @@ class Peers:
             found = msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
             raise self._away(name, f"its answer cannot be read: {error}") from error
-        self._failed.pop(name, None)
+        if self._failed.pop(name, None) is not None:
+            log.info("replica %s answers again", name)
         return found
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
@@ -76,9 +79,12 @@ class Peers:
             return response.status, await response.read()
 
     def _away(self, name: str, why: str) -> AwayError:
+        error = AwayError(f"replica {name}: {why}")
+        if name not in self._failed:
+            log.warning("%s; another one that holds the same is asked in its place, as far as there is one", error)
         self.failures += 1
         self._failed[name] = time.monotonic()
-        return AwayError(f"replica {name}: {why}")
+        return error
 
     async def close(self) -> None:
         """End all connections."""
