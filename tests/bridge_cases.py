@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -19,7 +19,9 @@ from nats.js import JetStreamContext
 from kvevents.errors import UnknownSourceError
 from kvevents.events import EventBatch
 from kvevents.index import PrefixIndex
+from kvevents.plane import connection
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.connection import PING_SECONDS
 from kvevents.plane.ledger import Told
 from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
@@ -61,6 +63,7 @@ class TalkingEngine:
 
     def __init__(self, name: str = "engine", **options: Any) -> None:
         self.name = name
+        self.card = b"card"
         self._options: dict[str, Any] = {"endpoint": ANY, "replay_endpoint": ANY, **options}
         self._lives = 0
         self._lock = threading.Lock()
@@ -85,7 +88,7 @@ class TalkingEngine:
 
     @property
     def watch(self) -> Watch:
-        return Watch(self.source, b"card")
+        return Watch(self.source, self.card)
 
     def say(self, count: int = 1) -> None:
         """Publish so many batches."""
@@ -176,17 +179,29 @@ def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T
 
 
 class BridgeProcess(Program):
-    """A bridge in a process of its own, that may be killed or stopped at any moment; a context manager."""
+    """A bridge in a process of its own, that may be killed or stopped at any moment; a context manager.
 
-    def __init__(self, plane: PlaneSettings, *engines: TalkingEngine, name: str = "bridge", **more: Any) -> None:
-        watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint] for each in engines]
+    `command` begins one that is to run on another host; `ping` is how often it asks whether its server is there.
+    """
+
+    def __init__(
+        self,
+        plane: PlaneSettings,
+        *engines: TalkingEngine,
+        name: str = "bridge",
+        command: Sequence[str] = (),
+        ping: float = PING_SECONDS,
+        **more: Any,
+    ) -> None:
+        watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.card.decode()] for each in engines]
         said = {"servers": plane.servers, "name": plane.name, "lanes": plane.lanes, "copies": plane.copies}
         told = {
             "plane": said | {"lane_bytes": plane.lane_bytes},
             "bridge": {"name": name, "beat": 0.2, **more},
             "watches": watches,
+            "ping": ping,
         }
-        super().__init__(json.dumps(told), command=(sys.executable, "-W", "error", __file__))
+        super().__init__(json.dumps(told), command=(*command, sys.executable, "-W", "error", __file__))
 
     def wait_until_ready(self) -> Self:
         self.out.wait("ready")
@@ -208,7 +223,8 @@ class BridgeProcess(Program):
 
 async def _main(told: dict[str, Any]) -> None:
     plane = PlaneSettings(**{**told["plane"], "servers": tuple(told["plane"]["servers"])})
-    watches = [Watch(Source(endpoint, replay, name=name), b"card") for name, endpoint, replay in told["watches"]]
+    watches = [Watch(Source(endpoint, replay, name=name), card.encode()) for name, endpoint, replay, card in told["watches"]]
+    vars(connection)["PING_SECONDS"] = told["ping"]
     bridge = Bridge(BridgeSettings(plane=plane, **told["bridge"]), watches)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

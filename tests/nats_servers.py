@@ -7,12 +7,13 @@ monitoring page.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -68,11 +69,23 @@ class NatsServer:
 
     `options` are what its configuration file says besides, in the words of that file: `authorization`, `accounts`, `tls`,
     `max_payload`, `write_deadline` and so on. `jetstream` is None for a server without, or says more of it, such as `max_file`.
+    It is at `host`, where `command` begins a command that is to run there.
     """
 
-    def __init__(self, home: Path, *, name: str = "nats", jetstream: Mapping[str, Any] | None = PLAIN, **options: Any) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        name: str = "nats",
+        jetstream: Mapping[str, Any] | None = PLAIN,
+        host: str = HOST,
+        command: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         home.mkdir(parents=True, exist_ok=True)
-        self.name = name
+        self.name, self.host = name, host
+        self._command, self._env = command, env
         self.port, self.monitor_port = quiet_port(), quiet_port()
         self.home = home
         self.store = home / "store"
@@ -92,11 +105,11 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        return f"nats://{HOST}:{self.port}"
+        return f"nats://{self.host}:{self.port}"
 
     def url_of(self, login: str, scheme: str = "nats") -> str:
         """With `USER:PASSWORD` or a token in it."""
-        return f"{scheme}://{login}@{HOST}:{self.port}"
+        return f"{scheme}://{login}@{self.host}:{self.port}"
 
     @property
     def is_running(self) -> bool:
@@ -115,7 +128,8 @@ class NatsServer:
         assert not self.is_running
         self._write()
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen([NATS_SERVER, "-c", self.home / "conf"], stdout=log, stderr=log)
+            argv = [*self._command, NATS_SERVER, "-c", str(self.home / "conf")]
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=self._env and {**os.environ, **self._env})
 
     def kill(self) -> None:
         """End it with nothing said and nothing written; one that is stopped or has ended, too."""
@@ -157,7 +171,7 @@ class NatsServer:
 
     def read(self, page: str) -> Any:
         """One of its monitoring pages, such as `varz`, `connz?subs=1` or `jsz?accounts=1&streams=1`."""
-        with urlopen(f"http://{HOST}:{self.monitor_port}/{page}", timeout=SECONDS) as answer:
+        with urlopen(f"http://{self.host}:{self.monitor_port}/{page}", timeout=SECONDS) as answer:
             return json.load(answer)
 
     def said(self) -> str:
@@ -171,14 +185,14 @@ class NatsServer:
             raise AssertionError(f"{self} ended:\n{self.said()[-4000:]}")
         try:
             self.read("varz")
-            with socket.create_connection((HOST, self.port), SECONDS) as probe:
+            with socket.create_connection((self.host, self.port), SECONDS) as probe:
                 return probe.recv(4) == b"INFO"
         except (URLError, OSError):
             return False
 
     def _write(self) -> None:
-        listening = {"host": HOST, "port": self.port, "http": f"{HOST}:{self.monitor_port}", "server_name": self.name}
-        (self.home / "conf").write_text(json.dumps(listening | self._options, indent=1))
+        at = {"host": self.host, "port": self.port, "http": f"{self.host}:{self.monitor_port}", "server_name": self.name}
+        (self.home / "conf").write_text(json.dumps(at | self._options, indent=1))
 
 
 @contextmanager
@@ -191,18 +205,19 @@ def nats_server(home: Path, **options: Any) -> Iterator[NatsServer]:
 class NatsCluster:
     """Three servers that share their streams; a context manager.
 
-    `options` are those of each server.
+    `options` are those of each server, but for what `each` says of some, by name.
     """
 
     NAMES: Final = ("n1", "n2", "n3")
 
-    def __init__(self, home: Path, **options: Any) -> None:
+    def __init__(self, home: Path, *, each: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
+        of = {name: {"host": HOST, **options, **(each or {}).get(name, {})} for name in self.NAMES}
         ports = {name: quiet_port() for name in self.NAMES}
         self.nodes: dict[str, NatsServer] = {}
         for name, port in ports.items():
-            routes = [f"nats://{HOST}:{other}" for other in ports.values() if other != port]
-            cluster = {"name": "tests", "host": HOST, "port": port, "routes": routes}
-            self.nodes[name] = NatsServer(home / name, name=name, cluster=cluster, **options)
+            routes = [f"nats://{of[other]['host']}:{ports[other]}" for other in self.NAMES if other != name]
+            cluster = {"name": "tests", "host": of[name]["host"], "port": port, "routes": routes}
+            self.nodes[name] = NatsServer(home / name, name=name, cluster=cluster, **of[name])
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
