@@ -22,7 +22,7 @@ from kvevents.errors import PlaneError
 from kvevents.plane import leases
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import LEASE_SECONDS, Layout
-from kvevents.plane.leases import Holder, Lease, lease_key
+from kvevents.plane.leases import Holder, Lease, lease_key, lease_name
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
 from plane_cases import plane_at
 from test_cli import Program
@@ -95,6 +95,7 @@ def test_names_have_keys_of_their_own_that_servers_take(names: list[str]) -> Non
     for key, name in ((first, names[0]), (second, names[1])):
         assert re.fullmatch(r"bridge\.[-=A-Za-z0-9_]*", key), key
         assert name == "" or re.fullmatch(r"[-/_=.a-zA-Z0-9]+", key)
+        assert lease_name(key) == name
 
 
 def test_a_key_can_be_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,14 +17,21 @@ from kvevents.errors import PlaneError
 from kvevents.plane.settings import PlaneSettings
 
 if TYPE_CHECKING:
+    from kvevents.plane.snapshots import Kept
     from kvevents.plane.status import PlaneView
 
 DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
+_LEASES: Final = {
+    "bridge.": "the name of bridge {}",
+    "replica.": "the name of replica {}",
+    "lease.snapshot.": "snapshots of lane {}",
+}
+"""By how a key begins, what its lease is about."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What to ask, and where."""
-    parser.add_argument("what", choices=["status"], help="lanes, lag, snapshots, leases, and whether replicas agree")
+    parser.add_argument("what", choices=["status"], help="lanes, lag, snapshots, leases, shares, and whether replicas agree")
     nats.add_servers(parser, "--at", f"NATS server (default: {DEFAULT_SERVER})")
     nats.add_name(parser)
     nats.add_login(parser)
@@ -67,16 +75,49 @@ def _print(console: Console, view: PlaneView) -> None:
         held = lane.last - lane.first + 1 if lane.last else 0
         heard = ", ".join(f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(lane.bridges.items())) or "nobody"
         leader = f", led by {lane.leader}" if lane.leader else ""
-        console.line(f"  lane {lane.lane:>3}  {held:>9,} pages to {lane.last:,}, {_size(lane.bytes)}{leader}; bridges: {heard}")
-    for kept in view.snapshots:
-        age = f"{max(0.0, now - kept.at):.0f} s ago by {kept.by}"
-        console.line(f"  snapshot  {kept.name}: {kept.blocks:,} blocks, {_size(kept.bytes)}, {age}")
+        shares = f"; held by {', '.join(view.holders(lane.lane)) or 'nobody'}" if view.shares else ""
+        pages = f"{held:>9,} pages to {lane.last:,}, {_size(lane.bytes)}{leader}"
+        console.line(f"  lane {lane.lane:>3}  {pages}; bridges: {heard}{shares}")
+    _print_snapshots(console, view, now)
     for each in view.replicas:
         console.line(f"  replica   {each.name}: {each.behind:,} pages since its last census")
+    for share in view.shares:
+        console.line(f"  share     {share.name} at {share.url}: {_lanes(share.lanes)}, said {share.silent:.0f} s ago")
     for key, holder in sorted(view.leases.items()):
-        console.line(f"  lease     {key}: {holder}")
+        console.line(f"  lease     {_lease(key)}: {holder}")
     for fault in view.faults:
         console.line(Span(f"  {fault}", "bad"))
+
+
+def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
+    """Of each lane the newest; and which lanes have none while others do."""
+    newest: dict[int, Kept] = {}
+    for kept in view.snapshots:
+        newest.setdefault(kept.lane, kept)
+    for lane, kept in sorted(newest.items()):
+        age = f"{max(0.0, now - kept.at):.0f} s ago by {kept.by}"
+        console.line(
+            f"  snapshot  of lane {lane:>3}: {kept.blocks:,} blocks to page {kept.position:,}, {_size(kept.bytes)}, {age}"
+        )
+    without = [lane.lane for lane in view.lanes if lane.lane not in newest]
+    if newest and without:
+        console.line(Span(f"  snapshot  none of {_lanes(without)}", "warn"))
+
+
+def _lanes(lanes: Sequence[int]) -> str:
+    from kvevents.plane.status import spelled  # noqa: PLC0415 - as above
+
+    return spelled(lanes) if lanes else "no lane"
+
+
+def _lease(key: str) -> str:
+    """What it is about, in words."""
+    from kvevents.plane.leases import lease_name  # noqa: PLC0415 - as above
+
+    level = next((level for level in _LEASES if key.startswith(level)), None)
+    if level is None:
+        return key
+    return _LEASES[level].format(lease_name(key.removeprefix("lease.")))
 
 
 def _size(count: int) -> str:
@@ -86,7 +127,10 @@ def _size(count: int) -> str:
 COMMAND: Final = Command(
     name="plane",
     summary="how a plane's log on NATS stands, and who writes and reads it",
-    description="Ask the NATS servers how the log stands, who writes it, which snapshots count, and whether replicas agree.",
+    description=(
+        "Ask the NATS servers how the log stands, who writes it, which snapshots count, which replicas hold a share of it, and "
+        "whether replicas agree."
+    ),
     examples="""\
   kvevents plane status
   kvevents plane status --at nats://10.0.0.9:4222 --plane prod

@@ -47,11 +47,18 @@ ANSWER_SECONDS: Final = 4.0
 AGAIN_SECONDS: Final = 0.5
 """Between two attempts to renew a lease, or to get it."""
 _PLAIN: Final = re.compile(rb"[A-Za-z0-9_-]")
+_SPELLED: Final = re.compile(rb"=([0-9A-F]{2})")
 
 
 def lease_key(kind: str, name: str) -> str:
     """The key of a lease, another one for each `name` of whatever characters: `bridge.node-7`, `bridge.node-7=2Eexample`."""
     return f"{kind}.{b''.join(_spell(byte) for byte in name.encode('utf-8', 'surrogatepass')).decode()}"
+
+
+def lease_name(key: str) -> str:
+    """The name that `lease_key` was told."""
+    spelled = key.partition(".")[2].encode("utf-8", "replace")
+    return _SPELLED.sub(lambda found: bytes((int(found[1], 16),)), spelled).decode("utf-8", "replace")
 
 
 def _spell(byte: int) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,8 @@ from kvevents.plane.layout import Layout, state_of
 from kvevents.plane.leases import Holder
 from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.records import Beat, Page, decode_page
+from kvevents.plane.sharding import PREFIX as SHARE
+from kvevents.plane.sharding import PRESENT_SECONDS, Announcement
 from kvevents.plane.snapshots import Kept, Snapshots
 
 if TYPE_CHECKING:
@@ -45,6 +47,24 @@ class ReplicaView(msgspec.Struct, frozen=True):
     """Replicas that hold something else at the same place."""
 
 
+class ShareView(msgspec.Struct, frozen=True):
+    """One replica that holds a part of the lanes, as it announces."""
+
+    name: str
+    url: str
+    holders: int
+    """Replicas that are to hold each lane, as it was told."""
+    lanes: list[int]
+    """Those that it answers for."""
+    silent: float
+    """Seconds since it said so, before the newest that anybody has said, by the servers' clock."""
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the others ask it."""
+        return self.silent <= PRESENT_SECONDS
+
+
 class PlaneView(msgspec.Struct, frozen=True):
     """Everything."""
 
@@ -54,6 +74,12 @@ class PlaneView(msgspec.Struct, frozen=True):
     leases: dict[str, str]
     """By key who has it."""
     replicas: list[ReplicaView]
+    shares: list[ShareView] = []
+    """Replicas that hold a part each; none where each holds everything."""
+
+    def holders(self, lane: int) -> list[str]:
+        """Replicas that answer for a lane, of those that hold a part."""
+        return [each.name for each in self.shares if each.is_heard and lane in each.lanes]
 
     @property
     def faults(self) -> list[str]:
@@ -63,7 +89,41 @@ class PlaneView(msgspec.Struct, frozen=True):
         found += [
             f"replica {each.name} holds something else than {', '.join(each.differs)}" for each in self.replicas if each.differs
         ]
+        return found + self._faults_of_shares()
+
+    def _faults_of_shares(self) -> list[str]:
+        found = [
+            f"replica {each.name} holds a share and has said nothing for {each.silent:.0f} s"
+            for each in self.shares
+            if not each.is_heard
+        ]
+        uncovered = [lane.lane for lane in self.lanes if self.shares and not self.holders(lane.lane)]
+        if uncovered:
+            found.append(f"no replica holds {spelled(uncovered)}: the engines there are missing in answers")
+        if len({each.holders for each in self.shares}) > 1:
+            said = ", ".join(f"{each.name} {each.holders}" for each in self.shares)
+            found.append(f"replicas were told different numbers of holders, of which the most counts: {said}")
         return found
+
+
+def spelled(lanes: Collection[int]) -> str:
+    """`lane 3`, `lanes 0-3, 7`."""
+    runs: list[list[int]] = []
+    for lane in sorted(lanes):
+        if runs and lane == runs[-1][-1] + 1:
+            runs[-1].append(lane)
+        else:
+            runs.append([lane])
+    told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"lane {told}" if len(lanes) == 1 else f"lanes {told}"
+
+
+class _Entry(NamedTuple):
+    """Of the bucket whose entries expire."""
+
+    value: bytes
+    at: float
+    """By the servers' clock."""
 
 
 async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
@@ -72,12 +132,21 @@ async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
     snapshots = Snapshots(js, layout)
     kept = [each for lane in range(layout.lanes) for each in await snapshots.kept(lane)]
     entries = await _entries(js, layout)
-    said = {key: Opinion.decode(value) for key, value in entries.items() if key.startswith(PREFIX)}
-    opinions = {key.removeprefix(PREFIX): opinion for key, opinion in said.items() if opinion is not None}
-    leases = {key: _holder(value) for key, value in entries.items() if key not in said}
+    opinions = {name: found for name, entry in _under(PREFIX, entries) if (found := Opinion.decode(entry.value)) is not None}
+    now = max((entry.at for entry in entries.values()), default=0.0)
+    shares = [
+        ShareView(name, said.url, said.holders, said.held, now - entry.at)
+        for name, entry in _under(SHARE, entries)
+        if (said := Announcement.decode(entry.value)) is not None
+    ]
+    leases = {key: _holder(entry.value) for key, entry in entries.items() if not key.startswith((PREFIX, SHARE))}
     ends = {str(lane.lane): lane.last for lane in lanes}
     replicas = [_replica(name, opinions, ends) for name in sorted(opinions)]
-    return PlaneView(layout.name, lanes, kept, leases, replicas)
+    return PlaneView(layout.name, lanes, kept, leases, replicas, shares)
+
+
+def _under(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
+    return [(key.removeprefix(prefix), entry) for key, entry in sorted(entries.items()) if key.startswith(prefix)]
 
 
 async def _lane(js: JetStreamContext, layout: Layout, lane: int) -> LaneView:
@@ -103,15 +172,19 @@ async def _page(js: JetStreamContext, layout: Layout, lane: int, position: int) 
         return None
 
 
-async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, bytes]:
+async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, _Entry]:
     """Of the bucket whose entries expire."""
-    found: dict[str, bytes] = {}
+    found: dict[str, _Entry] = {}
     try:
         with told("asking for leases"):
             bucket = await js.key_value(layout.leases)
-            for key in await bucket.keys():
-                entry = await bucket.get(key)
-                found[key] = entry.value or b""
+            # Not key by key, for entries go while one looks.
+            watcher: Any = await bucket.watchall(ignore_deletes=True)
+            async for entry in watcher:
+                if entry is None:
+                    break
+                found[entry.key] = _Entry(entry.value or b"", entry.created.timestamp())
+            await watcher.stop()
     except PlaneError as error:
         if error.fault != "missing":
             raise
