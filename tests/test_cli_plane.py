@@ -13,11 +13,14 @@ import msgspec
 import nats
 import pytest
 
-from kvevents.plane.layout import Layout
+from kvevents.plane.connection import opened
+from kvevents.plane.layout import Layout, make, state_of
 from kvevents.plane.leases import Holder, lease_key
+from kvevents.plane.records import VERSION as VERSION_OF_PAGES
+from kvevents.plane.records import Page, encode_page
 from kvevents.plane.sharding import PREFIX, Announcement
 from kvevents.plane.snapshots import VERSION, Entry, Kept
-from kvevents.plane.status import LaneView, PlaneView, ShareView, spelled
+from kvevents.plane.status import LOOK_BACK, LaneView, PlaneView, ShareView, spelled
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from service_cases import engine, serving, until
@@ -139,3 +142,20 @@ def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_
     ended = status("--at", server.url, "--creds", str(tmp_path / "none"))
     assert ended.code in {1, 2}
     assert "cannot read" in ended.err
+
+
+def test_a_bridge_that_writes_much_is_heard(server: NatsServer) -> None:
+    """Among many pages there are few beats; whose pages they are says who lives."""
+    plane = plane_at(server.url, name="busy", lanes=1)
+
+    async def write() -> None:
+        async with opened(plane, name="test") as client:
+            js = client.jetstream()
+            layout = await make(js, plane)
+            made = (await state_of(js, layout, 0)).made
+            for _ in range(2 * LOOK_BACK):
+                await js.publish(layout.subject(0), encode_page(Page(VERSION_OF_PAGES, "busy", time.time(), [], made)))
+
+    asyncio.run(write())
+    ended = status("--at", server.url, "--plane", "busy")
+    assert (ended.code, "bridges: busy " in ended.out) == (0, True), ended.out

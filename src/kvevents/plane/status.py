@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
 LOOK_BACK: Final = 8
-"""Pages of a lane's end in which beats of bridges are looked for."""
+"""Pages of a lane's end in which bridges are looked for."""
 
 
 class LaneView(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class LaneView(msgspec.Struct, frozen=True):
     bytes: int
     leader: str | None
     bridges: dict[str, float]
-    """Heard at the lane's end, each with the clock of its last beat."""
+    """Heard at the lane's end, each with the clock of its last page or beat."""
     fault: str = ""
 
 
@@ -155,7 +155,10 @@ async def _lane(js: JetStreamContext, layout: Layout, lane: int) -> LaneView:
         bridges: dict[str, float] = {}
         for position in range(max(state.first, state.last - LOOK_BACK + 1, 1), state.last + 1):
             page = await _page(js, layout, lane, position)
-            bridges |= {each.bridge: each.at for each in (page.records if page is not None else []) if isinstance(each, Beat)}
+            if page is not None:
+                # Who writes is heard, whether or not it has said so lately: beats are few among the pages of a busy lane.
+                bridges |= {page.bridge: page.at}
+                bridges |= {each.bridge: each.at for each in page.records if isinstance(each, Beat)}
     except PlaneError as error:
         return LaneView(lane, 0, 0, 0, None, {}, str(error))
     return LaneView(lane, state.first, state.last, state.bytes, state.leader, bridges)
