@@ -45,7 +45,8 @@ class Replica(Client):
             **more,
         }
         if holders is not None:
-            tables["shard"] = {"url": self.url, "holders": holders, **more.get("shard", {})}
+            # All of them are in one process here, which may be slow where the machine is crowded.
+            tables["shard"] = {"url": self.url, "holders": holders, "ask_seconds": SECONDS, **more.get("shard", {})}
         self.config = to_config(tables, "test")
         self.service = Service(self.config)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -41,8 +41,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds in production, since networks and restarts do, takes tenths here."""
     monkeypatch.setattr(holding, "TELL_SECONDS", 0.1)
     monkeypatch.setattr(holding, "SETTLE_SECONDS", 0.6)
-    monkeypatch.setattr(sharding, "PRESENT_SECONDS", 0.5)
-    monkeypatch.setattr(sharding, "DEAD_SECONDS", 1.0)
+    monkeypatch.setattr(sharding, "PRESENT_SECONDS", 3.0)
+    monkeypatch.setattr(sharding, "DEAD_SECONDS", 4.0)
     monkeypatch.setattr(sharding, "RELEASE_SECONDS", 0.5)
     monkeypatch.setattr(replica, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(asking, "POLL_SECONDS", 0.1)
@@ -113,8 +113,8 @@ def test_three_that_hold_a_share_answer_as_one_that_holds_all(server: NatsServer
         settled(shares, 1)
         assert all(0 < len(each.shown) < LANES for each in shares)
         assert sum(len(each.shown) for each in shares) == LANES
-        blocks = [each.get("/v1/stats").json["blocks"] for each in shares]
-        assert sum(blocks) == whole.get("/v1/stats").json["blocks"] == sum(range(1, ENGINES + 1))
+        assert blocks(whole) == sum(range(1, ENGINES + 1))
+        until("what was let go to be forgotten", lambda: sum(map(blocks, shares)) == blocks(whole))
         until("members", lambda: all(sources(each) == sources(whole) for each in shares))
         for each in shares:
             for question in QUESTIONS:
@@ -122,6 +122,12 @@ def test_three_that_hold_a_share_answer_as_one_that_holds_all(server: NatsServer
             assert each.post("/query", {"model_name": "unknown", "token_ids": PROMPT}).status == 404
             assert each.post("/query", {"model_name": MODEL, "token_ids": [-1]}).status == 422
             assert each.get("/readyz").json["sources"] == ENGINES
+
+
+def blocks(client: Client) -> int:
+    """In its own index."""
+    count: int = client.get("/v1/stats").json["blocks"]
+    return count
 
 
 BODY: Final = {"model": MODEL, "tokens": PROMPT}
@@ -208,8 +214,9 @@ def asking_always(share: Replica) -> Iterator[list[Any]]:
         client = Client(share.url)
         while not ended.is_set():
             answer = client.post("/v1/match", BODY)
-            found = {each["instance"]: (each["tokens"], each["trust"]["state"]) for each in answer.json.get("workers", [])}
-            if answer.json.get("missing") != "" or found != {f"e{at}": (16 * (at + 1), "EXACT") for at in range(ENGINES)}:
+            # A bridge may be slow here, and then nothing is EXACT; but nothing may be missing, or be something else.
+            found = {each["instance"]: each["tokens"] for each in answer.json.get("workers", [])}
+            if answer.json.get("missing") != "" or found != {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}:
                 wrong.append(answer)
         client.close()
 

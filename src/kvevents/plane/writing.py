@@ -20,21 +20,18 @@ that are under way are taken back, and what was in them is judged anew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
 
-from kvevents.plane.ledger import Event, Half, Ledger
+from kvevents.plane.heads import Head, Verdict, after, as_written, judge, may_trust
+from kvevents.plane.ledger import Event, Ledger
 from kvevents.plane.records import (
     VERSION,
     Batched,
     Beat,
     Blank,
-    Join,
     Key,
-    Leave,
-    Lost,
     Page,
     Piece,
     Record,
@@ -43,7 +40,6 @@ from kvevents.plane.records import (
     Trusting,
 )
 from kvevents.stream import RawBatch
-from kvevents.stream.state import digest_of
 
 RECORD_BYTES: Final = 96
 """Of a record beside its payload and its texts, at most."""
@@ -55,38 +51,6 @@ MAX_UNDER_WAY: Final = 2
 """Pages of a lane that are under way at a time: while the servers keep one the next one reaches them."""
 WARY_PAGES: Final = 16
 """That must get there one by one after pages had to be taken back: somebody else is writing, and would overtake them again."""
-
-
-class Verdict(Enum):
-    """What becomes of a record that a bridge has."""
-
-    NEXT = "it comes next"
-    KNOWN = "it is there"
-    ADRIFT = "the log is of another life, or has left something out"
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Where a stream of the log ends, or will after what is under way or being composed."""
-
-    card: bytes | None
-    """None where the stream has not joined, or has left."""
-    incarnation: int
-    last_seq: int
-    ended: bool
-    """Whether nothing more counts of the incarnation."""
-    agrees: bool
-    """Whether the incarnation is known to be the life that the bridge follows."""
-    newest: bytes | None
-    """Its bytes; None where only their digest is known, or nothing."""
-    digest: bytes | None = None
-    half: Half | None = None
-    """What there is of a batch in pieces."""
-
-    @property
-    def joined(self) -> bool:
-        """Whether the stream is there."""
-        return self.card is not None
 
 
 _Queued: TypeAlias = tuple[float, StreamRecord, int]
@@ -233,7 +197,7 @@ class Composer:
 
     def _may_say(self, key: Key, own: _Own) -> bool:
         head = self._next(key, own)
-        return own.has_to_say and head is not None and _may_trust(head)
+        return own.has_to_say and head is not None and may_trust(head)
 
     def waits(self, key: Key) -> bool:
         """Whether there is something of a stream that is not known to be in the log."""
@@ -305,7 +269,7 @@ class Composer:
             return [], room
         turn = _Turn(head, room)
         for due, record, size in own.records:
-            verdict = _judge(turn.head, record)
+            verdict = judge(turn.head, record)
             if turn.room <= 0 or len(turn.taken) >= count or (due > now and verdict is Verdict.NEXT):
                 break
             if verdict is Verdict.ADRIFT:
@@ -316,7 +280,7 @@ class Composer:
                 return [], room
             if not self._add(turn, record, size, verdict):
                 break
-        trusting = own.trusting if own.has_to_say and turn.done == len(own.records) and _may_trust(turn.head) else None
+        trusting = own.trusting if own.has_to_say and turn.done == len(own.records) and may_trust(turn.head) else None
         if trusting is not None and (most := _size(trusting)) <= turn.room and len(turn.taken) < count:
             turn.taken.append(trusting)
             turn.room -= most
@@ -335,14 +299,14 @@ class Composer:
     def _add(self, turn: _Turn, record: StreamRecord, size: int, verdict: Verdict) -> bool:
         """Take one more record, which may be there already. Whether there was room for all of it."""
         if verdict is Verdict.NEXT:
-            said = _said(turn.head, record)
+            said = as_written(turn.head, record)
             if size > turn.room:
                 if isinstance(said, Batched) and not turn.taken and turn.room == self._page_bytes:
                     self._add_piece(turn, said)
                 return False
             turn.taken.append(said)
             turn.room -= size
-        turn.head = _after(turn.head, record, verdict)
+        turn.head = after(turn.head, record, verdict)
         turn.done += 1
         return True
 
@@ -353,7 +317,7 @@ class Composer:
         turn.room = 0
         turn.is_split = piece.offset + len(piece.payload) < piece.total
         if not turn.is_split:
-            turn.head = _after(turn.head, record, Verdict.NEXT)
+            turn.head = after(turn.head, record, Verdict.NEXT)
             turn.done += 1
 
     def _go_ahead(self, outcome: _Settled, head: Head | None) -> None:
@@ -488,122 +452,3 @@ def _begins_with(payload: bytes, pieces: Sequence[bytes]) -> bool:
             return False
         offset += len(piece)
     return True
-
-
-# --- what comes next
-
-
-def _judge(head: Head, record: StreamRecord) -> Verdict:
-    judge: Callable[[Head, Any], Verdict] = _JUDGES[type(record)]
-    return judge(head, record)
-
-
-def _judge_join(head: Head, record: Join) -> Verdict:
-    return Verdict.KNOWN if head.card == record.card else Verdict.NEXT
-
-
-def _judge_leave(head: Head, _: Leave) -> Verdict:
-    return Verdict.NEXT if head.joined else Verdict.KNOWN
-
-
-def _judge_reset(head: Head, record: Renewed) -> Verdict:
-    if not head.joined or record.incarnation not in {head.incarnation, head.incarnation + 1}:
-        return Verdict.ADRIFT
-    return Verdict.NEXT if record.incarnation > head.incarnation else Verdict.KNOWN
-
-
-def _judge_batch(head: Head, record: Batched) -> Verdict:
-    if not _is_present(head, record.incarnation):
-        return Verdict.ADRIFT
-    if record.seq < head.last_seq:
-        return Verdict.KNOWN
-    if record.seq == head.last_seq:
-        return Verdict.ADRIFT if _is_another(head, record) else Verdict.KNOWN
-    follows = record.seq == head.last_seq + 1 and head.agrees
-    return Verdict.NEXT if follows or head.last_seq < 0 else Verdict.ADRIFT
-
-
-def _judge_gap(head: Head, record: Lost) -> Verdict:
-    if not _is_present(head, record.incarnation):
-        return Verdict.ADRIFT
-    if record.last <= head.last_seq:
-        return Verdict.KNOWN
-    follows = record.first <= head.last_seq + 1 and head.agrees
-    return Verdict.NEXT if follows or head.last_seq < 0 else Verdict.ADRIFT
-
-
-def _may_trust(head: Head) -> bool:
-    """Before its first batch there is nothing that two lives could differ in."""
-    return head.joined and (head.agrees or head.last_seq < 0)
-
-
-def _is_present(head: Head, incarnation: int) -> bool:
-    return head.joined and incarnation == head.incarnation and not head.ended
-
-
-def _is_another(head: Head, record: Batched) -> bool:
-    """Whether the log has another batch under the same number. Where it has a gap there, nothing can be compared."""
-    if head.newest is not None:
-        return record.payload != head.newest
-    return head.digest is not None and head.digest != digest_of(record.payload)
-
-
-_JUDGES: Final[dict[type[Any], Callable[[Head, Any], Verdict]]] = {
-    Join: _judge_join,
-    Leave: _judge_leave,
-    Batched: _judge_batch,
-    Renewed: _judge_reset,
-    Lost: _judge_gap,
-}
-
-
-# --- where the stream ends then
-
-
-def _said(head: Head, record: StreamRecord) -> StreamRecord:
-    """A record as it is written: of a gap only what the log does not have."""
-    if isinstance(record, Lost) and head.last_seq >= 0:
-        return Lost(*record.key, record.incarnation, head.last_seq + 1, record.last)
-    return record
-
-
-def _after(head: Head, record: StreamRecord, verdict: Verdict) -> Head:
-    move: Callable[[Head, Any, Verdict], Head] = _MOVES[type(record)]
-    return move(head, record, verdict)
-
-
-def _move_batch(head: Head, record: Batched, verdict: Verdict) -> Head:
-    if verdict is Verdict.NEXT:
-        # As `replace` does, for what there are thousands of on a page.
-        return Head(head.card, head.incarnation, record.seq, head.ended, True, record.payload)
-    # Compared, where it is the newest. What a bridge has before that says nothing.
-    return replace(head, agrees=head.agrees or record.seq == head.last_seq)
-
-
-def _move_gap(head: Head, record: Lost, verdict: Verdict) -> Head:
-    if verdict is Verdict.NEXT:
-        return replace(head, last_seq=record.last, agrees=True, newest=None, digest=None, half=None)
-    return replace(head, agrees=head.agrees or record.last == head.last_seq)
-
-
-def _move_reset(head: Head, record: Renewed, verdict: Verdict) -> Head:
-    if verdict is Verdict.NEXT:
-        return Head(head.card, record.incarnation, -1, ended=False, agrees=True, newest=None)
-    return head
-
-
-def _move_join(head: Head, record: Join, __: Verdict) -> Head:
-    return replace(head, card=record.card)
-
-
-def _move_leave(head: Head, _: Leave, __: Verdict) -> Head:
-    return replace(head, card=None, ended=True)
-
-
-_MOVES: Final[dict[type[Any], Callable[[Head, Any, Verdict], Head]]] = {
-    Join: _move_join,
-    Leave: _move_leave,
-    Batched: _move_batch,
-    Renewed: _move_reset,
-    Lost: _move_gap,
-}

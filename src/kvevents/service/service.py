@@ -9,50 +9,39 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final
 
 from kvevents.errors import SnapshotError
-from kvevents.index import Namespace, PrefixIndex
+from kvevents.index import PrefixIndex
 from kvevents.routing import Turns
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.config import ServiceConfig
-from kvevents.service.errors import ConflictError, ServiceError, TooMuchError, UnavailableError
+from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
-from kvevents.service.hot import HotNode, HotPrefixes
 from kvevents.service.keeping import Keeper
-from kvevents.service.member import Member, Row
+from kvevents.service.lookups import Lookups
+from kvevents.service.member import Member
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
-from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
+from kvevents.service.registration import SEPARATOR, Key, Registration
 from kvevents.service.replica.replica import Replica
-from kvevents.service.shapes import HotPrefix, Media, ReadyAnswer, SelectRequest, StatsAnswer
+from kvevents.service.shapes import ReadyAnswer, StatsAnswer
 from kvevents.service.shards.answering import Answering
-from kvevents.service.shards.asking import Shards, packed
+from kvevents.service.shards.asking import Shards
 from kvevents.service.shards.peers import Peers
-from kvevents.service.shards.shapes import Expectation, Question
 from kvevents.stream import Checkpoint, Trust
 from kvevents.version import version
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CLAIM_SECONDS: Final = 120.0
 """How long streams of a snapshot wait to be registered again; after it their blocks are forgotten."""
 STANDING_SECONDS: Final = 10.0
 """How long a snapshot waits for the follower to say where the streams stand."""
-
-
-Told: TypeAlias = Callable[[list[Row], str], T]
-"""Makes something of the rows of a prompt, and of why they are not of the whole fleet; empty where they are."""
-ToldMany: TypeAlias = Callable[[list[list[Row]], str], T]
-"""The same of several prompts."""
-_NEITHER: Final = (None, None)
-_ALONE: Final = Namespace()
-"""Of prompts without LoRA and salt."""
 
 
 class Service:
@@ -75,7 +64,7 @@ class Service:
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics(self)
         self.turns = Turns()
-        self.hot = HotPrefixes(clock=time.monotonic)
+        self.lookups = Lookups(self.fleet, self.metrics, self.shards)
         self.snapshot_at: float | None = None
         self.snapshot_fault: str | None = None
         self.lost: list[str] = []
@@ -251,96 +240,6 @@ class Service:
         """Where another replica that holds a member can be asked; empty where none is known."""
         return "" if self.shards is None else self.shards.holder(member)
 
-    def look_up(
-        self, wall: Wall, tokens: Any, then: Told[T], *, mm: Sequence[Media] = (), expected: bool = False
-    ) -> T | Awaitable[T]:
-        """Have `then` make something of who holds how much of a prompt, and of why that is not of the whole fleet.
-
-        At once where all of the fleet is known here, else later.
-        """
-        if self.shards is not None:
-            return self._look_up_everywhere(
-                self.shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected
-            )
-        found = self.fleet.match(wall, tokens, mm=mm, expected=expected)
-        self._count(wall, tokens, found)
-        return then(found, "")
-
-    def look_up_many(
-        self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], *, mm: Sequence[Media] = (), expected: bool = False
-    ) -> T | Awaitable[T]:
-        """The same for several prompts."""
-        if self.shards is not None:
-            return self._look_up_everywhere(self.shards, wall, prompts, then, mm, expected)
-        found = []
-        for tokens in prompts:
-            found.append(self.fleet.match(wall, tokens, mm=mm, expected=expected))
-            self._count(wall, tokens, found[-1])
-        return then(found, "")
-
-    async def _look_up_everywhere(
-        self, shards: Shards, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], mm: Sequence[Media], expected: bool
-    ) -> T:
-        self._check_works()
-        found, missing = await shards.find(Question(**wall._asdict(), mm=list(mm), expected=expected), prompts)
-        for tokens, rows in zip(prompts, found, strict=True):
-            self._count(wall, tokens, rows)
-        return then(found, missing)
-
-    def _check_works(self) -> None:
-        if self.fleet.failure is not None:
-            raise UnavailableError(f"nothing is followed any more: {self.fleet.failure}", "failed", "restart the service")
-
-    def _count(self, wall: Wall, tokens: Any, found: list[Row]) -> None:
-        self.metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
-        self._look_hot(wall, tokens)
-
-    def look_up_keys(self, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T | Awaitable[T]:
-        """The same by hashes: of each block alone, or rolling."""
-        if self.shards is not None:
-            return self._look_up_keys_everywhere(self.shards, wall, keys, then, local=local)
-        found = self.fleet.match_keys(wall, keys, local=local)
-        self.metrics.lookup(0, max([row.tokens for row in found], default=0))
-        return then(found, "")
-
-    async def _look_up_keys_everywhere(self, shards: Shards, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T:
-        self._check_works()
-        (found,), missing = await shards.find(Question(**wall._asdict(), keys=[keys], local=local), [])
-        self.metrics.lookup(0, max([row.tokens for row in found], default=0))
-        return then(found, missing)
-
-    def expect(self, wall: Wall, worker: tuple[str, int], asked: SelectRequest) -> None:
-        """Believe for a while that a worker will hold a prompt."""
-        seconds = asked.expect_seconds
-        if self.fleet.expect(wall, worker, asked.tokens, seconds) or self.shards is None:
-            return
-        prompt = packed(asked.tokens)
-        self.shards.expect(Expectation(**wall._asdict(), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
-
-    def _look_hot(self, wall: Wall, tokens: Any) -> None:
-        size = self.fleet.block_sizes(wall)[:1]
-        if not size and self.shards is not None:
-            size = self.shards.block_sizes(wall)[:1]
-        if size and len(tokens) >= size[0]:
-            self.hot.look(wall, tokens, size[0], _ALONE if wall[3:] == _NEITHER else Namespace(lora=wall.lora, salt=wall.salt))
-
-    def hottest(self, wall: Wall, limit: int, then: Callable[[int, list[HotPrefix], str], T]) -> T | Awaitable[T]:
-        """Have `then` make something of how many prompts were sampled, and of the prefixes that they begin with most."""
-        nodes, sampled = self.hot.top(wall, limit), self.hot.sampled(wall)
-        if self.shards is not None and nodes:
-            return self._hottest_everywhere(
-                self.shards, wall, nodes, lambda prefixes, missing: then(sampled, prefixes, missing)
-            )
-        found = [self.fleet.match_keys(wall, list(node.path)) for node in nodes]
-        return then(sampled, _prefixes(nodes, found), "")
-
-    async def _hottest_everywhere(
-        self, shards: Shards, wall: Wall, nodes: list[HotNode], then: Callable[[list[HotPrefix], str], T]
-    ) -> T:
-        question = Question(**wall._asdict(), keys=[list(node.path) for node in nodes])
-        found, missing = await shards.find(question, [])
-        return then(_prefixes(nodes, found), missing)
-
     # --- how it fares
 
     def faults(self) -> dict[str, list[str]]:
@@ -421,19 +320,6 @@ class Service:
             snapshot_at=self.snapshot_at,
             snapshot_fault=self.snapshot_fault,
         )
-
-
-def _prefixes(nodes: list[HotNode], found: list[list[Row]]) -> list[HotPrefix]:
-    return [
-        HotPrefix(
-            key=f"{node.key:016x}",
-            parent=None if node.parent is None else f"{node.parent:016x}",
-            tokens=node.tokens,
-            lookups=node.lookups,
-            workers=sum(row.tokens >= node.tokens for row in rows),
-        )
-        for node, rows in zip(nodes, found, strict=True)
-    ]
 
 
 def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:

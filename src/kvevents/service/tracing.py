@@ -20,7 +20,8 @@ from kvevents.service.registration import Wall
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from kvevents.service.service import Service, Told, ToldMany
+    from kvevents.service.lookups import Lookups, Told, ToldMany
+    from kvevents.service.service import Service
 
 Http: TypeAlias = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 """An ASGI application of HTTP alone."""
@@ -127,28 +128,39 @@ class _Noting:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self.lookups = _NotingLookups(service.lookups)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
-    def look_up(self, wall: Wall, tokens: Sequence[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
-        """As the service's."""
-        count = len(tokens)
-        return self._service.look_up(wall, tokens, lambda found, missing: then(_note(wall, count, found), missing), **more)
 
-    def look_up_many(self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], **more: Any) -> T | Awaitable[T]:
-        """As the service's."""
+class _NotingLookups:
+    """The same of the lookups themselves."""
+
+    def __init__(self, lookups: Lookups) -> None:
+        self._lookups = lookups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lookups, name)
+
+    def find(self, wall: Wall, tokens: Sequence[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
+        """As `Lookups`."""
+        count = len(tokens)
+        return self._lookups.find(wall, tokens, lambda found, missing: then(_note(wall, count, found), missing), **more)
+
+    def find_many(self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], **more: Any) -> T | Awaitable[T]:
+        """As `Lookups`."""
 
         def noted(found: list[list[Row]], missing: str) -> T:
             for tokens, rows in zip(prompts, found, strict=True):
                 _note(wall, len(tokens), rows)
             return then(found, missing)
 
-        return self._service.look_up_many(wall, prompts, noted, **more)
+        return self._lookups.find_many(wall, prompts, noted, **more)
 
-    def look_up_keys(self, wall: Wall, keys: list[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
-        """As the service's."""
-        return self._service.look_up_keys(wall, keys, lambda found, missing: then(_note(wall, 0, found), missing), **more)
+    def find_keys(self, wall: Wall, keys: list[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
+        """As `Lookups`."""
+        return self._lookups.find_keys(wall, keys, lambda found, missing: then(_note(wall, 0, found), missing), **more)
 
 
 def _note(wall: Wall, tokens: int, found: list[Row]) -> list[Row]:

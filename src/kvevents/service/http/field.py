@@ -214,7 +214,7 @@ def query(service: Service, request: Request) -> Response | Awaitable[Response]:
     asked, tokens = QUERY.read_tokens(request, "token_ids")
     service.check_tokens(len(tokens))
     wall = asked.wall
-    return service.look_up(wall, tokens, lambda found, missing: _told(asked, wall, found, missing))
+    return service.lookups.find(wall, tokens, lambda found, missing: _told(asked, wall, found, missing))
 
 
 def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Response]:
@@ -227,7 +227,7 @@ def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Re
     keys = [_unsigned(each) for each in given[0]]
     wall, local = asked.wall, asked.block_hashes is not None
     # A salt, and the LoRA of events that tell theirs, are in the hashes.
-    return service.look_up_keys(wall, keys, lambda found, missing: _told(asked, wall, found, missing), local=local)
+    return service.lookups.find_keys(wall, keys, lambda found, missing: _told(asked, wall, found, missing), local=local)
 
 
 def _told(asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:

@@ -85,7 +85,7 @@ def match(service: Service, request: Request) -> Response | Awaitable[Response]:
     def told(found: list[Row], missing: str) -> Response:
         return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found), missing=missing), request)
 
-    return service.look_up(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
+    return service.lookups.find(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
 
 
 def _raw(request: Request) -> tuple[Any, Scoped]:
@@ -114,7 +114,7 @@ def match_many(service: Service, request: Request) -> Response | Awaitable[Respo
         ]
         return answer(MatchManyAnswer(matches=answers), request)
 
-    return service.look_up_many(_wall(asked), asked.prompts, told, mm=asked.mm, expected=asked.expected)
+    return service.lookups.find_many(_wall(asked), asked.prompts, told, mm=asked.mm, expected=asked.expected)
 
 
 def select(service: Service, request: Request) -> Response | Awaitable[Response]:
@@ -126,7 +126,7 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
     def told(found: list[Row], missing: str) -> Response:
         return answer(_selected(service, asked, found, missing), request)
 
-    return service.look_up(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
+    return service.lookups.find(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
 
 
 def _selected(service: Service, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
@@ -139,7 +139,7 @@ def _selected(service: Service, asked: SelectRequest, found: list[Row], missing:
     held = {(each.instance, each.rank): each for each in _held(found)}
     chosen = choose(asked, candidates, held, workers, service.turns)
     if asked.expect_seconds > 0:
-        service.expect(wall, (chosen.instance, chosen.rank), asked)
+        service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 
@@ -171,7 +171,7 @@ def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
     def told(sampled: int, prefixes: list[HotPrefix], missing: str) -> Response:
         return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes, missing=missing), request)
 
-    return service.hottest(wall, _number(wanted, "limit", 100, MAX_HOT), told)
+    return service.lookups.hottest(wall, _number(wanted, "limit", 100, MAX_HOT), told)
 
 
 def _number(wanted: Any, name: str, default: int, most: int) -> int:

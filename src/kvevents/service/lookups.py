@@ -1,0 +1,144 @@
+"""Prompts that are looked up: here, or here and at the replicas that hold the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+from kvevents.index import Namespace
+from kvevents.service.errors import UnavailableError
+from kvevents.service.fleet import Fleet
+from kvevents.service.hot import HotNode, HotPrefixes
+from kvevents.service.member import Row
+from kvevents.service.registration import Wall
+from kvevents.service.shapes import HotPrefix, Media, SelectRequest
+from kvevents.service.shards.asking import Shards, packed
+from kvevents.service.shards.shapes import Expectation, Question
+
+if TYPE_CHECKING:
+    from kvevents.service.metrics import Metrics
+
+T = TypeVar("T")
+
+Told: TypeAlias = Callable[[list[Row], str], T]
+"""Makes something of the rows of a prompt, and of why they are not of the whole fleet; empty where they are."""
+ToldMany: TypeAlias = Callable[[list[list[Row]], str], T]
+"""The same of several prompts."""
+_NEITHER: Final = (None, None)
+_ALONE: Final = Namespace()
+"""Of prompts without LoRA and salt."""
+
+
+class Lookups:
+    """Looks prompts up, counts that, and knows which prefixes are asked for most.
+
+    What is found is given to a function that makes the answer, together with why it is not of the whole fleet, if it is not:
+    at once where all of the fleet is known here, later where other replicas must be asked.
+    """
+
+    def __init__(self, fleet: Fleet, metrics: Metrics, shards: Shards | None) -> None:
+        self.hot: Final = HotPrefixes(clock=time.monotonic)
+        self._fleet: Final = fleet
+        self._metrics: Final = metrics
+        self._shards: Final = shards
+
+    def find(
+        self, wall: Wall, tokens: Any, then: Told[T], *, mm: Sequence[Media] = (), expected: bool = False
+    ) -> T | Awaitable[T]:
+        """Who holds how much of a prompt."""
+        if self._shards is not None:
+            return self._find_everywhere(
+                self._shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected
+            )
+        found = self._fleet.match(wall, tokens, mm=mm, expected=expected)
+        self._count(wall, tokens, found)
+        return then(found, "")
+
+    def find_many(
+        self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], *, mm: Sequence[Media] = (), expected: bool = False
+    ) -> T | Awaitable[T]:
+        """The same for several prompts."""
+        if self._shards is not None:
+            return self._find_everywhere(self._shards, wall, prompts, then, mm, expected)
+        found = []
+        for tokens in prompts:
+            found.append(self._fleet.match(wall, tokens, mm=mm, expected=expected))
+            self._count(wall, tokens, found[-1])
+        return then(found, "")
+
+    async def _find_everywhere(
+        self, shards: Shards, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], mm: Sequence[Media], expected: bool
+    ) -> T:
+        self._check_works()
+        found, missing = await shards.find(Question(**wall._asdict(), mm=list(mm), expected=expected), prompts)
+        for tokens, rows in zip(prompts, found, strict=True):
+            self._count(wall, tokens, rows)
+        return then(found, missing)
+
+    def _check_works(self) -> None:
+        if self._fleet.failure is not None:
+            raise UnavailableError(f"nothing is followed any more: {self._fleet.failure}", "failed", "restart the service")
+
+    def _count(self, wall: Wall, tokens: Any, found: list[Row]) -> None:
+        self._metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
+        self._look_hot(wall, tokens)
+
+    def find_keys(self, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T | Awaitable[T]:
+        """The same by hashes: of each block alone, or rolling."""
+        if self._shards is not None:
+            return self._find_keys_everywhere(self._shards, wall, keys, then, local=local)
+        found = self._fleet.match_keys(wall, keys, local=local)
+        self._metrics.lookup(0, max([row.tokens for row in found], default=0))
+        return then(found, "")
+
+    async def _find_keys_everywhere(self, shards: Shards, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T:
+        self._check_works()
+        (found,), missing = await shards.find(Question(**wall._asdict(), keys=[keys], local=local), [])
+        self._metrics.lookup(0, max([row.tokens for row in found], default=0))
+        return then(found, missing)
+
+    def expect(self, wall: Wall, worker: tuple[str, int], asked: SelectRequest) -> None:
+        """Believe for a while that a worker will hold a prompt."""
+        seconds = asked.expect_seconds
+        if self._fleet.expect(wall, worker, asked.tokens, seconds) or self._shards is None:
+            return
+        prompt = packed(asked.tokens)
+        self._shards.expect(Expectation(**wall._asdict(), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
+
+    def _look_hot(self, wall: Wall, tokens: Any) -> None:
+        size = self._fleet.block_sizes(wall)[:1]
+        if not size and self._shards is not None:
+            size = self._shards.block_sizes(wall)[:1]
+        if size and len(tokens) >= size[0]:
+            self.hot.look(wall, tokens, size[0], _ALONE if wall[3:] == _NEITHER else Namespace(lora=wall.lora, salt=wall.salt))
+
+    def hottest(self, wall: Wall, limit: int, then: Callable[[int, list[HotPrefix], str], T]) -> T | Awaitable[T]:
+        """How many prompts were sampled, and the prefixes that they begin with most."""
+        nodes, sampled = self.hot.top(wall, limit), self.hot.sampled(wall)
+        if self._shards is not None and nodes:
+            return self._hottest_everywhere(
+                self._shards, wall, nodes, lambda prefixes, missing: then(sampled, prefixes, missing)
+            )
+        found = [self._fleet.match_keys(wall, list(node.path)) for node in nodes]
+        return then(sampled, _prefixes(nodes, found), "")
+
+    async def _hottest_everywhere(
+        self, shards: Shards, wall: Wall, nodes: list[HotNode], then: Callable[[list[HotPrefix], str], T]
+    ) -> T:
+        question = Question(**wall._asdict(), keys=[list(node.path) for node in nodes])
+        found, missing = await shards.find(question, [])
+        return then(_prefixes(nodes, found), missing)
+
+
+def _prefixes(nodes: list[HotNode], found: list[list[Row]]) -> list[HotPrefix]:
+    return [
+        HotPrefix(
+            key=f"{node.key:016x}",
+            parent=None if node.parent is None else f"{node.parent:016x}",
+            tokens=node.tokens,
+            lookups=node.lookups,
+            workers=sum(row.tokens >= node.tokens for row in rows),
+        )
+        for node, rows in zip(nodes, found, strict=True)
+    ]
