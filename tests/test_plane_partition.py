@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
-import nats
 import pytest
+from nats.errors import Error as NatsError
 
 from bridge_cases import BridgeProcess, TalkingEngine, settled
 from kvevents.plane import connection, subscriber
@@ -26,7 +26,7 @@ from plane_cases import Log, Running
 from service_cases import MODEL, until
 from test_service_replica_digests import Serving
 
-pytestmark = [needs_nats, needs_networks]
+pytestmark = [needs_nats, needs_networks, pytest.mark.timeout(400)]
 SERVERS = NatsCluster.NAMES
 REPLICAS = ("r1", "r2")
 BRIDGES = ("b1", "b2")
@@ -95,7 +95,7 @@ class Scene:
         until("more in the log", lambda: self._written() > before, SECONDS)
 
     def _written(self) -> int:
-        with suppress(nats.errors.Error):  # nobody leads the lane at the moment
+        with suppress(NatsError):  # nobody leads the lane at the moment
             self.log.read()
         return len(self.log.numbers(self.engine.name))
 
