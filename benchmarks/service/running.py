@@ -87,6 +87,10 @@ class Running:
             raise RuntimeError(f"{path} was answered with {response.status}: {answer[:200]!r}; it had said {self._said()}")
         return answer
 
+    def hang_up(self) -> None:
+        """Close the connection, as the service does when nothing is asked for long; what is asked next opens another one."""
+        self._http.close()
+
     def register(self, workers: list[Endpoints]) -> None:
         """Instances 1, 2, ... of one model."""
         for instance, (endpoint, replay_endpoint) in enumerate(workers, 1):
