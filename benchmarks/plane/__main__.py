@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plane bridge|latency|bootstrap|chaos|sizing`: a plane on NATS JetStream, measured and under faults."""
+"""`python -m benchmarks.plane bridge|latency|bootstrap|shards|chaos|sizing`: a plane on NATS, measured and under faults."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ MODULES: Final = {
     "bridge": "benchmarks.plane.bridging",
     "latency": "benchmarks.plane.latency",
     "bootstrap": "benchmarks.plane.bootstrap",
+    "shards": "benchmarks.plane.shards",
     "chaos": "benchmarks.plane.chaos.__main__",
     "sizing": "benchmarks.plane.sizing",
 }

@@ -29,6 +29,8 @@ NAME: Final = "bootstrap"
 BLOCKS: Final = 4_000_000
 TAIL: Final = 100_000
 LANES: Final = 4
+ROOM: Final = 4 << 30
+"""Of all lanes together, which servers reserve."""
 ENGINES: Final = 16
 STORE: Final = 500
 """Blocks of a batch while caches fill up."""
@@ -43,14 +45,14 @@ MODULE: Final = "plane.bootstrap"
 class Former:
     """What a plane's log says, and the index that one holds who has read all of it."""
 
-    def __init__(self, blocks: int, tail: int) -> None:
+    def __init__(self, blocks: int, tail: int, lanes: int = LANES) -> None:
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - each process loads only what its role is about
         from kvevents.plane.layout import Layout  # noqa: PLC0415 - as above
         from kvevents.plane.ledger import Ledger  # noqa: PLC0415 - as above
 
         self.index = PrefixIndex()
-        self.layout = Layout(NAME, LANES)
-        self.ledgers = {lane: Ledger() for lane in range(LANES)}
+        self.layout = Layout(NAME, lanes)
+        self.ledgers = {lane: Ledger() for lane in range(lanes)}
         self._each = blocks // ENGINES
         self._tail = tail // ENGINES
         self._caches = [Engine(STORE, self._each) for _ in range(ENGINES)]
@@ -101,8 +103,8 @@ class Former:
         self.index.apply_many([event for event in found if isinstance(event, RawBatch)])
 
 
-async def make(server: Server, blocks: int, tail: int) -> dict[str, str]:
-    """The plane with its snapshot and its tail; digests by stream."""
+async def make(server: Server, former: Former) -> dict[str, str]:
+    """The plane with its snapshots and its tail; digests by stream."""
     from kvevents.plane.connection import opened  # noqa: PLC0415 - as above
     from kvevents.plane.layout import make as make_plane  # noqa: PLC0415 - as above
     from kvevents.plane.layout import state_of  # noqa: PLC0415 - as above
@@ -110,17 +112,18 @@ async def make(server: Server, blocks: int, tail: int) -> dict[str, str]:
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.plane.snapshots import Snapshots, take  # noqa: PLC0415 - as above
 
-    former = Former(blocks, tail)
-    async with opened(PlaneSettings(servers=(server.url,), name=NAME, lanes=LANES), name="bench") as client:
+    lanes = former.layout.lanes
+    settings = PlaneSettings(servers=(server.url,), name=NAME, lanes=lanes, lane_bytes=ROOM // lanes)
+    async with opened(settings, name="bench") as client:
         js = client.jetstream(timeout=30.0)
-        layout = await make_plane(js, PlaneSettings(servers=(server.url,), name=NAME, lanes=LANES))
-        states = {lane: await state_of(js, layout, lane) for lane in range(LANES)}
+        layout = await make_plane(js, settings)
+        states = {lane: await state_of(js, layout, lane) for lane in former.ledgers}
 
         def page(lane: int, records: list[Any]) -> Any:
             return Page(VERSION, "bench", time.time(), records, states[lane].made)
 
         # What the snapshot has is in no lane any more: page 1 stands for all that was purged.
-        for lane in range(LANES):
+        for lane in former.ledgers:
             await js.publish(layout.subject(lane), encode_page(page(lane, [])))
         for lane, records in former.fill():
             former.take(lane, 1, page(lane, records))
@@ -131,13 +134,13 @@ async def make(server: Server, blocks: int, tail: int) -> dict[str, str]:
                 taken = take(lane, ledger, {}, former.index, path)
                 size += (await Snapshots(js, layout).save(taken, path, 0, "bench", states[lane].made)).bytes
         found = former.index.stats().blocks
-        pages = 0
+        pages = batches = 0
         for lane, records in former.tail():
             written = page(lane, records)
             acknowledged = await js.publish(layout.subject(lane), encode_page(written))
             former.take(lane, acknowledged.seq, written)
-            pages += 1
-    print(f"   {found:,} blocks in snapshots of {size / 1e6:,.0f} MB, {tail:,} batches on {pages:,} pages", flush=True)
+            pages, batches = pages + 1, batches + len(records)
+    print(f"   {found:,} blocks in snapshots of {size / 1e6:,.0f} MB, {batches:,} batches on {pages:,} pages", flush=True)
     return {f"{source} {rank}": digest for source, rank, digest in all_digests(former.index)}
 
 
@@ -199,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder, one_server(Path(folder)) as server:
-        digests = asyncio.run(make(server, options.blocks, options.tail))
+        digests = asyncio.run(make(server, Former(options.blocks, options.tail)))
         runs = []
         for _ in range(options.runs):
             runs.append(trial(server, digests))

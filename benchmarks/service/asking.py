@@ -34,7 +34,7 @@ def ask(who: str, seconds: int) -> dict[str, float]:
             found |= _named(f"{tokens}", _measured(service, "/query", body, JSON, seconds))
             if who == "ours":
                 _check_raw(service, asked)
-                found |= _named(f"raw_{tokens}", _measured(service, RAW_PATH, _raw(asked), RAW, seconds))
+                found |= _named(f"raw_{tokens}", _measured(service, RAW_PATH, raw(asked), RAW, seconds))
         return found | {"resident": service.resident / 1e6}
 
 
@@ -73,12 +73,13 @@ def _check(service: Running, asked: array[int]) -> None:
 
 
 def _check_raw(service: Running, asked: array[int]) -> None:
-    held: list[dict[str, Any]] = json.loads(service.send("POST", RAW_PATH, _raw(asked), RAW))["workers"]
+    held: list[dict[str, Any]] = json.loads(service.send("POST", RAW_PATH, raw(asked), RAW))["workers"]
     assert len(held) == WORKERS, "not all workers are named"
     assert all(each["tokens"] == len(asked) // BLOCK_SIZE * BLOCK_SIZE for each in held)
 
 
-def _raw(asked: array[int]) -> bytes:
+def raw(asked: array[int]) -> bytes:
+    """Tokens as they are sent without JSON."""
     assert asked.itemsize == 4
     little = asked if sys.byteorder == "little" else array("I", asked)
     if little is not asked:

@@ -44,11 +44,11 @@ COMMANDS: Final[dict[str, Callable[[int], list[str]]]] = {"ours": _ours, "servic
 
 
 class Running:
-    """A service without any configuration, on a port of its own, that has answered `/health`."""
+    """A service on a port of its own, that has answered `/health`; without any configuration unless told its command line."""
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str | Callable[[int], list[str]]) -> None:
         (self.port,) = free_ports(1)
-        command = COMMANDS[who](self.port)
+        command = (COMMANDS[who] if isinstance(who, str) else who)(self.port)
         began = time.monotonic()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(  # noqa: S603 - an interpreter, with our own words
@@ -86,6 +86,10 @@ class Running:
         if response.status >= 300:
             raise RuntimeError(f"{path} was answered with {response.status}: {answer[:200]!r}; it had said {self._said()}")
         return answer
+
+    def hang_up(self) -> None:
+        """Close the connection, as the service does when nothing is asked for long; what is asked next opens another one."""
+        self._http.close()
 
     def register(self, workers: list[Endpoints]) -> None:
         """Instances 1, 2, ... of one model."""

@@ -18,9 +18,9 @@ file:close()
 function done(summary, latency)
   local e = summary.errors
   io.stderr:write(string.format(
-    '{{"p50": %.3f, "p99": %.3f, "requests": %d, "rate": %.3f, "errors": %d}}',
+    '{{"p50": %.3f, "p99": %.3f, "requests": %d, "rate": %.3f, "errors": %d, "late": %d}}',
     latency:percentile(50), latency:percentile(99), summary.requests, summary.requests / summary.duration * 1e6,
-    e.connect + e.read + e.write + e.status + e.timeout))
+    e.connect + e.read + e.write + e.status, e.timeout))
 end
 """
 
@@ -34,6 +34,8 @@ class Load(NamedTuple):
     rate: float
     """Per second."""
     errors: int
+    late: int
+    """Answers that took longer than the patience."""
 
 
 def program() -> str:
@@ -42,16 +44,19 @@ def program() -> str:
     return found or sys.exit("the trials of the service need wrk: apt install wrk, or --only with other names")
 
 
-def load(url: str, body: bytes, content_type: str, clients: int, seconds: int) -> Load:
-    """Send the same request again and again, each client when it has its answer, over a connection of its own."""
+def load(url: str, body: bytes, content_type: str, clients: int, seconds: int, patience: int = 2) -> Load:
+    """Send the same request again and again, each client when it has its answer, over a connection of its own.
+
+    An answer that takes longer than `patience` seconds is a failure, as one that is none.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file, script = Path(folder, "body"), Path(folder, "post.lua")
         file.write_bytes(body)
         script.write_text(_SCRIPT.format(body=file, content_type=content_type))
         options = ("--threads", 1, "--connections", clients, "--duration", f"{seconds}s", "--script", script)
-        command = [program(), *map(str, options), url]
+        command = [program(), *map(str, options), "--timeout", f"{patience}s", url]
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - with our own words
     found = Load(**json.loads(done.stderr))
-    if found.errors:
-        raise RuntimeError(f"{found.errors} of {found.requests} requests to {url} failed")
+    if found.errors or found.late:
+        raise RuntimeError(f"{found.errors} of {found.requests} requests to {url} failed, {found.late} took over {patience} s")
     return found
