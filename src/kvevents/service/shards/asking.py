@@ -186,15 +186,15 @@ class Shards:
         finally:
             for task in [*self._expecting, *self._refreshing.values()]:
                 task.cancel()
-            await self.peers.close()
+            self.peers.close()
 
     async def refresh(self) -> None:
         """Ask for all engines of other replicas, once."""
         layout = self.answering.layout()
         if layout is None:
             return
-        shown = self.answering.shown()
-        left = set(range(layout.lanes)) - shown
+        self.peers.forget({each.url for each in self._present().values()})
+        left = set(range(layout.lanes)) - self.answering.shown()
         for _ in range(MAX_ROUNDS):
             asked, _ = plan(self._name, left, self._holding(self._present(), {}, away=False))
             reached = await asyncio.gather(*(self._refresh(name, lanes) for name, lanes in asked.items()))
