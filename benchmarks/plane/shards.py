@@ -231,7 +231,8 @@ wrk.
 - A plane of {lanes} lanes, whose snapshots hold {blocks:,} blocks of {engines} engines, all of which hold the prompts that are
   asked for. One replica (`kvevents serve --from`) holds everything; {shares} others hold a share each (`--shard-url`,
   `--holders 1`), so that no block is in two of them. All are processes on one machine, beside the one that asks.
-- Questions are `/v1/match` with raw 32-bit tokens, over connections that stay open; every answer names all {engines} engines.
+- Questions are `/v1/match` with raw 32-bit tokens, over connections that stay open. A whole answer names all {engines} engines;
+  one is not whole, and says so, where another share was waited for in vain, for half a second: on a machine that is busy.
   Medians of {runs} runs of {seconds} s each, in turns. *CPU* is of all replicas together.
 - A share that is asked asks the two others, and waits for the slower one: each question is three questions over HTTP, and three
   times the work of hashing the prompt. On machines of their own they do that side by side; here it is on the same CPUs as
