@@ -5,11 +5,26 @@ from __future__ import annotations
 import pytest
 
 from kvevents.errors import UnknownSourceError
+from kvevents.events import BlockStored, EventBatch
+from kvevents.index import PrefixIndex
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import Pushed
-from kvevents.plane.records import VERSION, Batched, Beat, Join, Leave, Page, Record, Trusting, encode_page
+from kvevents.plane.records import (
+    VERSION,
+    Batched,
+    Beat,
+    Blank,
+    Join,
+    Leave,
+    Page,
+    Record,
+    Renewed,
+    Trusting,
+    encode_page,
+)
 from kvevents.plane.subscriber import MOST_BEHIND, LogSubscriber
 from kvevents.stream import Trust
+from kvevents.wire import encode_batch
 
 
 def subscriber(lanes: int = 1) -> LogSubscriber:
@@ -100,3 +115,27 @@ def test_members_are_replaced_as_a_whole() -> None:
     found.receive_many(timeout=0.0)
     assert (before, joined, found.cards) == ({}, {("engine", 0): b"card", ("other", 1): b""}, {("engine", 0): b"card"})
     assert found.queued_bytes == 0
+
+
+def test_what_a_stream_held_ends_with_its_leaving_even_where_it_joins_at_once() -> None:
+    """Who looks at members may never see it away: its former blocks would be there, and a bridge that follows it is EXACT."""
+    found, index = subscriber(), PrefixIndex()
+    payload = encode_batch(EventBatch(0.0, [BlockStored([1, 2], None, list(range(8)), 4)]))
+    found.put(0, [pushed(1, Join("engine", 0, b"card"), Batched("engine", 0, 0, 0, False, payload))])
+    index.apply_many(found.receive_many(timeout=0.0))
+    assert index.stats().blocks == 2
+    cards = found.cards
+    again = (Leave("engine", 0, "dead"), Join("engine", 0, b"card"), Beat("bridge", 1.0, 0.0))
+    found.put(0, [pushed(2, *again, Trusting("engine", 0, "bridge", "EXACT", "", {}))])
+    index.apply_many(found.receive_many(timeout=0.0))
+    assert found.cards == cards
+    assert (found.trust("engine"), found.status("engine").last_seq, index.stats().blocks) == (Trust.EXACT, -1, 0)
+    found.put(0, [pushed(3, Renewed("engine", 0, 1, "anew"), Batched("engine", 0, 1, 0, False, payload))])
+    index.apply_many(found.receive_many(timeout=0.0))
+    assert index.stats().blocks == 2
+    found.put(0, [pushed(4, Blank(5, "purged"), Join("engine", 0, b"card"))])
+    index.apply_many(found.receive_many(timeout=0.0))
+    assert index.stats().blocks == 0
+    found.put(0, [pushed(5, Batched("engine", 0, 5, 0, False, payload))])
+    index.apply_many(found.receive_many(timeout=0.0))
+    assert index.stats().blocks == 2

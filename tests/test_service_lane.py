@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +30,6 @@ class Asked:
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(limits=LIMITS)
-        self.shards = None
         self.counted: list[tuple[str, int]] = []
         self.metrics = SimpleNamespace(request=lambda path, status, _: self.counted.append((path, status)))
 
@@ -163,6 +163,66 @@ UNUSUAL = {
 }
 
 
+class WaitingApp(EchoApp):
+    """Some of whose answers take a few turns of the loop, as those do that other replicas have a part in."""
+
+    def __init__(self, turns: list[int]) -> None:
+        super().__init__()
+        self._turns = iter(turns)
+
+    def answer(self, endpoint: Any, request: Any) -> Any:
+        answer, turns = super().answer(endpoint, request), next(self._turns)
+        return self._later(answer, turns) if turns else answer
+
+    async def _later(self, answer: Response, turns: int) -> Response:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return answer
+
+
+@settings(max_examples=60)
+@given(
+    asked=st.lists(st.tuples(st.binary(max_size=60) | st.just(b"x" * 70_000), st.integers(0, 3)), min_size=1, max_size=5),
+    steps=st.lists(st.integers(1, 90_000), min_size=1, max_size=5),
+)
+def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, int]], steps: list[int]) -> None:
+    """Whatever comes behind their questions meanwhile; and no more is read than was on its way."""
+
+    async def scenario() -> None:
+        wire = Wire()
+        lane = Lane(WaitingApp([turns for _, turns in asked]), set(), General, 75.0)  # type: ignore[arg-type]
+        lane.connection_made(wire)  # type: ignore[arg-type]
+        pace = itertools.cycle(steps)
+        data = b"".join(post(body) for body, _ in asked)
+        while data or not wire.reading:
+            if not wire.reading:
+                await asyncio.sleep(0)
+                continue
+            room = lane.get_buffer(-1)
+            size = min(len(room), len(data), next(pace))
+            room[:size] = data[:size]
+            data = data[size:]
+            lane.buffer_updated(size)
+        assert answers(wire.written) == [b"|" + body for body, _ in asked]
+        assert (wire.protocol, wire.closed) == (None, False)
+        lane.connection_lost(None)
+
+    asyncio.run(scenario())
+
+
+async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    wire = Wire()
+    lane = Lane(WaitingApp([5]), set(), General, 75.0)  # type: ignore[arg-type]
+    lane.connection_made(wire)  # type: ignore[arg-type]
+    question = post(b"x")
+    lane.get_buffer(-1)[: len(question)] = question
+    lane.buffer_updated(len(question))
+    assert not wire.reading
+    lane.connection_lost(None)
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+    assert (wire.written, wire.reading) == (b"", False)
+
+
 @pytest.mark.parametrize("name", UNUSUAL)
 async def test_what_is_not_plain_goes_over_with_every_byte(name: str) -> None:
     """After a plain request was answered too: nothing of it is left behind, and nothing of what follows is lost."""
@@ -276,4 +336,5 @@ def test_errors_are_answers_in_the_words_that_they_have_elsewhere(handler: Any, 
     service: Any = SimpleNamespace(access=SimpleNamespace(role_of=lambda _: Role.ADMIN))
     endpoint = replace(TABLE["/query"]["POST"], handler=handler)
     told = App(service).answer(endpoint, Request("POST", "/query", b"", [], b""))
+    assert isinstance(told, Response)
     assert (told.status, json.loads(told.body)["reason"]) == (status, reason)

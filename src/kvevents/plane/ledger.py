@@ -74,6 +74,8 @@ class Departure(NamedTuple):
 
     key: Key
     reason: str
+    incarnation: int
+    """Which has ended with that."""
 
 
 class Change(NamedTuple):
@@ -205,11 +207,15 @@ class Ledger:
             del self.beats[next(iter(self.beats))]
 
     def _blank(self, record: Blank) -> Iterable[Event]:
-        before = self.joined()
+        left = [
+            Departure(key, record.reason, standing.incarnation)
+            for key, standing in self.streams.items()
+            if standing.card is not None
+        ]
         self.hole, self.floor = "", max(self.floor, record.floor)
         self.streams.clear()
         self._newest.clear()
-        return [Departure(key, record.reason) for key in before]
+        return left
 
     def _read(self, record: StreamRecord) -> Iterable[Event]:
         read: Callable[[Ledger, Any], Iterable[Event]] = _READERS[type(record)]
@@ -237,7 +243,7 @@ class Ledger:
             departed = [key for key, standing in self.streams.items() if standing.card is None]
             for key in departed[:-MAX_DEPARTED]:
                 del self.streams[key]
-        yield Departure(record.key, record.reason)
+        yield Departure(record.key, record.reason, known.incarnation)
 
     def _batch(self, record: Batched) -> Iterable[Event]:
         standing = self._present(record.key, record.incarnation)

@@ -221,22 +221,25 @@ class LogSubscriber:
                 if self._heard.get((lane, bridge), (-1, 0.0))[0] != beaten.page
             }
         )
-        return [event for event in events if self._note(lane, event)]  # type: ignore[misc]  # those that are deliveries
+        return [delivery for event in events if (delivery := self._note(lane, event)) is not None]
 
-    def _note(self, lane: int, event: Event) -> bool:
-        """What an event means to trust; whether it is a delivery."""
+    def _note(self, lane: int, event: Event) -> RawDelivery | None:
+        """What an event means to trust, and to the index."""
         if isinstance(event, RawBatch | Reset | Gap):
             self._count(event)
-            return True
+            return event
         if isinstance(event, Arrival | Departure):
             self._of[event.key] = lane
-            if isinstance(event, Departure):
-                self._begun.discard(event.key)
             self._joined_or_left = True
-        elif isinstance(event, Breach):
+        if isinstance(event, Departure):
+            # In order with what comes of it, which may be at once: it joins again, and nobody has seen that it was away.
+            self._begun.discard(event.key)
+            self._doubts.pop(event.key, None)
+            return Reset(*event.key, event.incarnation, f"it has left: {event.reason}")
+        if isinstance(event, Breach):
             log.error("lane %d, %s rank %d: %s; no bridge writes that", lane, *event.key, event.what)
             self._doubt(event.key, Doubt.REJECTED)
-        return False
+        return None
 
     def _count(self, event: RawDelivery) -> None:
         key = (event.source, event.rank)
@@ -313,7 +316,7 @@ class LogSubscriber:
     def _find(self, key: Key) -> tuple[int, Standing]:
         lane = self._of.get(key)
         standing = None if lane is None else self.ledgers[lane].streams.get(key)
-        if lane is None or standing is None:
+        if lane is None or standing is None or standing.card is None:
             raise UnknownSourceError(f"the log has no source {key[0]!r} with rank {key[1]}")
         return lane, standing
 

@@ -165,11 +165,20 @@ class Fleet(Listener):
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
         self.follower.subscriber.remove(name, rank)
+        if self._is_followed(name, rank):  # a log's, which has joined again since this was ordered
+            return 0
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
             self.index.label(name, None)
         log.info("%s: no longer followed; it held %d blocks", member.registration.label, blocks)
         return blocks
+
+    def _is_followed(self, name: str, rank: int) -> bool:
+        try:
+            self.follower.subscriber.trust(name, rank)
+        except LookupError:
+            return False
+        return True
 
     def replace(
         self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None]

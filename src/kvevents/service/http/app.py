@@ -96,14 +96,14 @@ class App:
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
             return _refusal(endpoint, error)
 
-    def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Answer a request to a quick endpoint, whose body is complete."""
+    def answer(self, endpoint: Endpoint, request: Request) -> Response | Awaitable[Response]:
+        """Answer a request to a quick endpoint, whose body is complete: at once, unless other replicas must be asked."""
         try:
             self._authorize(endpoint, request.headers)
             response = endpoint.handler(self.service, request)
         except Exception as error:  # noqa: BLE001 - as above
             return _refusal(endpoint, error)
-        return cast("Response", response)
+        return response if isinstance(response, Response) else _finished(endpoint, cast("Awaitable[Response]", response))
 
     def admits(self, endpoint: Endpoint, headers: list[tuple[bytes, bytes]]) -> bool:
         """Whether who sent these headers may ask this at all, before the body is read."""
@@ -146,6 +146,13 @@ class App:
         else:
             result = endpoint.handler(self.service, request)
         return result if isinstance(result, (Response, Streamed)) else await result
+
+
+async def _finished(endpoint: Endpoint, response: Awaitable[Response]) -> Response:
+    try:
+        return await response
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
+        return _refusal(endpoint, error)
 
 
 def _refusal(endpoint: Endpoint, error: Exception) -> Response:

@@ -1,19 +1,21 @@
 """The fast lane: short questions are answered where their bytes arrive.
 
 A lookup takes a few microseconds; what a general server does around it (a parser's callbacks, a task, an event, flow control
-by chunks) takes twenty times as long. So each connection begins here: a plain POST of known length to an endpoint that answers
-at once is read into one buffer, handled, and answered with one write. With anything else, the connection goes over to uvicorn's
-protocol for good, with the bytes that were read, so there is one way only in which HTTP is understood in full.
+by chunks) takes twenty times as long. So each connection begins here: a plain POST of known length to a quick endpoint is read
+into one buffer, handled, and answered with one write; nothing more is read while an answer waits for other replicas. With
+anything else, the connection goes over to uvicorn's protocol for good, with the bytes that were read, so there is one way only
+in which HTTP is understood in full.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvevents.service.errors import ServiceError
-from kvevents.service.http.messages import Request, problem
+from kvevents.service.http.messages import Request, Response, problem
 from kvevents.service.http.routing import TABLE, Endpoint
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ _QUICK: Final[dict[bytes, Endpoint]] = {
     for method, endpoint in methods.items()
     if method == "POST" and endpoint.quick
 }
-_QUICK_ALONE: Final = {path: endpoint for path, endpoint in _QUICK.items() if not endpoint.whole}
-"""Where other replicas hold the rest."""
 
 
 _Asked: TypeAlias = tuple[Endpoint, bytes, list[tuple[bytes, bytes]], int]
@@ -45,7 +45,6 @@ class Lane(asyncio.BufferedProtocol):
 
     def __init__(self, app: App, connections: set[Any], general: Any, keep_alive_seconds: float) -> None:
         self._app = app
-        self._quick = _QUICK if app.service.shards is None else _QUICK_ALONE
         self._connections = connections
         self._general = general
         self._keep_alive_seconds = keep_alive_seconds
@@ -60,6 +59,11 @@ class Lane(asyncio.BufferedProtocol):
         self._end = 0
         """Where the body ends."""
         self._closing = False
+        self._waiting: asyncio.Task[None] | None = None
+        """For an answer that takes other replicas; nothing more is read meanwhile."""
+        self._is_full = False
+        """Whether the client does not take what it is sent."""
+        self._is_gone = False
 
     # --- asyncio's callbacks
 
@@ -74,14 +78,18 @@ class Lane(asyncio.BufferedProtocol):
         """Of `BaseProtocol`."""
         self._connections.discard(self)
         self._timer.cancel()
+        self._is_gone = True
 
     def pause_writing(self) -> None:
         """Whoever does not read answers may ask nothing more."""
+        self._is_full = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """Of `BaseProtocol`."""
-        self._transport.resume_reading()
+        self._is_full = False
+        if self._waiting is None:
+            self._transport.resume_reading()
 
     def shutdown(self) -> None:
         """Close as soon as no request is under way; called by the server when it drains."""
@@ -96,6 +104,11 @@ class Lane(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Of `BufferedProtocol`."""
         self._have += nbytes
+        if self._waiting is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Answer what has come, up to a question that takes other replicas."""
         while self._asked is not None or self._have:
             self._asked = self._asked or self._begin()
             if self._asked is None:
@@ -104,6 +117,8 @@ class Lane(asyncio.BufferedProtocol):
                 self._grow()
                 return
             self._answer(self._asked)
+            if self._waiting is not None:
+                return
         if self._closing:
             self._transport.close()
 
@@ -121,7 +136,7 @@ class Lane(asyncio.BufferedProtocol):
         method, _, target = line.partition(b" ")
         target, _, version = target.partition(b" ")
         path, _, query = target.partition(b"?")
-        endpoint = self._quick.get(path)
+        endpoint = _QUICK.get(path)
         headers = (
             _headers(rest)
             if endpoint is not None and method == b"POST" and version == b"HTTP/1.1" and _is_plain(head)
@@ -151,6 +166,23 @@ class Lane(asyncio.BufferedProtocol):
         endpoint, query, headers, start = asked
         request = Request("POST", endpoint.path, query, headers, bytes(self._room[start : self._end]))
         response = self._app.answer(endpoint, request)
+        if isinstance(response, Response):
+            self._tell(endpoint, response, began)
+            return
+        self._transport.pause_reading()
+        self._waiting = self._loop.create_task(self._wait(endpoint, response, began))
+
+    async def _wait(self, endpoint: Endpoint, response: Awaitable[Response], began: float) -> None:
+        told = await response
+        self._waiting = None
+        if self._is_gone:
+            return
+        self._tell(endpoint, told, began)
+        self._go_on()
+        if self._waiting is None and not self._is_full and not self._closing:
+            self._transport.resume_reading()
+
+    def _tell(self, endpoint: Endpoint, response: Response, began: float) -> None:
         self._transport.write(response.written())
         self._app.service.metrics.request(endpoint.path, response.status, perf_counter() - began)
         self._asked = None
@@ -176,6 +208,8 @@ class Lane(asyncio.BufferedProtocol):
 
     def _look_at_time(self) -> None:
         """One timer for all requests of a connection: it goes off seldom, and sees then how long there is left."""
+        if self._waiting is not None:  # that has bounds of its own
+            self._deadline = self._loop.time() + self._request_seconds
         if self._deadline > self._loop.time():
             self._timer = self._loop.call_at(self._deadline, self._look_at_time)
             return

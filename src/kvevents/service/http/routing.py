@@ -51,9 +51,7 @@ class Endpoint:
     raw: bool = False
     """Whether token ids may also come as raw 32-bit numbers."""
     quick: bool = False
-    """Whether its handler answers at once, so that the fast lane may call it."""
-    whole: bool = False
-    """Whether other replicas are asked for their part, where there are some: it does not answer at once then."""
+    """Whether its handler answers at once, or as soon as other replicas have, so that the fast lane may call it."""
     slow: bool = False
     """Whether it is done in a thread, since it may take longer than a match."""
     parameters: tuple[Parameter, ...] = field(default=())
@@ -96,7 +94,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         also=((200, "the answer in Mooncake's spelling"),),
     ),
     Endpoint("POST", "/unregister", contract.unregister, Role.REGISTER, "field", contract.UnregisterRequest),
-    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True, whole=True),
+    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True),
     Endpoint(
         "POST",
         "/query_by_hash",
@@ -105,7 +103,6 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "field",
         contract.HashQueryRequest,
         quick=True,
-        whole=True,
     ),
     Endpoint(
         "GET",
@@ -138,12 +135,11 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         raw=True,
         parameters=_RAW,
         quick=True,
-        whole=True,
     ),
     Endpoint(
         "POST", "/v1/match_many", v1.match_many, Role.READ, "v1", shapes.MatchManyRequest, shapes.MatchManyAnswer, slow=True
     ),
-    Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True, whole=True),
+    Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True),
     Endpoint(
         "GET",
         "/v1/sources",
