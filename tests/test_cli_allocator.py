@@ -60,3 +60,32 @@ def test_without_glibc_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -
     before = threading.active_count()
     with giving_back():
         assert threading.active_count() == before
+
+
+ENTERED = 77
+PROGRAM = f"""
+import importlib, sys
+from kvevents.cli.program import main
+
+def entered():
+    sys.exit({ENTERED})
+
+importlib.import_module(sys.argv[1]).giving_back = entered
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("relay", ["relay", "127.0.0.1:1"]),
+        ("serve", ["serve", "--port", "0"]),
+        ("bridging", ["bridge", "--to", "nats://127.0.0.1:1", "--model", "m", "--worker", "engine=tcp://127.0.0.1:1"]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else None,
+)
+def test_commands_that_run_for_months_give_back(module: str, command: list[str]) -> None:
+    """Before anything else begins."""
+    program = [sys.executable, "-c", PROGRAM, f"kvevents.cli.{module}", *command]
+    ended = subprocess.run(program, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == ENTERED, ended.stderr
