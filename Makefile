@@ -11,7 +11,7 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
-.PHONY: demo test lint types unit bench faults chaos plane-chaos soak fuzz fuzz-native dist clean
+.PHONY: demo test lint types unit bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
@@ -43,6 +43,9 @@ chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; en
 
 plane-chaos: $(NATIVE)  ## Rounds of faults done to engines, bridges, NATS servers and replicas (PLANE_CHAOS="--rounds 200 --write"); needs nats-server
 	$(BIN)/python -m benchmarks.plane chaos $(PLANE_CHAOS)
+
+partitions: $(NATIVE) $(TESTS_STAMP)  ## Halves of a plane that are cut off from each other in network namespaces, with all that takes a minute; wants root
+	KVEVENTS_LONG=1 $(BIN)/python -m pytest tests/test_plane_partition.py
 
 soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which memory, descriptors and threads must stay as they are
 	$(BIN)/python -m benchmarks.chaos.soak $(SOAK)

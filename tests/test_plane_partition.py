@@ -6,6 +6,7 @@ While they do, nobody claims what cannot be known; afterwards every replica hold
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -156,6 +157,7 @@ def test_a_replica_that_is_cut_off_says_so(net: Network, cluster: NatsCluster) -
         until("it to be sure again", lambda: one.is_exact, SECONDS)
 
 
+@pytest.mark.skipif("KVEVENTS_LONG" not in os.environ, reason="servers take a minute to elect again: `make partitions`")
 def test_two_halves_of_everything(net: Network, cluster: NatsCluster) -> None:
     """There a bridge, a replica and the server that leads the lane; here the engine and another one of each, and two servers.
 

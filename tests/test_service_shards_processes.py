@@ -69,10 +69,14 @@ class Shares(NamedTuple):
 
     def asked_by(self, name: str) -> str:
         """Whom a replica asks for the lanes that it does not hold: of two that hold all of them it is always the same."""
-        said = self.announced()
-        others = {other: each.held for other, each in said.items() if other != name}
-        ((asked, _),) = plan(name, set(range(LANES)).difference(said[name].held), others)[0].items()
-        return asked
+
+        def look() -> str | None:
+            said = self.announced()
+            others = {other: each.held for other, each in said.items() if other != name}
+            asked = list(plan(name, set(range(LANES)).difference(said[name].held), others)[0])
+            return asked[0] if len(asked) == 1 else None
+
+        return until("one that holds all the rest", look)
 
     def counted(self, name: str, metric: str) -> float:
         """A metric of one of them."""

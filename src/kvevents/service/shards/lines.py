@@ -1,7 +1,7 @@
 """HTTP connections to one other replica, kept open: a question that finds one idle costs a write and a read.
 
-A client library does the same for any server there is, at five times the CPU (docs/adr/0013-shares.md); here both ends are
-this service, and a proxy between them at most.
+A client library does the same for any server there is, at several times the CPU, and each answer is several questions. Here
+both ends are this service, with a proxy between them at most; the parser is the one that uvicorn has.
 """
 
 from __future__ import annotations
