@@ -77,7 +77,8 @@ def test_a_restart_moves_no_lanes_and_a_death_does() -> None:
     assert 0 < len(share) < LANES
     roster.hear({}, share, PRESENT_SECONDS - 1)
     assert (roster.wanted, list(roster.present)) == (share, ["b"]), "one look may have missed it"
-    roster.hear({"b": says()}, share, DEAD_SECONDS - 1)
+    for now in range(int(PRESENT_SECONDS), int(DEAD_SECONDS), 2):
+        roster.hear({"b": says()}, share, float(now))
     assert (roster.wanted, dict(roster.present)) == (share, {}), "what it has said is still there, and nothing new"
     roster.hear({}, share, DEAD_SECONDS + 1)
     assert roster.wanted == frozenset(range(LANES))
@@ -102,9 +103,35 @@ def test_a_lane_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_w
     assert roster.spare(2.0 + RELEASE_SECONDS) == frozenset(foreign[1:])
     roster.hear({"b": others_at(9.0)["b"]}, range(LANES), 9.0)  # one of them is not heard of
     assert roster.spare(1000.0) == frozenset()
-    roster.hear(others_at(10.0), range(LANES), 10.0)
-    roster.hear(others_at(10.0), range(LANES), 11.0 + PRESENT_SECONDS)  # they say nothing new
-    assert roster.spare(1000.0) == frozenset()
+    for now in (10.0, 13.0, 16.0, 19.0, 22.0):
+        roster.hear(others_at(10.0), range(LANES), now)  # they say nothing new
+    assert roster.spare(22.0) == frozenset()
+
+
+def test_an_hour_without_the_servers_is_nobodys_death() -> None:
+    """All come back at about the same time; who looks first must not begin with the lanes of those who are slower."""
+    roster = Roster("a", LANES, 1)
+    roster.hear({"b": says(beat=1)}, [], 0.0)
+    share = roster.wanted
+    roster.hear({}, share, 3_600.0)
+    assert (roster.wanted, list(roster.present)) == (share, ["b"])
+    for passed in range(0, int(DEAD_SECONDS) + 1, 2):
+        roster.hear({}, share, 3_600.0 + passed)
+    assert roster.wanted == share
+    roster.hear({}, share, 3_600.0 + DEAD_SECONDS + 2)
+    assert roster.wanted == frozenset(range(LANES))
+
+
+def test_nothing_is_let_go_while_nobody_can_be_heard() -> None:
+    roster = Roster("a", LANES, 1)
+    everything = says(*range(LANES), beat=1)
+    roster.hear({"b": everything}, range(LANES), 0.0)
+    assert roster.spare(1_000.0) == frozenset()
+    roster.hear({"b": says(*range(LANES), beat=2)}, range(LANES), 1_000.0)
+    assert roster.spare(1_000.0 + PRESENT_SECONDS) == frozenset()
+    roster.hear({"b": says(*range(LANES), beat=3)}, range(LANES), 1_005.0)
+    roster.hear({"b": says(*range(LANES), beat=4)}, range(LANES), 1_010.0)
+    assert roster.spare(1_000.0 + RELEASE_SECONDS) == frozenset(range(LANES)) - roster.wanted
 
 
 def test_the_most_holders_that_anybody_was_told_count() -> None:

@@ -99,11 +99,16 @@ class Roster:
         self._known: dict[str, tuple[Announcement, float]] = {}
         """Those that were heard of lately, and when they said something new last."""
         self._spare_since: dict[int, float] = {}
-        self._has_looked = False
+        self._looked_at: float | None = None
 
     def hear(self, others: Mapping[str, Announcement], held: Collection[int], now: float) -> None:
         """What the others say at this moment, and which lanes this replica answers for."""
-        self._has_looked = True
+        if self._looked_at is not None and now - self._looked_at > PRESENT_SECONDS:
+            # Nobody could be heard meanwhile: all have as long as they had to say something.
+            away = now - self._looked_at
+            self._known = {name: (each, at + away) for name, (each, at) in self._known.items()}
+            self._spare_since.clear()
+        self._looked_at = now
         for name, each in others.items():
             if name not in self._known or self._known[name][0] != each:
                 self._known[name] = (each, now)
@@ -128,10 +133,12 @@ class Roster:
     @property
     def wanted(self) -> frozenset[int]:
         """The lanes that this replica is to hold; none before it has heard of the others."""
-        if not self._has_looked:
+        if self._looked_at is None:
             return frozenset()
         return frozenset(lane for lane in range(self._lanes) if self._own in self._owners(lane))
 
     def spare(self, now: float) -> frozenset[int]:
-        """The lanes that it may let go."""
+        """The lanes that it may let go; none while nobody can be heard."""
+        if self._looked_at is None or now - self._looked_at > PRESENT_SECONDS:
+            return frozenset()
         return frozenset(lane for lane, since in self._spare_since.items() if now - since >= RELEASE_SECONDS)
