@@ -64,7 +64,7 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
             service.exact("one", blocks=6)
         with serving(*flags, "--replica", "b") as service:
             service.exact("one", blocks=6)
-            assert service.told("begun with snapshot")
+            until("the log to say so", lambda: service.told("begun with snapshot"))
             assert service.held(list(range(64))) == {"one": 64}
             assert first
 

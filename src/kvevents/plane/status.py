@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from kvevents.errors import PlaneError
+from kvevents.plane.entries import ANSWER_SECONDS
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, state_of
 from kvevents.plane.leases import Holder
@@ -183,10 +186,12 @@ async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, _Entry]:
             bucket = await js.key_value(layout.leases)
             # Not key by key, for entries go while one looks.
             watcher: Any = await bucket.watchall(ignore_deletes=True)
-            async for entry in watcher:
-                if entry is None:
-                    break
-                found[entry.key] = _Entry(entry.value or b"", entry.created.timestamp())
+            with suppress(TimeoutError):  # the last one was written anew meanwhile, and there is no end
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    async for entry in watcher:
+                        if entry is None:
+                            break
+                        found[entry.key] = _Entry(entry.value or b"", entry.created.timestamp())
             await watcher.stop()
     except PlaneError as error:
         if error.fault != "missing":

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvevents.errors import PlaneError
+from kvevents.plane.entries import entries
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout
 from kvevents.plane.opinions import PREFIX, Opinion
@@ -74,17 +75,12 @@ class Comparing:
 
     async def _opinions(self, client: PlaneClient, layout: Layout, own: Opinion) -> dict[str, Opinion]:
         """What the others say, after this one has."""
+        js = client.jetstream()
         with told("telling the other replicas what this one holds"):
-            bucket = await client.jetstream().key_value(layout.leases)
-            await self._say(bucket, own)
-            found: dict[str, Opinion] = {}
-            for key in await bucket.keys():
-                name = key.removeprefix(PREFIX)
-                if name not in {key, self._name}:
-                    entry = await bucket.get(key)
-                    opinion = Opinion.decode(entry.value or b"")
-                    found |= {} if opinion is None else {name: opinion}
-        return found
+            await self._say(await js.key_value(layout.leases), own)
+        found = await entries(js, layout, "asking what the other replicas hold", PREFIX)
+        said = {name: Opinion.decode(value) for name, value in found.items() if name != self._name}
+        return {name: opinion for name, opinion in said.items() if opinion is not None}
 
     async def _say(self, bucket: KeyValue, own: Opinion) -> None:
         """What this one holds. One that may only read compares itself all the same."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvevents.errors import PlaneError
+from kvevents.plane.entries import entries
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout
 from kvevents.plane.leases import Holder, Lease, lease_key
@@ -17,8 +18,6 @@ from kvevents.plane.sharding import PREFIX, Announcement, Roster
 from kvevents.service.config import ShardSettings
 
 if TYPE_CHECKING:
-    from nats.js.kv import KeyValue
-
     from kvevents.plane.client import PlaneClient
 
 log = logging.getLogger(__name__)
@@ -149,22 +148,10 @@ class _Part:
         with told("telling the other replicas which lanes this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.put(PREFIX + self._name, own.encode())
-            others = await self._others(bucket)
+        found = await entries(client.jetstream(), layout, "asking which lanes the other replicas hold", PREFIX)
+        said = {name: Announcement.decode(value) for name, value in found.items() if name != self._name}
+        others = {name: announced for name, announced in said.items() if announced is not None}
         self._roster.hear(others, shown, time.monotonic())
-
-    async def _others(self, bucket: KeyValue) -> dict[str, Announcement]:
-        from nats.js.errors import KeyNotFoundError, NoKeysError  # noqa: PLC0415 - an extra
-
-        found: dict[str, Announcement] = {}
-        with suppress(NoKeysError):
-            for key in await bucket.keys():
-                name = key.removeprefix(PREFIX)
-                if name in {key, self._name}:
-                    continue
-                with suppress(KeyNotFoundError):  # it has just left
-                    announced = Announcement.decode((await bucket.get(key)).value or b"")
-                    found |= {} if announced is None else {name: announced}
-        return found
 
     async def leave(self, client: PlaneClient, layout: Layout) -> None:
         """Tell the others that this one ends. Raises `PlaneError`."""
