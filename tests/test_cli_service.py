@@ -793,3 +793,23 @@ def test_a_state_has_its_reason_once() -> None:
     row = drawn([source(1, "STALE", reason=f"{fault}; disconnected", fault=fault)], 160)[-1]
     assert row.count("nothing listens") == 1
     assert Trusted("STALE").state in row
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--replica", "a", "--holders", "2"), "--holders is about --shard-url"),
+        (("--replica", "a", "--shard-url", "http://h:99999"), "write http://HOST:PORT"),
+        (("--shard-url", "http://h:1"), "needs a name that lasts"),
+    ],
+)
+def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], said: str) -> None:
+    ended = run("serve", "--from", "nats://127.0.0.1:1", *flags, "--check")
+    assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err
+
+
+def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "service.toml"
+    path.write_text('shard = "x"\n')
+    ended = run("serve", "--config", path, "--from", "nats://127.0.0.1:1", "--replica", "a", "--holders", "2", "--check")
+    assert (ended.code, "`$.shard`" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err

@@ -206,4 +206,20 @@ class World:
 @pytest.mark.parametrize("value", [b"", b"{}", b'{"url": 1}', b"[]"])
 def test_what_is_no_announcement_is_none(value: bytes) -> None:
     assert Announcement.decode(value) is None
+
+
+@pytest.mark.parametrize(
+    "url", ["", "h:1", "ftp://h", "http://", "http://h:99999", "http://h/x", "http://u@h", "http://h\r\n", "http://["]
+)
+def test_nobody_is_asked_where_nobody_can_be(url: str) -> None:
+    """Who may write the bucket cannot make the others fail by what it says of itself."""
+    assert Announcement.decode(Announcement(url, 1, []).encode()) is None
+
+
+@pytest.mark.parametrize("holders", [0, 9, 1 << 40])
+def test_nobody_has_all_others_hold_everything(holders: int) -> None:
+    assert Announcement.decode(Announcement("http://h:1", holders, []).encode()) is None
+
+
+def test_an_announcement_comes_back_as_it_was() -> None:
     assert Announcement.decode(says(1, 2).encode()) == says(1, 2)

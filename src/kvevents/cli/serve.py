@@ -165,6 +165,8 @@ def _about_plane(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     """What makes a replica: a file may say a part of it, and flags the rest."""
     found = {} if args.replica is None else {"replica": args.replica}
     shard = {name: value for name, value in (("url", args.shard_url), ("holders", args.holders)) if value is not None}
+    if "holders" in shard and "url" not in shard and "shard" not in tables:
+        raise ConfigError("--holders is about --shard-url, which is missing: where the other replicas reach this one")
     for name, given in (("plane", _plane(args, tables)), ("shard", shard)):
         table = tables.get(name, {})
         if given and isinstance(table, dict):  # else what it is shall be told

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +27,8 @@ PREFIX: Final = "shard."
 PRESENT_SECONDS: Final = 6.0
 """For which a replica is there that has said something new. One look may miss it, since a bucket is listed while it is written;
 and what a dead one has said stays in the bucket for longer."""
+MAX_HOLDERS: Final = 8
+"""Of each lane, whoever asks for more."""
 DEAD_SECONDS: Final = 30.0
 """For which a replica must not have been heard before others take over its lanes: a restart must not move them."""
 RELEASE_SECONDS: Final = 10.0
@@ -50,10 +53,23 @@ class Announcement(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Announcement | None:
-        """What `encode` wrote; None for anything else."""
+        """What `encode` wrote; None for anything else, such as what nobody could be asked at."""
         with suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(value, type=cls)
+            found = msgspec.json.decode(value, type=cls)
+            if is_url(found.url) and 1 <= found.holders <= MAX_HOLDERS:
+                return found
         return None
+
+
+def is_url(text: str) -> bool:
+    """Whether a replica can be asked there: `http://HOST:PORT` or `https://HOST:PORT`, and nothing behind it."""
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018 - it raises for what is none
+    except ValueError:
+        return False
+    plain = text.isascii() and text.isprintable() and parts.username is None
+    return plain and parts.scheme in {"http", "https"} and bool(parts.hostname) and not (parts.path.strip("/") + parts.query)
 
 
 @lru_cache(maxsize=1 << 16)

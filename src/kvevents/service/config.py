@@ -7,7 +7,6 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct, field
@@ -15,11 +14,11 @@ from msgspec import Struct, field
 from kvevents.config import Curve
 from kvevents.errors import ConfigError
 from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.sharding import MAX_HOLDERS, is_url
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.tables import SourceTable, Template
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_HOLDERS: Final = 8
 MAX_ASK_SECONDS: Final = 30.0
 DEFAULT_PORT: Final = 8090
 """As Dynamo's standalone indexer."""
@@ -95,8 +94,7 @@ class ShardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """PEM file of the authorities that the others' certificates are checked against; None for those of the system."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/") or parts.query:
+        if not is_url(self.url):
             raise ConfigError(f"shard.url is {self.url!r}; write http://HOST:PORT as the other replicas reach this one")
         if not 1 <= self.holders <= MAX_HOLDERS:
             raise ConfigError(f"shard.holders is {self.holders}; it is a number of replicas from 1 to {MAX_HOLDERS}")

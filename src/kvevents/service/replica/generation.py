@@ -184,19 +184,24 @@ class Generation:
             self.newest[kept.lane] = kept
 
     async def take(self, lane: int, path: Path) -> tuple[Taken, int]:
-        """A snapshot of a lane at `path`, and its blocks. Raises `SnapshotError`, and `TimeoutError` where it is too slow."""
+        """A snapshot of a lane at `path`, and about how many blocks it has.
+
+        Raises `SnapshotError`, and `TimeoutError` where it is too slow.
+        """
         order = self.follower.order(lambda: self._take(lane, path))
         async with asyncio.timeout(TAKE_SECONDS):
-            return await asyncio.wrap_future(order)
+            taken = await asyncio.wrap_future(order)
+        # Counted aside: the thread that applies has no time to look at every worker for each lane.
+        infos = await asyncio.to_thread(self.index.workers)
+        keys = {(source, rank) for source, rank, _ in taken.digests}
+        return taken, sum(info.blocks for info in infos if (info.source, info.rank) in keys)
 
-    def _take(self, lane: int, path: Path) -> tuple[Taken, int]:
+    def _take(self, lane: int, path: Path) -> Taken:
         """By the thread that applies: ledger and index are of one moment then."""
         ledger = self.subscriber.ledgers.get(lane)
         if ledger is None:
             raise SnapshotError(f"lane {lane} is no longer held here; another replica takes its snapshots")
-        taken = take(lane, ledger, self.subscriber.doubts(), self.index, path)
-        blocks = {(info.source, info.rank): info.blocks for info in self.index.workers()}
-        return taken, sum(blocks.get(key, 0) for key in ledger.streams)
+        return take(lane, ledger, self.subscriber.doubts(), self.index, path)
 
 
 def _is_gone(position: int, state: LaneState) -> bool:
