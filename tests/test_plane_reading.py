@@ -339,6 +339,25 @@ def test_one_that_rests_is_sent_pages_again_where_many_are_of_others(server: Nat
 
 
 @pytest.mark.usefixtures("heartbeat")
+def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LOOK_SECONDS", 2 * SECONDS)
+
+    async def work(lane: Lane) -> None:
+        writer = Writing()
+        writer.under_way = True
+        async with resting(lane, writer) as (reader, _):
+            for count in range(1, reading.FEW_PAGES + 2):
+                await lane.write(1)
+                reader.ask()
+                await lane.until(count)
+            await until_consumers(lane, 1)
+
+    with_lane(plane_at(server.url, name="often", lanes=1), work)
+
+
+@pytest.mark.usefixtures("heartbeat")
 def test_one_that_rests_tells_what_became_of_its_lane(server: NatsServer) -> None:
     """A page of somebody else that is gone before it was asked for, and a lane that is another one."""
 

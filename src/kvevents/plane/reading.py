@@ -46,6 +46,7 @@ PAGE_HEADER: Final = "Kvevents-Page"
 MANY_PAGES: Final = 20
 """Of others, between two looks of a reader that rests: so many are not asked for one by one."""
 FEW_PAGES: Final = 5
+"""Of others, in the time between two heartbeats or looks, without a reason to be sent all pages."""
 FEW_LOOKS: Final = 3
 """For so many heartbeats there must have been none of others, or few and more of its own, before a writer's reader rests."""
 LOOK_SECONDS: Final = 1.0
@@ -131,7 +132,7 @@ class LaneReader:
         self._writer: Final = writer
         self._rests = False
         self._own = self._others = 0
-        """Pages since the last heartbeat."""
+        """Pages since the last heartbeat; of one that rests, since the last time that nobody asked for anything for so long."""
         self._few = 0
         """Heartbeats between which there were few of others."""
         self._at_once = False
@@ -234,14 +235,16 @@ class LaneReader:
         self._pass_by()
         last = self.position if self.state is None else self.state.last
         if asked or not writer.is_writing():
-            if last - self.position > MANY_PAGES or not await self._ask(last):
-                self._rests = False
+            if last - self.position > MANY_PAGES or not await self._ask(last) or self._others > FEW_PAGES:
+                self._rests, self._others = False, 0
                 return
             self.behind = 0
         self.fault = ""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await self._lost.wait()
+        except TimeoutError:
+            self._others = 0
 
     async def _ask(self, last: int) -> bool:
         """Hand out all pages up to one. False where that is not to be had in this way."""
@@ -250,6 +253,7 @@ class LaneReader:
             if page is None:
                 return False
             self.position = page.position
+            self._others += 1
             self._came.append(page)
             self._hand_out()
             if self._failure is not None:
