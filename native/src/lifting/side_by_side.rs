@@ -1,0 +1,97 @@
+//! Numbers from several places of an array at the same time, for any processor.
+//!
+//! In an array of numbers every comma separates two of them, so reading may begin behind any. What is read behind a comma counts only
+//! if reading from the front comes there: so whatever else the text holds is found out.
+
+use super::{digits, gap, of_digits};
+
+/// Places that are read from.
+const STREAMS: usize = 3;
+
+/// Bytes from one such place to the next.
+const PART: usize = 1024;
+
+/// Bytes in which a comma is looked for.
+const NEAR: usize = 16;
+
+/// A smaller part is not worth it.
+const SMALLEST: usize = 128;
+
+/// See `Quick`.
+pub(super) fn read(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
+    match gap(text, end).filter(|_| text.len() - end > STREAMS * SMALLEST) {
+        Some(1) => read_with::<1>(text, end, tokens),
+        Some(_) => read_with::<2>(text, end, tokens),
+        None => end,
+    }
+}
+
+fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
+    // A number and its comma have two bytes.
+    let mut found = [[0; PART / 2]; STREAMS];
+    let mut at = end + GAP;
+    while let Some(starts) = starts::<GAP>(text, at) {
+        let mut places = starts;
+        let mut done = 0;
+        while done < PART / 2 && (0..STREAMS).all(|stream| places[stream] < starts[stream + 1]) {
+            let [Some(first), Some(second), Some(third)] = [
+                number::<GAP>(text, places[0]),
+                number::<GAP>(text, places[1]),
+                number::<GAP>(text, places[2]),
+            ] else {
+                break;
+            };
+            for (stream, (token, next)) in [first, second, third].into_iter().enumerate() {
+                found[stream][done] = token;
+                places[stream] = next;
+            }
+            done += 1;
+        }
+        for stream in 0..STREAMS {
+            tokens.extend_from_slice(&found[stream][..done]);
+            at = places[stream];
+            while at < starts[stream + 1] {
+                let Some((token, next)) = number::<GAP>(text, at) else {
+                    return at - GAP;
+                };
+                tokens.push(token);
+                at = next;
+            }
+        }
+    }
+    at - GAP
+}
+
+/// Where numbers may begin, from `at` on: one place for each stream, and one where the last of them ends. Parts are as large as they
+/// can be with a comma near the end of each: near the end of the array that takes smaller ones.
+fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
+    let mut part = PART.min(text.len().checked_sub(at + NEAR)? / STREAMS);
+    while part >= SMALLEST {
+        if let Some(found) = split::<GAP>(text, at, part) {
+            return Some(found);
+        }
+        part /= 2;
+    }
+    None
+}
+
+fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize; STREAMS + 1]> {
+    let mut found = [at; STREAMS + 1];
+    for (stream, start) in found.iter_mut().enumerate().skip(1) {
+        let from = at + stream * part;
+        *start = from + text[from..from + NEAR].iter().position(|&byte| byte == b',')? + GAP;
+    }
+    Some(found)
+}
+
+/// A number of up to eight digits, and where the next one begins behind its separator.
+#[inline]
+fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
+    let near: &[u8; 10] = text.get(at..)?.first_chunk()?;
+    let (word, count) = digits(*near.first_chunk()?);
+    let leads = word & 0xFF != 0 || count == 1;
+    if count == 0 || !leads || near[count] != b',' || (GAP == 2 && near[count + 1] != b' ') {
+        return None;
+    }
+    Some((of_digits(word, count), at + count + GAP))
+}
