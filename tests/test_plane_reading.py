@@ -241,3 +241,142 @@ def test_messages_that_no_consumer_sends_are_passed_over(server: NatsServer) -> 
             await lane.until(3)
 
     with_lane(plane_at(server.url, name="strange", lanes=1), work)
+
+
+class Writing:
+    """What somebody who writes into the lane says to its reader."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.under_way = False
+
+    def knows(self, position: int, name: str) -> bool:
+        return position <= self.position or name == "mine"
+
+    def is_writing(self) -> bool:
+        return self.under_way
+
+
+@pytest.fixture(name="heartbeat")
+def short_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader rests after a few of them."""
+    monkeypatch.setattr(reading, "HEARTBEAT_SECONDS", 0.1)
+
+
+@asynccontextmanager
+async def resting(lane: Lane, writer: Writing) -> AsyncIterator[tuple[LaneReader, asyncio.Task[Any]]]:
+    """A reader of an empty lane that has seen nobody else write for a while."""
+    reader = lane.reader(writer=writer)
+    async with running(reader) as task:
+        await until_consumers(lane, 1)
+        await until_consumers(lane, 0)
+        yield reader, task
+
+
+async def until_consumers(lane: Lane, count: int) -> None:
+    async with asyncio.timeout(SECONDS):
+        while len(await lane.js.consumers_info(lane.stream)) != count:  # noqa: ASYNC110 - the server's
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_a_writer_is_not_sent_its_own_pages_and_gets_those_of_others(server: NatsServer) -> None:
+    """Nothing is pushed. What it knows counts as read; what it does not is asked for, and comes in order."""
+
+    async def work(lane: Lane) -> None:
+        writer = Writing()
+        async with resting(lane, writer) as (reader, _):
+            writer.under_way = True
+            await lane.write(300)
+            writer.position, writer.under_way = 300, False
+            await lane.write(2)
+            await until(lambda: len(lane.came) == 2)
+            assert lane.numbers == [301, 302]
+            assert (reader.position, reader.behind, reader.fault) == (302, 0, "")
+            assert not await lane.js.consumers_info(lane.stream)
+
+    with_lane(plane_at(server.url, name="resting", lanes=1), work)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_one_that_rests_asks_at_once_where_somebody_else_must_have_written(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And waits for what becomes of pages that are under way, or it would fetch them."""
+    monkeypatch.setattr(reading, "LOOK_SECONDS", 0.01)
+
+    async def work(lane: Lane) -> None:
+        writer = Writing()
+        async with resting(lane, writer) as (reader, _):
+            writer.under_way = True
+            await lane.write(1)
+            looked = reader.look_again()
+            await looked.wait()
+            await reader.look_again().wait()
+            assert not lane.came
+            monkeypatch.setattr(reading, "LOOK_SECONDS", 2 * SECONDS)
+            await reader.look_again().wait()
+            reader.ask()
+            await lane.until(1)
+
+    with_lane(plane_at(server.url, name="asking", lanes=1), work)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_one_that_rests_is_sent_pages_again_where_many_are_of_others(server: NatsServer) -> None:
+    async def work(lane: Lane) -> None:
+        writer = Writing()
+        async with resting(lane, writer) as (reader, _):
+            writer.under_way = True  # so that they are many when it asks
+            await lane.write(reading.MANY_PAGES + 1)
+            reader.ask()
+            await lane.until(reading.MANY_PAGES + 1)
+            assert len(await lane.js.consumers_info(lane.stream)) == 1
+            await lane.write(100)
+            await lane.until(reading.MANY_PAGES + 101)
+
+    with_lane(plane_at(server.url, name="many", lanes=1), work)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LOOK_SECONDS", 2 * SECONDS)
+
+    async def work(lane: Lane) -> None:
+        writer = Writing()
+        writer.under_way = True
+        async with resting(lane, writer) as (reader, _):
+            for count in range(1, reading.FEW_PAGES + 2):
+                await lane.write(1)
+                reader.ask()
+                await lane.until(count)
+            await until_consumers(lane, 1)
+
+    with_lane(plane_at(server.url, name="often", lanes=1), work)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_one_that_rests_tells_what_became_of_its_lane(server: NatsServer) -> None:
+    """A page of somebody else that is gone before it was asked for, and a lane that is another one."""
+
+    async def work(lane: Lane) -> None:
+        writer = Writing()
+        async with resting(lane, writer) as (reader, task), asyncio.timeout(SECONDS):
+            await lane.write(1)
+            await lane.until(1)
+            writer.under_way = True
+            await reader.look_again().wait()
+            await lane.write(2)
+            await lane.js.delete_msg(lane.stream, 2)
+            reader.ask()
+            assert await task == ("purged", 3)
+        await lane.js.delete_stream(lane.stream)
+        await make_lane(lane.js, lane.layout, 0, lane.settings)
+        async with resting(lane, Writing()) as (_, task), asyncio.timeout(SECONDS):
+            await lane.js.delete_stream(lane.stream)
+            await make_lane(lane.js, lane.layout, 0, lane.settings)
+            assert (await task).why == "made anew"
+
+    with_lane(plane_at(server.url, name="restless", lanes=1), work)

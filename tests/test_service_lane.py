@@ -21,6 +21,7 @@ from kvevents.service.http.app import App
 from kvevents.service.http.lane import FIRST_BYTES, MAX_KEPT_BYTES, Lane
 from kvevents.service.http.messages import Request, Response
 from kvevents.service.http.routing import TABLE
+from kvevents.service.http.turns import GROUP, Turns
 
 LIMITS: Final = Limits(max_body_bytes=3 << 20, max_clients=2, request_seconds=5.0)
 
@@ -62,6 +63,9 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
+    def is_closing(self) -> bool:
+        return self.closed
+
     def set_protocol(self, protocol: Any) -> None:
         self.protocol = protocol
 
@@ -86,9 +90,9 @@ class General:
         self.received += data
 
 
-def laned(connections: set[Any] | None = None) -> tuple[Lane, Wire, EchoApp]:
+def laned(connections: set[Any] | None = None, turns: Turns | None = None) -> tuple[Lane, Wire, EchoApp]:
     app, wire = EchoApp(), Wire()
-    lane = Lane(app, set() if connections is None else connections, General, 75.0)  # type: ignore[arg-type]
+    lane = Lane(app, turns or Turns(0.0), set() if connections is None else connections, General, 75.0)  # type: ignore[arg-type]
     lane.connection_made(wire)  # type: ignore[arg-type]
     return lane, wire, app
 
@@ -190,7 +194,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
 
     async def scenario() -> None:
         wire = Wire()
-        lane = Lane(WaitingApp([turns for _, turns in asked]), set(), General, 75.0)  # type: ignore[arg-type]
+        lane = Lane(WaitingApp([turns for _, turns in asked]), Turns(0.0), set(), General, 75.0)  # type: ignore[arg-type]
         lane.connection_made(wire)  # type: ignore[arg-type]
         pace = itertools.cycle(steps)
         data = b"".join(post(body) for body, _ in asked)
@@ -203,6 +207,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
             room[:size] = data[:size]
             data = data[size:]
             lane.buffer_updated(size)
+        await asyncio.sleep(0)  # before the turn ends, the last ones may not be written
         assert answers(wire.written) == [b"|" + body for body, _ in asked]
         assert (wire.protocol, wire.closed) == (None, False)
         lane.connection_lost(None)
@@ -212,7 +217,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
 
 async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
     wire = Wire()
-    lane = Lane(WaitingApp([5]), set(), General, 75.0)  # type: ignore[arg-type]
+    lane = Lane(WaitingApp([5]), Turns(0.0), set(), General, 75.0)  # type: ignore[arg-type]
     lane.connection_made(wire)  # type: ignore[arg-type]
     question = post(b"x")
     lane.get_buffer(-1)[: len(question)] = question
@@ -257,6 +262,45 @@ async def test_who_does_not_read_answers_may_ask_no_more() -> None:
     assert not wire.reading
     lane.resume_writing()
     assert wire.reading
+
+
+async def busy_turns() -> Turns:
+    """After a turn in which several were answered."""
+    turns, wire = Turns(0.0), Wire()
+    for _ in range(2):
+        turns.answer(wire, b"", 0.0)
+    await asyncio.sleep(0)
+    return turns
+
+
+async def test_where_many_ask_answers_go_together_and_none_stays_behind() -> None:
+    """At most `GROUP` wait, until the turn ends; whose connection has ended gets nothing, and nobody else misses any."""
+    turns = await busy_turns()
+    lanes = [laned(turns=turns) for _ in range(2 * GROUP - 1)]
+    for lane, wire, _ in lanes:
+        feed(lane, wire, post(b"{}"), lambda: FIRST_BYTES)
+    written = [bool(wire.written) for _, wire, _ in lanes]
+    assert written == [True] * GROUP + [False] * (GROUP - 1)
+    lanes[GROUP][1].close()
+    await asyncio.sleep(0)
+    assert [bool(wire.written) for _, wire, _ in lanes] == [True] * GROUP + [False] + [True] * (GROUP - 2)
+    assert all(answers(wire.written) in ([b"|{}"], []) for _, wire, _ in lanes)
+
+
+async def test_an_answer_that_waits_is_written_before_anything_else_happens_to_its_connection() -> None:
+    """Its end, by either side, and requests that are not for the lane, whose answers are uvicorn's."""
+    turns = await busy_turns()
+    over, over_wire, _ = laned(turns=turns)
+    feed(over, over_wire, post(b"{}") + b"GET / HTTP/1.1\r\n\r\n", lambda: FIRST_BYTES)
+    assert (answers(over_wire.written), over_wire.protocol.received) == ([b"|{}"], b"GET / HTTP/1.1\r\n\r\n")
+    draining, draining_wire, _ = laned(turns=turns)
+    feed(draining, draining_wire, post(b"{}"), lambda: FIRST_BYTES)
+    draining.shutdown()
+    assert (answers(draining_wire.written), draining_wire.closed) == ([b"|{}"], True)
+    ended, ended_wire, _ = laned(turns=turns)
+    feed(ended, ended_wire, post(b"{}"), lambda: FIRST_BYTES)
+    ended.eof_received()
+    assert answers(ended_wire.written) == [b"|{}"]
 
 
 async def test_draining_ends_idle_connections_at_once_and_others_after_their_answer() -> None:

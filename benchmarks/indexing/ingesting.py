@@ -5,17 +5,24 @@ from __future__ import annotations
 import sys
 import time
 
-from benchmarks.indexing import procfs
-from benchmarks.indexing.feed import Feed
+from benchmarks.indexing import memory, procfs
+from benchmarks.indexing.feed import Feed, Prepared
 from benchmarks.indexing.rival import Service
 from benchmarks.indexing.workload import CHAIN
 from benchmarks.processes import say
 
 
+def ready(feed: Feed, blocks: int) -> Prepared:
+    """What the worker will send, with the memory for it there."""
+    prepared = feed.prepare(blocks)
+    memory.have()
+    return prepared
+
+
 def service(feed: Feed, blocks: int) -> tuple[int, float, float]:
     """Events, and seconds of the clock and of the CPU until Dynamo's service answers with the last block."""
     with Service(feed.port) as rival:
-        prepared = feed.prepare(blocks)
+        prepared = ready(feed, blocks)
         began, cpu = time.monotonic(), procfs.cpu(rival.pid)
         feed.send()
         wall = rival.wait_for(prepared.last) - began
@@ -31,7 +38,7 @@ def ours(feed: Feed, blocks: int) -> tuple[int, float, float]:
     index = PrefixIndex()
     with Subscriber([Source(f"tcp://127.0.0.1:{feed.port}", name="worker-1")], decode=False) as subscriber:
         subscriber.receive_many(timeout=0.2)  # connects
-        prepared = feed.prepare(blocks)
+        prepared = ready(feed, blocks)
         began, cpu, seq = time.monotonic(), time.process_time(), -1
         feed.send()
         while seq < prepared.seq:

@@ -144,6 +144,7 @@ impl Core {
             hash,
             context,
             key_spot,
+            key_seat,
             ..
         } = *block;
         let fits = |record: &Record| record.key == key && record.context == context;
@@ -157,7 +158,7 @@ impl Core {
         let records = &self.records;
         let (mut twins, mut alike) = (0, false);
         let mut found = None;
-        let seat = self.keys.seat(key_spot);
+        let seat = self.keys.seat_again(key_seat, key_spot);
         self.keys.for_each_match_at(seat, |number| {
             let record = records.get(number);
             if record.key == key {

@@ -3,6 +3,7 @@
 
 mod answers;
 mod arguments;
+mod awake;
 mod compactor;
 mod index;
 mod libzmq;
@@ -78,5 +79,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hashes, module)?)?;
     module.add_function(wrap_pyfunction!(chained, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
+    module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

@@ -225,6 +225,12 @@ impl Stream {
         self.table.prefetch(spot, stage);
     }
 
+    /// `Table::seat_ahead` of the blocks of this stream.
+    #[inline]
+    pub fn seat_ahead(&self, spot: Spot) -> Option<Seat> {
+        self.table.seat_ahead(spot)
+    }
+
     fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
         if self.foreign.is_empty() {
             return None;
@@ -256,9 +262,10 @@ impl Stream {
             key,
             context,
             hash_spot,
+            hash_seat,
             ..
         } = *block;
-        let seat = self.table.seat(hash_spot);
+        let seat = self.table.seat_again(hash_seat, hash_spot);
         let (mut known, mut own) = (None, None);
         self.table.for_each_match_at(seat, |number| {
             let record = core.records.get(number);
@@ -592,6 +599,10 @@ pub struct Block {
     pub key_spot: Spot,
     /// Where its hash is looked for.
     pub hash_spot: Spot,
+    /// Where its key belongs, if somebody has looked.
+    pub key_seat: Option<Seat>,
+    /// Where its hash belongs, if somebody has looked.
+    pub hash_seat: Option<Seat>,
 }
 
 impl Block {
@@ -604,6 +615,8 @@ impl Block {
             context,
             key_spot: core.spot(key),
             hash_spot: core.spot(hash),
+            key_seat: None,
+            hash_seat: None,
         }
     }
 }

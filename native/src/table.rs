@@ -61,6 +61,8 @@ impl From<u64> for Spot {
 pub struct Seat {
     segment: u32,
     home: u32,
+    /// `Table::moves` as it was then.
+    moves: u32,
     tag: u16,
 }
 
@@ -81,6 +83,8 @@ pub struct Table {
     depth: u32,
     len: usize,
     buckets: usize,
+    /// Counts what moves entries or segments: a seat from before such a move is none any more.
+    moves: u32,
     dense: bool,
 }
 
@@ -105,6 +109,7 @@ impl Table {
             depth: 0,
             len: 0,
             buckets: 0,
+            moves: 0,
             dense: false,
         }
     }
@@ -144,7 +149,7 @@ impl Table {
         (bent >> 1 >> (63 - self.depth)) as usize
     }
 
-    /// Where a hash belongs as long as no other entry comes or goes; None while there are none.
+    /// Where a hash belongs; None while there are no entries.
     #[inline]
     pub fn seat(&self, spot: impl Into<Spot>) -> Option<Seat> {
         let Spot { bent } = spot.into();
@@ -153,8 +158,32 @@ impl Table {
         Some(Seat {
             segment: number,
             home: segment.home(bent) as u32,
+            moves: self.moves,
             tag: segment.tag(bent),
         })
+    }
+
+    /// Where a hash belongs that is soon looked for, and whose bucket is here already. A full one has sent entries on, or is about to, so
+    /// the next one is asked for: nobody else does, and whoever comes here would wait for it.
+    #[inline]
+    pub fn seat_ahead(&self, spot: Spot) -> Option<Seat> {
+        let seat = self.seat(spot)?;
+        #[cfg(target_arch = "x86_64")]
+        if let Some(next) = self.segments[seat.segment as usize].behind(seat.home as usize) {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a prefetch is a hint, and the bucket is there.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(next.cast()) };
+        }
+        Some(seat)
+    }
+
+    /// The seat of a hash: the one that it had before in this table, if nothing has moved since.
+    #[inline]
+    pub fn seat_again(&self, before: Option<Seat>, spot: Spot) -> Option<Seat> {
+        match before {
+            Some(seat) if seat.moves == self.moves => before,
+            _ => self.seat(spot),
+        }
     }
 
     /// Asks for the memory that leads to a hash: first its place in the directory, when that is here its segment, and then its bucket.
@@ -186,7 +215,7 @@ impl Table {
     /// The same from where the hash belongs.
     #[inline]
     pub fn for_each_match_at(&self, seat: Option<Seat>, visit: impl FnMut(u32) -> bool) {
-        if let Some(Seat { segment, home, tag }) = seat {
+        if let Some(Seat { segment, home, tag, .. }) = seat {
             self.segments[segment as usize].for_each_match(home as usize, tag, visit);
         }
     }
@@ -215,7 +244,7 @@ impl Table {
     #[inline]
     pub fn insert_at(&mut self, seat: Option<Seat>, spot: Spot, record: u32, hashes: &impl Hashes) {
         self.len += 1;
-        if let Some(Seat { segment, home, tag }) = seat {
+        if let Some(Seat { segment, home, tag, .. }) = seat {
             let segment = &mut self.segments[segment as usize];
             if segment.has_room() {
                 return segment.put(home as usize, tag, record);
@@ -228,6 +257,7 @@ impl Table {
     #[inline(never)]
     fn insert_with_room(&mut self, Spot { bent }: Spot, record: u32, hashes: &impl Hashes) {
         loop {
+            self.moves = self.moves.wrapping_add(1);
             self.make_room(bent, hashes);
             let at = self.at(bent);
             let segment = &mut self.segments[at];
@@ -253,6 +283,7 @@ impl Table {
         if self.len == 0 {
             self.clear();
         } else if Segment::may_shrink(2 * segment.used(), segment.size()) {
+            self.moves = self.moves.wrapping_add(1);
             self.shrink(bent, at, hashes);
         }
         true
@@ -266,6 +297,7 @@ impl Table {
     /// Forgets everything, and gives the memory back.
     pub fn clear(&mut self) {
         *self = Self {
+            moves: self.moves.wrapping_add(1),
             dense: self.dense,
             ..Self::new()
         };

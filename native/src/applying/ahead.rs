@@ -6,6 +6,8 @@ use crate::table::Stage;
 
 /// Blocks between one step of asking for memory and the next: placing so many takes longer than memory does.
 const AHEAD: usize = 8;
+/// Blocks before a block is placed that its buckets are looked at: they are here by then, and what is behind a full one is not.
+const SOON: usize = 3;
 /// Places for blocks that were asked for, a power of two.
 const RING: usize = 4 * AHEAD;
 
@@ -20,7 +22,7 @@ impl Default for Ring {
 }
 
 /// Blocks of one context, and the keys that they are placed by. What each of them needs is a cache miss that leads to the next one, so
-/// it is asked for in three steps.
+/// it is asked for in three steps; in a fourth one it is seen whether there is more to ask for.
 pub struct Ahead<'a> {
     pub hashes: &'a [u64],
     pub keys: &'a [u64],
@@ -47,6 +49,11 @@ impl Ahead<'_> {
     #[inline]
     pub fn next(&mut self, stream: &Stream, core: &Core, at: usize) -> Block {
         let (ring, count) = (&mut *self.ring.0, self.hashes.len());
+        if at + SOON < count {
+            let soon = &mut ring[(at + SOON) % RING];
+            soon.key_seat = core.keys.seat_ahead(soon.key_spot);
+            soon.hash_seat = stream.seat_ahead(soon.hash_spot);
+        }
         if at + AHEAD < count {
             stream.ask(core, &ring[(at + AHEAD) % RING], Stage::Bucket);
         }

@@ -213,6 +213,17 @@ impl Segment {
         ptr::from_ref(&self.buckets[home])
     }
 
+    /// The bucket behind the one at a home, if that one is full, or was when an entry came.
+    #[inline]
+    pub fn behind(&self, home: usize) -> Option<*const Bucket> {
+        let bucket = &self.buckets[home];
+        if (bucket.used as usize) < WAYS && bucket.sent_on == 0 {
+            return None;
+        }
+        let next = if home + 1 == self.buckets.len() { 0 } else { home + 1 };
+        Some(ptr::from_ref(&self.buckets[next]))
+    }
+
     /// Visits records with a tag, from its home on, until `visit` says false.
     #[inline]
     pub fn for_each_match(&self, home: usize, tag: u16, mut visit: impl FnMut(u32) -> bool) {

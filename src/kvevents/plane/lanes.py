@@ -202,7 +202,7 @@ class BridgeLane:
             made = await self._begin(broken)
             position = self.composer.ledger.position
             self._reader = reader = LaneReader(
-                self._client, self._layout, self.lane, position, made, self._take, self._remake, self._knows
+                self._client, self._layout, self.lane, position, made, self._take, self._remake, self
             )
             catching_up = asyncio.create_task(self._catch_up(reader))
             try:
@@ -286,9 +286,13 @@ class BridgeLane:
         self._advanced.set()
         self._wake.set()
 
-    def _knows(self, position: int, name: str) -> bool:
-        """Whether a page is one of this bridge's that is known to be there, or would be in a moment."""
+    def knows(self, position: int, name: str) -> bool:
+        """Whether a page is known to be there, or would be in a moment."""
         return position <= self.composer.ledger.position or self._is_next(name)
+
+    def is_writing(self) -> bool:
+        """Whether pages are under way."""
+        return bool(self._sent)
 
     def _is_next(self, name: str) -> bool:
         return bool(self._sent) and self._sent[0].name == name
@@ -385,6 +389,8 @@ class BridgeLane:
             if self._is_shorter(error) and self._reader is not None:
                 await self._reader.look_again().wait()
                 return
+            if self._reader is not None:
+                self._reader.ask()
             composer = self.composer
             try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):

@@ -4,8 +4,10 @@ An ordered ephemeral consumer: the server pushes, nothing is acknowledged, and n
 connection, to the server that leads the lane, or to messages that came faster than they were taken, the numbers show it, and
 the consumer is made anew behind the last page that was handed out.
 
-A writer has no use for the bytes of its own pages, which are most of what a lane brings it where nobody else writes much. For
-one the consumer is *lean* as long as that is so: the server pushes headers alone, and pages of others are asked for one by one.
+A writer need not be told of its own pages, which are most of what a lane brings it where nobody else writes much, and which the
+servers would read from their disks for that. As long as that is so its reader *rests*: there is no consumer, what the writer
+knows to be there counts as read, and pages of others are asked for one by one: at once where a page of the writer was refused,
+since only they can be the reason, and now and then where it writes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
@@ -42,10 +44,13 @@ SHORT_REPLY: Final = 9
 PAGE_HEADER: Final = "Kvevents-Page"
 """Of a message: what its writer calls the page."""
 MANY_PAGES: Final = 20
-"""Of others, between two heartbeats: so many are not asked for one by one."""
+"""Of others, between two looks of a reader that rests: so many are not asked for one by one."""
 FEW_PAGES: Final = 5
+"""Of others, in the time between two heartbeats or looks, without a reason to be sent all pages."""
 FEW_LOOKS: Final = 3
-"""For so many heartbeats there must have been few pages of others before bodies are left out."""
+"""For so many heartbeats there must have been none of others, or few and more of its own, before a writer's reader rests."""
+LOOK_SECONDS: Final = 1.0
+"""Between two looks of a reader that rests at what its lane is."""
 FETCH_SECONDS: Final = 5.0
 PENDING_BYTES: Final = 64 << 20
 """Of pages that came and were not handed out; what is above it is read again later."""
@@ -69,20 +74,30 @@ class Pushed(NamedTuple):
     pending: int
     """Of the messages behind it, those that the server had then."""
     name: str = ""
-    """Of the page, as its writer calls it. There may be no data where the reader's owner knows the page by it."""
+    """Of the page, as its writer calls it."""
 
 
 Take = Callable[[list[Pushed]], None]
 Remake = Callable[[], Awaitable[None]]
-Knows = Callable[[int, str], bool]
-"""Whether a page of this number and name need not be read."""
+
+
+class Writer(Protocol):
+    """Who writes into the lane that is read."""
+
+    def knows(self, position: int, name: str) -> bool:
+        """Whether a page of this number and name is its own, or was read."""
+        ...
+
+    def is_writing(self) -> bool:
+        """Whether pages are under way. What becomes of them shows whether anybody else has written."""
+        ...
 
 
 class LaneReader:
     """Reads one lane. `run` ends only when the lane cannot be read on, or when `take` raises.
 
-    `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it. `knows` is
-    asked by readers of writers about each page as it comes, and `take` is called at once with what it says yes to.
+    `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it. With a
+    `writer` the reader may rest, and what the writer knows is handed out at once.
     """
 
     def __init__(
@@ -94,10 +109,10 @@ class LaneReader:
         made: str | None,
         take: Take,
         remake: Remake | None = None,
-        knows: Knows | None = None,
+        writer: Writer | None = None,
     ) -> None:
         self.position = position
-        """Number of the last page that was handed out."""
+        """Number of the last page that was handed out, or that the writer was found to know."""
         self.made = made
         """Which stream it is; None before it was asked for."""
         self.behind: int | None = None
@@ -114,14 +129,16 @@ class LaneReader:
         self._lane: Final = lane
         self._take: Final = take
         self._remake: Final = remake
-        self._knows: Final = knows
-        self._lean = False
-        self._others = 0
-        """Pages of others since the last heartbeat."""
+        self._writer: Final = writer
+        self._rests = False
+        self._own = self._others = 0
+        """Pages since the last heartbeat; of one that rests, since the last time that nobody asked for anything for so long."""
         self._few = 0
-        """Heartbeats between which there were few."""
+        """Heartbeats between which there were few of others."""
         self._at_once = False
-        """Whether the consumer is made anew because another one serves better, so that there is nothing to wait for."""
+        """Whether there is nothing to wait for before the next look."""
+        self._asked = False
+        """Whether somebody else is known to have written."""
         self._shrunk_at: float | None = None
         self._hole: int | None = None
         self._failure: BaseException | None = None
@@ -139,7 +156,7 @@ class LaneReader:
                     broken = await self._look()
                     if broken is not None:
                         return broken
-                    await self._follow()
+                    await (self._follow() if self._writer is None or not self._rests else self._rest(self._writer))
                 except PlaneError as error:
                     self._tell(error)
                 await asyncio.sleep(0.0 if self._at_once else AGAIN_SECONDS)
@@ -152,6 +169,12 @@ class LaneReader:
         self._looked.clear()
         self._lost.set()
         return self._looked
+
+    def ask(self) -> None:
+        """Somebody else has written. What is pushed brings it by itself."""
+        if self._rests:
+            self._asked = True
+            self._lost.set()
 
     def _tell(self, error: PlaneError) -> None:
         self.behind = None
@@ -170,6 +193,8 @@ class LaneReader:
 
     async def _look(self) -> Broken | None:
         """Whether what comes next is there still."""
+        self._lost.clear()
+        self._pass_by()
         state = await self._state()
         self.state = state
         if self.made is None:
@@ -198,10 +223,47 @@ class LaneReader:
             fault="away",
         )
 
+    def _pass_by(self) -> None:
+        """What the writer knows of what comes next."""
+        while self._writer is not None and self._writer.knows(self.position + 1, ""):
+            self.position += 1
+
+    async def _rest(self, writer: Writer) -> None:
+        """Ask for what others have written, if they have, and for nothing more until there is reason to, or for a while."""
+        self._at_once = True
+        asked, self._asked = self._asked, False
+        self._pass_by()
+        last = self.position if self.state is None else self.state.last
+        if asked or not writer.is_writing():
+            if last - self.position > MANY_PAGES or not await self._ask(last) or self._others > FEW_PAGES:
+                self._rests, self._others = False, 0
+                return
+            self.behind = 0
+        self.fault = ""
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._lost.wait()
+        except TimeoutError:
+            self._others = 0
+
+    async def _ask(self, last: int) -> bool:
+        """Hand out all pages up to one. False where that is not to be had in this way."""
+        while self.position < last:
+            page = await self._fetch(self.position + 1)
+            if page is None:
+                return False
+            self.position = page.position
+            self._others += 1
+            self._came.append(page)
+            self._hand_out()
+            if self._failure is not None:
+                raise self._failure
+            self._pass_by()
+        return True
+
     async def _follow(self) -> None:
         """Until the consumer has lost its way."""
         client, inbox = self._client, self._client.new_inbox()
-        self._lost.clear()
         self._came.clear()
         self._delivered = 0
         self._alive_at = asyncio.get_running_loop().time()
@@ -235,7 +297,6 @@ class LaneReader:
             ack_policy=api.AckPolicy.NONE,
             idle_heartbeat=HEARTBEAT_SECONDS,
             flow_control=True,
-            headers_only=self._lean or None,
             mem_storage=True,
             num_replicas=1,
         )
@@ -253,12 +314,12 @@ class LaneReader:
                 raise PlaneError(f"lane {self._lane}: the server has been silent", fault="timeout")
 
     def _weigh(self) -> None:
-        """Whether to have bodies from now on, or not."""
-        self._few = 0 if self._others > FEW_PAGES else self._few + 1
-        many, self._others = self._others > MANY_PAGES, 0
-        lean = self._knows is not None and self.caught_up.is_set() and not many and (self._lean or self._few >= FEW_LOOKS)
-        if lean != self._lean and not self._lost.is_set():
-            self._lean, self._at_once = lean, True
+        """Whether to rest from now on."""
+        few = self._others <= FEW_PAGES and (not self._others or self._others < self._own)
+        self._few = self._few + 1 if few else 0
+        self._own = self._others = 0
+        if self._few >= FEW_LOOKS and self.caught_up.is_set() and not self._lost.is_set():
+            self._few, self._rests, self._at_once = 0, True, True
             self._lost.set()
 
     # --- what comes
@@ -278,32 +339,27 @@ class LaneReader:
             self._lost.set()
             return
         name = (message.headers or {}).get(PAGE_HEADER, "")
-        known = self._knows is not None and self._knows(position, name)
+        known = self._writer is not None and self._writer.knows(position, name)
+        self._own += known
         self._others += not known
-        data = message.data
-        if self._lean and not known:
-            found = await self._fetch(position)
-            if found is None or self._lost.is_set():
-                self._lost.set()
-                return
-            data = found
         self._delivered, self.position = delivered, position
-        self._came.append(Pushed(position, data, pending, name))
+        self._came.append(Pushed(position, message.data, pending, name))
         if known:
             self._hand_out()
         elif len(self._came) == 1:
             # Those that are there already go together.
             asyncio.get_running_loop().call_soon(self._hand_out)
 
-    async def _fetch(self, position: int) -> bytes | None:
-        """The bytes of one page; None where they cannot be had now."""
+    async def _fetch(self, position: int) -> Pushed | None:
+        """One page; None where it cannot be had now."""
         try:
             with told(f"reading page {position} of lane {self._lane}"):
                 async with asyncio.timeout(FETCH_SECONDS):
-                    return (await self._js.get_msg(self._layout.stream(self._lane), position)).data or b""
+                    found = await self._js.get_msg(self._layout.stream(self._lane), position)
         except PlaneError as error:
             log.debug("%s", error)
             return None
+        return Pushed(position, found.data or b"", 0, (found.headers or {}).get(PAGE_HEADER, ""))
 
     def _hand_out(self) -> None:
         came, self._came = self._came, []

@@ -20,6 +20,7 @@ from kvevents.service.discovery.tables import SourceTable, Template
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0
+MAX_AWAKE_MICROSECONDS: Final = 10_000
 DEFAULT_PORT: Final = 8090
 """As Dynamo's standalone indexer."""
 
@@ -118,6 +119,9 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     hide_stale_seconds: float = 300.0
     """After so long without a connection a worker is left out of the answers of /query and /query_by_hash, whose clients may
     not look at trust."""
+    awake_microseconds: int = 100
+    """How long the process looks for the next question before it sleeps, where the last one had come so soon after an answer.
+    0 to 10,000; each such look takes so much CPU time at most."""
     ready: Readiness = Readiness()
     limits: Limits = Limits()
     access: AccessConfig = AccessConfig()
@@ -145,6 +149,8 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"snapshot_seconds is {self.snapshot_seconds}; it must be above 0")
         if self.memory_limit is not None and self.memory_limit < 1:
             raise ConfigError(f"memory_limit is {self.memory_limit}; it is a number of bytes above 0")
+        if not 0 <= self.awake_microseconds <= MAX_AWAKE_MICROSECONDS:
+            raise ConfigError(f"awake_microseconds is {self.awake_microseconds}; it must be from 0 to {MAX_AWAKE_MICROSECONDS}")
         self._check_plane()
 
     def _check_plane(self) -> None:

@@ -21,6 +21,7 @@ from kvevents.service.config import ServiceConfig
 from kvevents.service.http.app import App
 from kvevents.service.http.lane import Lane
 from kvevents.service.http.protocol import Protocol
+from kvevents.service.http.turns import Turns
 from kvevents.service.service import Service
 
 DRAIN_SECONDS: Final = 5
@@ -101,10 +102,11 @@ def _protocol(app: App) -> Any:
     """What uvicorn makes for each connection: the fast lane, unless requests need spans."""
     if app.traces:
         return Protocol
+    turns = Turns(app.service.config.awake_microseconds / 1e6)
 
     def protocol(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> Lane:
         general = partial(Protocol, config, server_state, app_state, _loop)
-        return Lane(app, server_state.connections, general, KEEP_ALIVE_SECONDS)
+        return Lane(app, turns, server_state.connections, general, KEEP_ALIVE_SECONDS)
 
     return protocol
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from kvevents.service.errors import ServiceError
 from kvevents.service.http.messages import Request, Response, problem
 from kvevents.service.http.routing import TABLE, Endpoint
+from kvevents.service.http.turns import Turns
 
 if TYPE_CHECKING:
     from kvevents.service.http.app import App
@@ -43,8 +44,9 @@ _Asked: TypeAlias = tuple[Endpoint, bytes, list[tuple[bytes, bytes]], int]
 class Lane(asyncio.BufferedProtocol):
     """One connection, until something unusual comes over it. `general` makes the protocol that takes it then."""
 
-    def __init__(self, app: App, connections: set[Any], general: Any, keep_alive_seconds: float) -> None:
+    def __init__(self, app: App, turns: Turns, connections: set[Any], general: Any, keep_alive_seconds: float) -> None:
         self._app = app
+        self._turns = turns
         self._connections = connections
         self._general = general
         self._keep_alive_seconds = keep_alive_seconds
@@ -80,6 +82,10 @@ class Lane(asyncio.BufferedProtocol):
         self._timer.cancel()
         self._is_gone = True
 
+    def eof_received(self) -> None:
+        """Of `BufferedProtocol`: the transport is closed now, behind what has been written."""
+        self._turns.flush()
+
     def pause_writing(self) -> None:
         """Whoever does not read answers may ask nothing more."""
         self._is_full = True
@@ -95,7 +101,7 @@ class Lane(asyncio.BufferedProtocol):
         """Close as soon as no request is under way; called by the server when it drains."""
         self._closing = True
         if not self._have:
-            self._transport.close()
+            self._close()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - as above
         """Of `BufferedProtocol`."""
@@ -120,7 +126,11 @@ class Lane(asyncio.BufferedProtocol):
             if self._waiting is not None:
                 return
         if self._closing:
-            self._transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._turns.flush()
+        self._transport.close()
 
     # --- one request
 
@@ -183,7 +193,7 @@ class Lane(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _tell(self, endpoint: Endpoint, response: Response, began: float) -> None:
-        self._transport.write(response.written())
+        self._turns.answer(self._transport, response.written(), began)
         self._app.service.metrics.request(endpoint.path, response.status, perf_counter() - began)
         self._asked = None
         left = self._have - self._end
@@ -196,6 +206,7 @@ class Lane(asyncio.BufferedProtocol):
 
     def _hand_over(self) -> None:
         """Let uvicorn have the connection."""
+        self._turns.flush()
         self._connections.discard(self)
         self._timer.cancel()
         received = bytes(self._room[: self._have])
@@ -216,8 +227,9 @@ class Lane(asyncio.BufferedProtocol):
         if self._asked is not None:
             seconds = f"{self._request_seconds:g} s"
             late = ServiceError(f"the request was not complete after {seconds}", "too-slow", "send it faster", status=408)
+            self._turns.flush()
             self._transport.write(problem(late, ((b"connection", b"close"),)).written())
-        self._transport.close()
+        self._close()
 
 
 def _is_plain(head: bytes) -> bool:
