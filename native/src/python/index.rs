@@ -166,7 +166,8 @@ impl NativeIndex {
         for (source, rank, incarnation, seq, payload) in &found {
             borrowed.push((source.to_str()?, *rank, *incarnation, *seq, payload.as_bytes()));
         }
-        let outcomes: Vec<Outcome> = py.detach(|| {
+        let bytes: usize = borrowed.iter().map(|(.., payload)| payload.len()).sum();
+        let outcomes: Vec<Outcome> = detached(py, bytes >= WORTH_RELEASING || self.index.is_saving(), || {
             let batch = |&(source, rank, incarnation, seq, payload): &(&str, i64, i64, i64, &[u8])| {
                 self.index.batch(source, rank, incarnation, seq, payload)
             };
