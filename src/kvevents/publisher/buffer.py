@@ -127,9 +127,7 @@ class ReplayBuffer:
             self._push_out(kept.take(self._heavy()))
 
     def _heavy(self) -> int:
-        """How many of the oldest ones must go until there is room for a while; all but the newest at most, by whose number replay
-        goes.
-        """
+        """How many of the oldest must go until there is room for a while; never the newest, by whose number replay goes."""
         room = KEPT_BYTES - KEPT_BYTES // GROUPS
         left = accumulate(self._kept, lambda left, batch: left - len(batch[1]), initial=self._kept.bytes)
         return min(sum(1 for _ in takewhile(lambda left: left > room, left)), len(self._kept) - 1)
