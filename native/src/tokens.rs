@@ -81,10 +81,10 @@ fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> usi
         return 0;
     };
     let mut done = 0;
-    for (places, bytes) in room.chunks_exact_mut(4).zip(reader.rest().as_chunks().0) {
+    for (places, bytes) in room.as_chunks_mut().0.iter_mut().zip(reader.rest().as_chunks().0) {
         let Some(tokens) = four_even(bytes) else { break };
-        write(places, tokens);
-        done += 4;
+        *places = tokens.map(MaybeUninit::new);
+        done += tokens.len();
     }
     reader.at += 3 * done;
     let length = out.len() + done;

@@ -104,6 +104,7 @@ impl<'a> Dense<'a> {
     }
 
     /// Those of several blocks, one after the other.
+    #[inline]
     fn windows<'b>(&'b self, blocks: Range<usize>, buffer: &'b mut Vec<u32>) -> &'b [u32] {
         let size = self.identity.scheme.size as usize;
         if !self.pairs {
@@ -355,6 +356,7 @@ impl State {
     }
 
     /// Keeps blocks as they came, up to the first one that has to be looked into: how many.
+    #[inline]
     fn keep(&mut self, store: &Dense<'_>, parent: Option<u64>) -> usize {
         if !self.work.extras.is_empty() || !store.is_alike() {
             return 0;
@@ -367,6 +369,7 @@ impl State {
         let fresh = Fresh {
             hashes: &store.hashes[..count],
             tokens: store.windows(0..count, &mut self.work.window),
+            width: store.identity.scheme.window(),
             above,
             naming,
             manner: store.manner,
