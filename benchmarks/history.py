@@ -145,7 +145,7 @@ def main() -> int:
         good = compacted <= 1.3 * plain
         met &= good
         print(
-            f"publisher CPU per batch of {blocks:>2} stored and removed: {plain:.1f} us, compacted {compacted:.1f} us, "
+            f"publisher CPU per batch of {blocks:>2} stored and removed: {plain:.2f} us, compacted {compacted:.2f} us, "
             f"+{compacted / plain - 1:.0%} (<= +30%): {'met' if good else 'MISSED'}"
         )
     seconds, read, live, blocks = late_joiner(options.batches)

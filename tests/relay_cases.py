@@ -12,7 +12,8 @@ import pytest
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.index import Applied, PrefixIndex
-from kvevents.publisher.buffer import Numbered, ReplayBuffer
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.kept import Numbered
 from kvevents.publisher.stats import ReplayStats
 from kvevents.relay import Relay, RelaySettings, relay
 from kvevents.relay.journal import Disk

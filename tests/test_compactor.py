@@ -245,8 +245,9 @@ def test_folding_many_is_folding_each(data: bytes) -> None:
         payloads[at] = (b"\xc1", payloads[at][:-1], tomorrow(batches[at]))[data[at % len(data)] % 3]
     each, many = folded(payloads), history()
     cut = data[0] % (len(payloads) + 1)
-    many.fold_many(payloads[:cut])
-    many.fold_many(payloads[cut:])
+    numbered = list(enumerate(payloads))
+    many.fold_many(numbered[:cut])
+    many.fold_many(numbered[cut:])
     assert (each.live, each.lost, said(each, 1.0)) == (many.live, many.lost, said(many, 1.0))
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.buffer import GROUP, GROUPS, Collapsed, Numbered, ReplayBuffer
+from kvevents.publisher.buffer import GROUP, GROUPS, Collapsed, ReplayBuffer
+from kvevents.publisher.kept import Numbered
 from kvevents.publisher.parts import MAX_PARTS
 from kvevents.stream import Batch, Source, Stream
 from kvevents.wire import decode_batch, encode_batch

@@ -29,7 +29,7 @@ def digest(payloads: list[bytes]) -> str:
 def folded(payloads: list[bytes]) -> History:
     history = History.create()
     assert history is not None
-    history.fold_many(payloads)
+    history.fold_many(list(enumerate(payloads)))
     return history
 
 

@@ -43,8 +43,8 @@ impl Compactor {
                 payload,
                 scratch: &self.scratch,
             };
-            for event in &self.scratch.events {
-                self.state.event(&read, event);
+            for (event, &like) in self.scratch.events.iter().zip(&self.scratch.likes) {
+                self.state.event(&read, event, like);
             }
         }
         self.scratch.shrink();

@@ -193,7 +193,7 @@ impl Event {
 
 /// Bytes that a scratch can come to hold per byte of the largest payload it has seen. A hash can be one byte on the wire and is
 /// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
-pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
+pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + (8 + size_of::<Event>()).div_ceil(18));
 
 /// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
 pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
@@ -207,6 +207,9 @@ pub struct Scratch {
     pub tokens: Vec<u32>,
     /// The events in their order.
     pub events: Vec<Event>,
+    /// By event the number of its model, 0 for none. Of one scratch all events with a number are alike but for hashes, parent, tokens, and where
+    /// texts lie.
+    pub likes: Vec<u64>,
     /// Seconds since the epoch.
     pub ts: f64,
     /// Data-parallel rank.
@@ -224,6 +227,7 @@ impl Scratch {
         self.hashes.clear();
         self.tokens.clear();
         self.events.clear();
+        self.likes.clear();
         (self.ts, self.rank, self.digests) = (0.0, None, false);
     }
 
@@ -232,13 +236,19 @@ impl Scratch {
         self.hashes.capacity() * size_of::<u64>()
             + self.tokens.capacity() * size_of::<u32>()
             + self.events.capacity() * size_of::<Event>()
+            + self.likes.capacity() * size_of::<u64>()
     }
 
     /// Forgets the contents, and gives the memory back if it is above `SCRATCH_BYTES_KEPT`.
     pub fn shrink(&mut self) {
         self.clear();
         if self.bytes() > SCRATCH_BYTES_KEPT {
-            *self = Self::default();
+            // Models stay: their numbers are of no others.
+            let models = self.models.take();
+            *self = Self {
+                models,
+                ..Self::default()
+            };
         }
     }
 }
@@ -319,7 +329,8 @@ impl<'a> Scanner<'a> {
                 }
                 if let Some(event) = self.scratch.events.last() {
                     let place = (start, self.reader.at);
-                    models.keep(self.reader.data(), place, event, &self.places, self.schema.number);
+                    let like = models.keep(self.reader.data(), place, event, &self.places, self.schema.number);
+                    self.scratch.likes.push(like);
                 }
             }
             left -= 1;
@@ -352,32 +363,38 @@ impl<'a> Scanner<'a> {
     /// the bytes are those of an event that was.
     #[inline]
     fn varying(&mut self, model: &Model) -> Option<bool> {
-        let mut event = model.event();
         self.reader.at += model.piece(0).len();
         self.places.hashes.0 = self.reader.at;
-        event.hashes = self.hashes()?;
-        if event.kind == Kind::Stored {
+        let hashes = self.hashes()?;
+        let (mut parent, mut tokens, mut found) = (None, Run::default(), tokens::Found::default());
+        if model.kind() == Kind::Stored {
             if !self.passes(model.piece(1)) {
                 return Some(false);
             }
-            event.parent = self.parent()?;
+            parent = self.parent()?;
             if !self.passes(model.piece(2)) {
                 return Some(false);
             }
-            self.tokens(&mut event)?;
+            let start = self.scratch.tokens.len();
+            found = self.token_ids()?;
+            tokens = self.since(start);
         }
-        model.place(&mut event, self.reader.at);
-        let same = self.passes(model.piece(3));
-        if same {
-            self.scratch.events.push(event);
+        let behind = self.reader.at;
+        if !self.passes(model.piece(3)) {
+            return Some(false);
         }
-        Some(same)
+        let mut event = model.event(behind);
+        (event.hashes, event.parent, event.tokens) = (hashes, parent, tokens);
+        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
+        self.scratch.events.push(event);
+        self.scratch.likes.push(model.number());
+        Some(true)
     }
 
     /// Passes over these bytes, if they come next.
     #[inline]
     fn passes(&mut self, bytes: &[u8]) -> bool {
-        let same = self.reader.rest().starts_with(bytes);
+        let same = models::starts_with(self.reader.rest(), bytes);
         self.reader.at += if same { bytes.len() } else { 0 };
         same
     }
@@ -518,11 +535,25 @@ impl<'a> Scanner<'a> {
 
     #[inline]
     fn hashes(&mut self) -> Option<Run> {
+        let (start, most) = (self.scratch.hashes.len(), self.schema.limits.max_hashes);
+        if most > 0
+            && let Some([0x91, 0xCF | 0xD3, bytes @ ..]) = self.reader.rest().first_chunk::<{ 2 + HASH_BYTES }>()
+        {
+            self.scratch.hashes.push(u64::from_be_bytes(*bytes));
+            self.reader.at += 2 + HASH_BYTES;
+            return Some(Run {
+                start: start as u32,
+                length: 1,
+            });
+        }
+        self.list_of_hashes(start)
+    }
+
+    fn list_of_hashes(&mut self, start: usize) -> Option<Run> {
         let count = self.reader.array()?;
         if count > self.schema.limits.max_hashes {
             return None;
         }
-        let start = self.scratch.hashes.len();
         self.scratch.hashes.reserve(count);
         let quick = self.reader.rest().as_chunks::<{ 1 + HASH_BYTES }>().0.iter().take(count);
         let quick = quick.map_while(|chunk| match chunk {
@@ -578,15 +609,25 @@ impl<'a> Scanner<'a> {
 
     #[inline]
     fn tokens(&mut self, event: &mut Event) -> Option<()> {
-        let count = self.reader.array()?;
         let start = self.scratch.tokens.len();
-        let found = tokens::read(&mut self.reader, count, &mut self.scratch.tokens, &mut self.scratch.lengths)?;
-        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
-        event.tokens = Run {
+        let found = self.token_ids()?;
+        (event.tokens, event.pairs, event.unkeyable) = (self.since(start), found.pairs, found.unkeyable);
+        Some(())
+    }
+
+    #[inline]
+    fn token_ids(&mut self) -> Option<tokens::Found> {
+        let count = self.reader.array()?;
+        tokens::read(&mut self.reader, count, &mut self.scratch.tokens, &mut self.scratch.lengths)
+    }
+
+    /// The tokens that came after as many.
+    #[inline]
+    fn since(&self, start: usize) -> Run {
+        Run {
             start: start as u32,
             length: (self.scratch.tokens.len() - start) as u32,
-        };
-        Some(())
+        }
     }
 
     #[inline]

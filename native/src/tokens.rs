@@ -32,6 +32,10 @@ pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: 
     out.reserve(count);
     let (mut left, mut unkeyable) = (count, false);
     loop {
+        left -= read_evenly(reader, left, out);
+        if left == 0 {
+            return Some(Found { pairs: false, unkeyable });
+        }
         left -= read_quickly(reader, left, out, lengths);
         if left == 0 {
             return Some(Found { pairs: false, unkeyable });
@@ -67,6 +71,35 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
         out.push(token.bits as u32);
     }
     Some(unkeyable)
+}
+
+/// Takes tokens of three bytes, four at a time, up to the first four that are not, and answers how many. In a vocabulary of up to 65,536
+/// nearly all are such, and branches on that are foreseen; in others little is lost.
+#[inline]
+fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> usize {
+    let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
+        return 0;
+    };
+    let mut done = 0;
+    for (places, bytes) in room.as_chunks_mut().0.iter_mut().zip(reader.rest().as_chunks().0) {
+        let Some(tokens) = four_even(bytes) else { break };
+        *places = tokens.map(MaybeUninit::new);
+        done += tokens.len();
+    }
+    reader.at += 3 * done;
+    let length = out.len() + done;
+    // SAFETY: `room` was within the capacity, and its first `done` places are written.
+    unsafe { out.set_len(length) };
+    done
+}
+
+/// Four tokens, if each is 0xCD and two bytes.
+#[inline]
+fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
+    let low = u64::from_be_bytes(*bytes.first_chunk()?);
+    let high = u64::from_be_bytes(*bytes.last_chunk()?);
+    let even = low & 0xFF00_00FF_0000_FF00 == 0xCD00_00CD_0000_CD00 && high & 0xFF_0000 == 0xCD_0000;
+    even.then_some([low >> 40, low >> 16, high >> 24, high].map(|token| u32::from(token as u16)))
 }
 
 /// Takes up to `count` tokens and answers how many: fewer where one is strange, or the payload about to end, or the last is odd.

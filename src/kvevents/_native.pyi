@@ -92,8 +92,11 @@ class Compactor:
 
         `respelled` is for `kvevents.wire.respelling.respelled` of its events, which may be larger than what peers may send.
         """
-    def fold_many(self, payloads: list[bytes]) -> int:
-        """Fold up to the first payload that the scanner is not certain of, and return how many. Other threads run meanwhile."""
+    def fold_many(self, batches: list[tuple[int, bytes]]) -> int:
+        """Fold payloads up to the first one that the scanner is not certain of, and return how many.
+
+        Other threads run meanwhile where that takes long. Numbers are not looked at.
+        """
     def events(self) -> list[tuple[Any, ...]] | None:
         """What rebuilds the state after a clear; None when `lost`, or when no order of events can say it.
 

@@ -12,7 +12,7 @@ use crate::core::Secret;
 use crate::stream::MAX_SAME_HASH;
 use crate::table::{Spot, Stage, Table};
 
-use super::naming::{Identity, NO_SHELF, Namings, Spelled};
+use super::naming::{Identity, NO_SHELF, Namings, Spelled, Stamp};
 use super::shelf::Shelf;
 use stretches::Stretches;
 
@@ -312,6 +312,18 @@ impl Blocks {
     pub fn name(&mut self, identity: Identity, spelled: &Spelled<'_>) -> u32 {
         let shelves = &mut self.shelves;
         self.namings.retain(identity, spelled, || shelf_of(shelves, &identity))
+    }
+
+    /// The same without looking, where it is still there with this salt: whether it is.
+    #[inline]
+    pub fn name_again(&mut self, known: Stamp, salt: u64) -> bool {
+        self.namings.retain_again(known, salt)
+    }
+
+    /// By what a naming is known again.
+    #[inline]
+    pub fn stamp(&self, number: u32) -> Stamp {
+        self.namings.stamp(number)
     }
 
     /// Gives back what `name` retained.

@@ -156,7 +156,8 @@ impl Manners {
         Some(number)
     }
 
-    fn placed(&mut self, view: &PlaceView<'_>) -> Option<usize> {
+    /// The number of a place, which it keeps; None when there are too many.
+    pub fn placed(&mut self, view: &PlaceView<'_>) -> Option<usize> {
         if let Some(found) = self.places.iter().position(|known| known.place.view() == *view) {
             return Some(found);
         }
@@ -179,12 +180,11 @@ impl Manners {
         Some(self.places.len() - 1)
     }
 
-    /// For a removal, manners of exactly its place, and of all places that count for the same plane. None when there are too many.
+    /// For a removal, manners of exactly its place, and of all places that count for the same plane.
     #[inline]
-    pub fn meant(&mut self, place: &PlaceView<'_>) -> Option<(u64, u64)> {
-        let number = self.placed(place)?;
-        let known = &self.places[number];
-        Some((known.manners, self.planes[known.plane].1))
+    pub fn meant(&self, place: usize) -> (u64, u64) {
+        let known = &self.places[place];
+        (known.manners, self.planes[known.plane].1)
     }
 
     /// Manners that a clear is meant for.

@@ -116,6 +116,16 @@ pub struct Entry {
     /// Number of the shelf of their tokens; `NO_SHELF` without any.
     pub shelf: u32,
     users: u32,
+    /// Of no other that has or had its number.
+    stamp: u64,
+}
+
+/// A naming that may be gone by now.
+#[derive(Clone, Copy, Debug)]
+pub struct Stamp {
+    /// Its number.
+    pub number: u32,
+    stamp: u64,
 }
 
 /// All that some block has.
@@ -127,6 +137,8 @@ pub struct Namings {
     state: RandomState,
     last: u32,
     bytes: usize,
+    /// Namings that there ever were.
+    stamps: u64,
 }
 
 impl Namings {
@@ -150,6 +162,24 @@ impl Namings {
         self.last
     }
 
+    /// The same for one that was known, if it is there and has this salt: whether it is.
+    #[inline]
+    pub fn retain_again(&mut self, known: Stamp, salt: u64) -> bool {
+        let entry = self.entries.get_mut(known.number as usize).and_then(Option::as_mut);
+        let Some(entry) = entry.filter(|entry| entry.stamp == known.stamp && entry.identity.salt == salt) else {
+            return false;
+        };
+        entry.users += 1;
+        true
+    }
+
+    /// By what one in use is known again.
+    #[inline]
+    pub fn stamp(&self, number: u32) -> Stamp {
+        let stamp = self.get(number).stamp;
+        Stamp { number, stamp }
+    }
+
     fn other(&mut self, identity: Identity, spelled: &Spelled<'_>, shelf: impl FnOnce() -> u32) -> u32 {
         let place = self.state.hash_one((identity, spelled));
         let entries = &self.entries;
@@ -166,7 +196,9 @@ impl Namings {
             naming: Naming::of(spelled),
             shelf: shelf(),
             users: 1,
+            stamp: self.stamps,
         };
+        self.stamps += 1;
         self.bytes += entry.naming.bytes();
         let number = self.free.pop().unwrap_or_else(|| {
             self.entries.push(None);
@@ -188,13 +220,20 @@ impl Namings {
     }
 
     /// One block less; the number of its shelf.
+    #[inline]
     pub fn release(&mut self, number: u32) -> u32 {
         let entry = self.entries[number as usize].as_mut().expect("a naming in use is there");
         let shelf = entry.shelf;
         entry.users -= 1;
-        if entry.users > 0 {
-            return shelf;
+        if entry.users == 0 {
+            self.forget(number);
         }
+        shelf
+    }
+
+    #[cold]
+    fn forget(&mut self, number: u32) {
+        let entry = self.entries[number as usize].as_mut().expect("a naming in use is there");
         self.bytes -= entry.naming.bytes();
         let place = place_of(&self.entries, &self.state, number);
         if let Ok(found) = self.lookup.find_entry(place, |&other| other == number) {
@@ -206,10 +245,10 @@ impl Namings {
             let state = self.state.clone();
             *self = Self {
                 state,
+                stamps: self.stamps,
                 ..Self::default()
             };
         }
-        shelf
     }
 
     /// Whether there are none.

@@ -1,5 +1,7 @@
 //! What events mean for what is kept: as `applying` has it, with everything that a snapshot has to say again.
 
+mod usual;
+
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -14,6 +16,7 @@ use super::manners::{Manners, is_dense, window_of};
 use super::naming::{Identity, Naming, Spelled};
 use super::rules::{Lessons, rule_of};
 use super::store::{PlaceView, StoreView, entries, place_of, store_of};
+use usual::{Seen, Usual};
 
 /// Blocks with copies: at 16 tokens a block about 2 GB.
 pub const MAX_LIVE: usize = 1 << 24;
@@ -78,6 +81,7 @@ pub struct State {
     /// Whether some of it was never seen.
     pub partial: bool,
     work: Work,
+    usual: Usual,
 }
 
 /// A store with tokens that fit.
@@ -100,6 +104,7 @@ impl<'a> Dense<'a> {
     }
 
     /// Those of several blocks, one after the other.
+    #[inline]
     fn windows<'b>(&'b self, blocks: Range<usize>, buffer: &'b mut Vec<u32>) -> &'b [u32] {
         let size = self.identity.scheme.size as usize;
         if !self.pairs {
@@ -134,11 +139,20 @@ impl State {
         self.blocks.bytes() + self.manners.bytes() + self.lessons.bytes() + self.waiting.bytes()
     }
 
-    /// Applies one event of a payload.
-    pub fn event(&mut self, read: &Read<'_>, event: &Event) {
+    /// Applies one event of a payload. Those of one model are `like` each other; 0 is like none.
+    #[inline]
+    pub fn event(&mut self, read: &Read<'_>, event: &Event, like: u64) {
         let outcome = match event.kind {
-            Kind::Stored => self.stored(&store_of(read, event)),
-            Kind::Removed => self.removed(event.hashes.slice(&read.scratch.hashes), &place_of(read, event)),
+            Kind::Stored => self.stored_again(read, event, like).unwrap_or_else(|| {
+                let outcome = self.stored(&store_of(read, event));
+                self.was_like(like);
+                outcome
+            }),
+            Kind::Removed if self.counts(event.group) => match self.place_again(read, event, like) {
+                Some(place) => self.removed_at(event.hashes.slice(&read.scratch.hashes), place),
+                None => Err("manners"),
+            },
+            Kind::Removed => Ok(()),
             Kind::Cleared => {
                 self.cleared(read.bytes(event.medium), event.group);
                 Ok(())
@@ -161,7 +175,21 @@ impl State {
     }
 
     /// Whether nothing has become too much.
+    #[inline]
     fn check(&self) -> Result<(), &'static str> {
+        let few = self.blocks.live() <= MAX_LIVE
+            && self.blocks.dead() <= MAX_DEAD
+            && self.blocks.extra() <= MAX_EXTRA
+            && self.blocks.named() <= MAX_NAMED_BYTES
+            && self.blocks.windows() <= MAX_WINDOWS;
+        if few && self.waiting.is_empty() && !self.blocks.is_full() {
+            return Ok(());
+        }
+        self.check_all()
+    }
+
+    #[cold]
+    fn check_all(&self) -> Result<(), &'static str> {
         let live = self.blocks.live();
         let limits = [
             (live, MAX_LIVE, "blocks"),
@@ -180,6 +208,7 @@ impl State {
 
     /// Applies a store.
     pub fn stored(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {
+        self.usual.seen = None;
         let window = window_of(store.kind, store.window);
         let rule = rule_of(store);
         if window.is_none() && !is_dense(store.kind) {
@@ -204,8 +233,7 @@ impl State {
         if self.lost.is_some() {
             return Ok(());
         }
-        self.with_tokens(store)?;
-        self.check()
+        self.with_tokens(store)
     }
 
     fn learn(&mut self, store: &StoreView<'_>, rule: Rule) -> Result<(), &'static str> {
@@ -277,9 +305,6 @@ impl State {
     }
 
     fn with_tokens(&mut self, store: &StoreView<'_>) -> Result<(), &'static str> {
-        // Where their hashes belong is known before anything else is.
-        self.blocks
-            .prefetch(store.parent.iter().chain(store.hashes.iter().take(FIRST)));
         let manner = self.manners.of(store, None).ok_or("manners")?;
         let lora = match (store.lora_name, store.lora_id) {
             (Some(name), _) => keys::lora_name(name),
@@ -308,11 +333,30 @@ impl State {
             entries: found,
             manner,
         };
-        let kept = self.keep(&dense, store.parent);
-        self.dense(&dense, kept, store.parent)
+        if store.extra_keys.is_none() {
+            self.usual.seen = Some(Seen {
+                identity: dense.identity,
+                salt: own,
+                manner,
+                naming: None,
+            });
+        }
+        self.take_in(&dense, store.parent)
+    }
+
+    #[inline]
+    fn take_in(&mut self, store: &Dense<'_>, parent: Option<u64>) -> Result<(), &'static str> {
+        // Where their hashes belong is known before anything else is.
+        self.blocks.prefetch(parent.iter().chain(store.hashes.iter().take(FIRST)));
+        let kept = self.keep(store, parent);
+        if kept < store.hashes.len() {
+            self.dense(store, kept, parent)?;
+        }
+        self.check()
     }
 
     /// Keeps blocks as they came, up to the first one that has to be looked into: how many.
+    #[inline]
     fn keep(&mut self, store: &Dense<'_>, parent: Option<u64>) -> usize {
         if !self.work.extras.is_empty() || !store.is_alike() {
             return 0;
@@ -321,10 +365,11 @@ impl State {
         let count = store.hashes.iter().position(waits).unwrap_or(store.hashes.len());
         let Some(above) = self.blocks.above(parent) else { return 0 };
         let salt = store.salt.unwrap_or_else(|| self.blocks.salt(above));
-        let naming = self.blocks.name(Identity { salt, ..store.identity }, &store.spelled(0));
+        let naming = self.name(Identity { salt, ..store.identity }, &store.spelled(0));
         let fresh = Fresh {
             hashes: &store.hashes[..count],
             tokens: store.windows(0..count, &mut self.work.window),
+            width: store.identity.scheme.window(),
             above,
             naming,
             manner: store.manner,
@@ -459,10 +504,22 @@ impl State {
 
     /// Applies a removal.
     pub fn removed(&mut self, hashes: &[u64], place: &PlaceView<'_>) -> Result<(), &'static str> {
-        if self.lost.is_some() || self.lessons.get(place.group.unwrap_or(0)) == Some(Rule::Unknown) {
+        if !self.counts(place.group) {
             return Ok(());
         }
-        let (exact, plane) = self.manners.meant(place).ok_or("manners")?;
+        let place = self.manners.placed(place).ok_or("manners")?;
+        self.removed_at(hashes, place)
+    }
+
+    /// Whether anything is known of the blocks of a group.
+    #[inline]
+    fn counts(&self, group: Option<i64>) -> bool {
+        self.lost.is_none() && self.lessons.get(group.unwrap_or(0)) != Some(Rule::Unknown)
+    }
+
+    #[inline]
+    fn removed_at(&mut self, hashes: &[u64], place: usize) -> Result<(), &'static str> {
+        let (exact, plane) = self.manners.meant(place);
         self.blocks.prefetch(hashes.iter().take(FIRST));
         for &hash in hashes {
             if !self.blocks.remove(hash, exact, plane) && !self.waiting.is_empty() {

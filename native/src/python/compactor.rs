@@ -1,9 +1,13 @@
 //! The class behind `kvevents.publisher.history`.
 
+use std::ptr::null_mut;
+use std::slice;
+
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
 use crate::compacting::{Compactor as Core, Place, Store, Told};
@@ -49,12 +53,19 @@ impl Compactor {
         self.core.lock().fold(payload, schema)
     }
 
-    /// Takes payloads in up to the first one that is not read, other threads running meanwhile where that takes long.
-    fn fold_many(&self, py: Python<'_>, payloads: Vec<Bound<'_, PyBytes>>) -> usize {
-        let borrowed: Vec<&[u8]> = payloads.iter().map(|payload| payload.as_bytes()).collect();
-        let fold = || self.core.lock().fold_many(&borrowed, &self.peers);
-        let bytes: usize = borrowed.iter().map(|payload| payload.len()).sum();
-        if bytes < BRIEF { fold() } else { py.detach(fold) }
+    /// Takes payloads of numbered batches in up to the first one that is not read, other threads running meanwhile where that takes
+    /// long.
+    fn fold_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<usize> {
+        let payloads = payloads_of(batches)?;
+        let fold = || self.core.lock().fold_many(&payloads, &self.peers);
+        if payloads.iter().map(|payload| payload.len()).sum::<usize>() < BRIEF {
+            return Ok(fold());
+        }
+        // Another thread could take them out of the list meanwhile.
+        let held: Vec<Bound<'_, PyAny>> = batches.iter().collect();
+        let done = py.detach(fold);
+        drop(held);
+        Ok(done)
     }
 
     /// What rebuilds the state after a clear, or None.
@@ -118,6 +129,31 @@ impl Compactor {
     fn lost(&self) -> Option<&'static str> {
         self.core.lock().lost()
     }
+}
+
+/// The payloads of numbered batches, for as long as they stay in the list. Through safe functions it takes three times as long, a tenth of
+/// what folding small ones does.
+fn payloads_of<'a>(batches: &'a Bound<'_, PyList>) -> PyResult<Vec<&'a [u8]>> {
+    let mut payloads = Vec::with_capacity(batches.len());
+    for at in 0..batches.len() {
+        let (mut start, mut length) = (null_mut(), 0);
+        // SAFETY: Python's lock is held; each function checks the type of what it is given, and null is given to none.
+        let found = unsafe {
+            let batch = ffi::PyList_GetItem(batches.as_ptr(), at as ffi::Py_ssize_t);
+            let payload = if batch.is_null() {
+                batch
+            } else {
+                ffi::PyTuple_GetItem(batch, 1)
+            };
+            !payload.is_null() && ffi::PyBytes_AsStringAndSize(payload, &mut start, &mut length) == 0
+        };
+        if !found {
+            return Err(PyErr::fetch(batches.py()));
+        }
+        // SAFETY: these are the bytes of an object that does not change, and that its tuple holds, as the list does the tuple.
+        payloads.push(unsafe { slice::from_raw_parts(start.cast_const().cast(), length as usize) });
+    }
+    Ok(payloads)
 }
 
 fn plain<'py>(py: Python<'py>, told: &Told) -> PyResult<Bound<'py, PyTuple>> {

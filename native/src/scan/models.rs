@@ -31,6 +31,7 @@ pub struct Model {
     event: Event,
     /// Number of the schema that it was read by.
     schema: u64,
+    number: u64,
 }
 
 impl Model {
@@ -41,7 +42,14 @@ impl Model {
             behind: 0,
             event: Event::new(kind),
             schema: 0,
+            number: 0,
         }
+    }
+
+    /// Of no other of this scratch; above 0.
+    #[inline]
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// One of the pieces.
@@ -51,15 +59,23 @@ impl Model {
         &self.bytes[start..self.ends[at]]
     }
 
-    /// What an event like it says; the places of its texts are those of the model's.
+    /// What it announces.
     #[inline]
-    pub fn event(&self) -> Event {
-        self.event.clone()
+    pub fn kind(&self) -> Kind {
+        self.event.kind
     }
 
-    /// Puts the texts where they are, in a payload that has the last piece at `behind`.
+    /// What an event like it says, in a payload that has the last piece at `behind`.
     #[inline]
-    pub fn place(&self, event: &mut Event, behind: usize) {
+    pub fn event(&self, behind: usize) -> Event {
+        let mut event = self.event.clone();
+        if behind != self.behind {
+            self.move_texts(&mut event, behind);
+        }
+        event
+    }
+
+    fn move_texts(&self, event: &mut Event, behind: usize) {
         let texts = [
             &mut event.medium,
             &mut event.lora_name,
@@ -73,13 +89,13 @@ impl Model {
         }
     }
 
-    /// Keeps an event from `start` to `end`, if it has its parts in their order and nothing else that differs.
-    fn keep(&mut self, payload: &[u8], (start, end): Place, event: &Event, places: &Places, schema: u64) {
+    /// Keeps an event from `start` to `end`, if it has its parts in their order and nothing else that differs: whether it has.
+    fn keep(&mut self, payload: &[u8], (start, end): Place, event: &Event, places: &Places, schema: u64) -> bool {
         let Places { hashes, parent, tokens } = *places;
         let pieces = match event.kind {
             Kind::Stored => [(start, hashes.0), (hashes.1, parent.0), (parent.1, tokens.0), (tokens.1, end)],
             Kind::Removed => [(start, hashes.0), (hashes.1, hashes.1), (hashes.1, hashes.1), (hashes.1, end)],
-            Kind::Cleared => return,
+            Kind::Cleared => return false,
         };
         let behind = pieces[PIECES - 1].0;
         let texts = [
@@ -92,30 +108,64 @@ impl Model {
         ];
         let ordered = pieces.iter().all(|(start, end)| start <= end);
         if !ordered || event.keyed || event.extra_keys.is_some() || texts.iter().flatten().any(|text| text.start() < behind) {
-            return;
+            return false;
         }
         let mut length = 0;
         for (place, piece) in self.ends.iter_mut().zip(pieces) {
             let piece = &payload[piece.0..piece.1];
             let Some(room) = self.bytes.get_mut(length..length + piece.len()) else {
                 self.schema = 0;
-                return;
+                return false;
             };
             room.copy_from_slice(piece);
             length += piece.len();
             *place = length;
         }
         (self.behind, self.event, self.schema) = (behind, event.clone(), schema);
+        true
+    }
+}
+
+/// Whether `rest` begins with a piece. Pieces are short, so that to call a function for it takes longer than to compare them.
+#[inline]
+pub fn starts_with(rest: &[u8], piece: &[u8]) -> bool {
+    let Some(start) = rest.get(..piece.len()) else {
+        return false;
+    };
+    match (start.last_chunk(), piece.last_chunk()) {
+        (Some(end), Some(other)) => {
+            let same = |(one, other): (&[u8; 16], &[u8; 16])| u128::from_ne_bytes(*one) == u128::from_ne_bytes(*other);
+            start.as_chunks().0.iter().zip(piece.as_chunks().0).all(same) && same((end, other))
+        }
+        _ => match (
+            start.first_chunk(),
+            piece.first_chunk(),
+            start.last_chunk(),
+            piece.last_chunk(),
+        ) {
+            (Some(start), Some(piece), Some(end), Some(other)) => {
+                let bits = |one: &[u8; 8], other: &[u8; 8]| u64::from_ne_bytes(*one) ^ u64::from_ne_bytes(*other);
+                bits(start, piece) | bits(end, other) == 0
+            }
+            _ => start == piece,
+        },
     }
 }
 
 /// One of each kind.
 #[derive(Debug)]
-pub struct Models([Model; 2]);
+pub struct Models {
+    kinds: [Model; 2],
+    /// Numbers given so far.
+    numbers: u64,
+}
 
 impl Default for Models {
     fn default() -> Self {
-        Self([Model::new(Kind::Stored), Model::new(Kind::Removed)])
+        Self {
+            kinds: [Model::new(Kind::Stored), Model::new(Kind::Removed)],
+            numbers: 0,
+        }
     }
 }
 
@@ -123,14 +173,19 @@ impl Models {
     /// The one that begins as `rest` does, for this schema.
     #[inline]
     pub fn find(&self, rest: &[u8], schema: u64) -> Option<&Model> {
-        let like = |model: &&Model| model.schema == schema && rest.starts_with(model.piece(0));
-        self.0.iter().find(like)
+        let like = |model: &&Model| model.schema == schema && starts_with(rest, model.piece(0));
+        self.kinds.iter().find(like)
     }
 
-    /// Keeps an event, if it can be a model.
+    /// Keeps an event, if it can be a model: its number, or 0.
     #[inline]
-    pub fn keep(&mut self, payload: &[u8], place: Place, event: &Event, places: &Places, schema: u64) {
-        let at = usize::from(event.kind == Kind::Removed);
-        self.0[at].keep(payload, place, event, places, schema);
+    pub fn keep(&mut self, payload: &[u8], place: Place, event: &Event, places: &Places, schema: u64) -> u64 {
+        let model = &mut self.kinds[usize::from(event.kind == Kind::Removed)];
+        if !model.keep(payload, place, event, places, schema) {
+            return 0;
+        }
+        self.numbers += 1;
+        model.number = self.numbers;
+        self.numbers
     }
 }

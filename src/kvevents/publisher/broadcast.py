@@ -23,7 +23,8 @@ from kvevents.bulk import FRAMES, bulk
 from kvevents.config import Curve
 from kvevents.endpoints import connectable
 from kvevents.publisher import sockets
-from kvevents.publisher.buffer import Numbered, ReplayBuffer
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.kept import Numbered
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
 from kvevents.publisher.replies import UNREAD_TIMEOUT, ReplyServer
 from kvevents.publisher.snapshot_v1 import SNAPSHOT_SEND_LIMIT, SnapshotServer, live_topic

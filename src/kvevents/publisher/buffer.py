@@ -18,11 +18,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvevents.events import KVEventBatch
 from kvevents.publisher.history import History, Told
+from kvevents.publisher.kept import Kept, Numbered
 from kvevents.publisher.parts import MAX_PARTS, spelled
 from kvevents.publisher.stats import HistoryStats
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
@@ -32,8 +33,6 @@ from kvevents.wire.encode import batch_encoder
 if TYPE_CHECKING:
     from kvevents.publisher.intake import Encode
 
-Numbered: TypeAlias = tuple[int, bytes]
-"""A batch as it is sent: its number and its payload."""
 GROUP: Final = 64
 """Batches that are folded at once, since a call of native code costs as much as a small batch."""
 GROUPS: Final = 16
@@ -92,9 +91,7 @@ class ReplayBuffer:
     ) -> None:
         self._steps = steps
         self._surplus = 0 if history is None else min(GROUP - 1, steps // GROUPS)
-        self._kept: deque[Numbered] = deque()
-        self._bytes = 0
-        """Of their payloads."""
+        self._kept = Kept()
         self._lock = threading.Lock()
         self._history = history
         self._encode = encode
@@ -121,25 +118,19 @@ class ReplayBuffer:
             self._extend(batches)
 
     def _extend(self, batches: Sequence[Numbered]) -> None:
-        self._kept.extend(batches)
-        self._bytes += sum(len(payload) for _, payload in batches)
-        surplus = len(self._kept) - self._steps
+        kept = self._kept
+        kept.extend(batches)
+        surplus = len(kept) - self._steps
         if surplus > self._surplus:
-            self._push_out([self._take() for _ in range(surplus)])
-        if self._bytes > KEPT_BYTES and len(self._kept) > 1 and self._history is not None and self._history.lost is None:
-            self._push_out(self._heavy())
+            self._push_out(kept.take(surplus))
+        if kept.bytes > KEPT_BYTES and len(kept) > 1 and self._history is not None and self._history.lost is None:
+            self._push_out(kept.take(self._heavy()))
 
-    def _take(self) -> Numbered:
-        batch = self._kept.popleft()
-        self._bytes -= len(batch[1])
-        return batch
-
-    def _heavy(self) -> list[Numbered]:
-        """The oldest ones, until there is room for a while; all but the newest at most, by whose number replay goes."""
-        taken = [self._take()]
-        while self._bytes > KEPT_BYTES - KEPT_BYTES // GROUPS and len(self._kept) > 1:
-            taken.append(self._take())
-        return taken
+    def _heavy(self) -> int:
+        """How many of the oldest must go until there is room for a while; never the newest, by whose number replay goes."""
+        room = KEPT_BYTES - KEPT_BYTES // GROUPS
+        left = accumulate(self._kept, lambda left, batch: left - len(batch[1]), initial=self._kept.bytes)
+        return min(sum(1 for _ in takewhile(lambda left: left > room, left)), len(self._kept) - 1)
 
     def since(self, start: int) -> list[Numbered]:
         """Every kept batch numbered `start` or higher.
@@ -147,14 +138,10 @@ class ReplayBuffer:
         When `start` is older than the buffer: the snapshot of everything before it, where there is one, and all that is kept.
         """
         with self._lock:
-            if not self._kept or start > self._kept[-1][0]:
+            if not self._kept or start > self._kept.newest:
                 return []
-            # Without holes this many batches are wanted; with holes, fewer, and the surplus is cut off below.
-            found = list(islice(reversed(self._kept), self._kept[-1][0] - start + 1))
+            found = self._kept.since(start)
             cut = self._cut() if start <= self._folded[0] else None
-        while found and found[-1][0] < start:
-            found.pop()
-        found.reverse()
         return found if cut is None else self._before(start, cut) + found
 
     # --- for another buffer
@@ -215,7 +202,7 @@ class ReplayBuffer:
     def size(self) -> tuple[int, int]:
         """Number of batches that are kept as they were sent, and of their bytes."""
         with self._lock:
-            return len(self._kept), self._bytes
+            return len(self._kept), self._kept.bytes
 
     def history_stats(self) -> HistoryStats | None:
         """What older batches are collapsed into; None where they are forgotten."""
@@ -245,7 +232,7 @@ class ReplayBuffer:
         if history is None:
             return
         if batches[-1][0] - self._folded[0] == len(batches):  # no number is missing
-            history.fold_many([payload for _, payload in batches])
+            history.fold_many(batches)
             self._folded = batches[-1]
         else:
             for seq, payload in batches:

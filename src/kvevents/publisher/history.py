@@ -8,6 +8,7 @@ from dataclasses import astuple
 from typing import Any, Literal, Protocol, TypeAlias
 
 from kvevents.events import KVEvent
+from kvevents.publisher.kept import Numbered
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, decode_batch
 from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
@@ -22,7 +23,7 @@ class _Compactor(Protocol):
     """`_native.Compactor`, which must not be imported here: who has no wheel publishes all the same."""
 
     def fold(self, payload: bytes, respelled: bool = False) -> bool: ...
-    def fold_many(self, payloads: list[bytes]) -> int: ...
+    def fold_many(self, batches: list[Numbered]) -> int: ...
     def events(self) -> list[Told] | None: ...
     def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
     def miss(self) -> None: ...
@@ -69,14 +70,13 @@ class History:
             elif not self._compactor.fold(respelled(events), respelled=True) or any(map(_costs_events, decoded.rejected)):
                 self.lose("payloads")
 
-    def fold_many(self, payloads: list[bytes]) -> None:
-        """The same for several in a row, other threads running meanwhile."""
-        done = 0
-        while done < len(payloads):
-            done += self._compactor.fold_many(payloads[done:])
-            for payload in payloads[done : done + 1]:
-                self.fold(payload)
-                done += 1
+    def fold_many(self, batches: list[Numbered]) -> None:
+        """The same for the payloads of several in a row, other threads running meanwhile where that takes long."""
+        done = self._compactor.fold_many(batches)
+        while done < len(batches):
+            self.fold(batches[done][1])
+            batches = batches[done + 1 :]
+            done = self._compactor.fold_many(batches)
 
     def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
         """Take in what `payloads` gave in another life of the process. `lost` where it is not that."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from kvevents.errors import ClosedError
 from kvevents.publisher.base import EventPublisher
-from kvevents.publisher.buffer import Numbered
+from kvevents.publisher.kept import Numbered
 
 BURST: Final = 64
 """Batches that the thread takes, keeps for replay and sends in one go. Fewer cost more per batch, more delay the first one."""

@@ -15,7 +15,7 @@ from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
 
 if TYPE_CHECKING:
-    from kvevents.publisher.buffer import Numbered
+    from kvevents.publisher.kept import Numbered
 
 _NAME: Final = "own"
 _MAX_ORPHANS: Final = 65_536

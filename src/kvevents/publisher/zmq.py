@@ -23,10 +23,11 @@ from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.events import BlockRemoved, KVEventBatch
 from kvevents.publisher import lifetime
 from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import Numbered, ReplayBuffer
+from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.episode import Episode
 from kvevents.publisher.history import History
 from kvevents.publisher.intake import Encode, QueuedPublisher
+from kvevents.publisher.kept import Numbered
 from kvevents.publisher.resident import Resident
 from kvevents.publisher.sockets import FLUSH_GRACE
 from kvevents.publisher.stats import PublisherStats, ShutdownReport

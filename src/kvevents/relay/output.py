@@ -9,7 +9,7 @@ from typing import Final
 from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied
 from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import Numbered
+from kvevents.publisher.kept import Numbered
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal.records import Columns
 from kvevents.relay.mirror import Mirror

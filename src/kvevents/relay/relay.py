@@ -38,8 +38,9 @@ from kvevents.errors import ClosedError
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import Numbered, ReplayBuffer
+from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.history import History
+from kvevents.publisher.kept import Numbered
 from kvevents.relay.beginning import Mark, begin, parts_of
 from kvevents.relay.forwarding import Forwarding, Passing, Rewriting, plain_mirrors
 from kvevents.relay.journal import Disk, Hole, Journal, JournalSettings, JournalStats, Record, Relayed

@@ -44,8 +44,9 @@ pub enum Above {
 #[allow(missing_docs)]
 pub struct Fresh<'a> {
     pub hashes: &'a [u64],
-    /// Those of all blocks, one after the other.
+    /// Those of all blocks, one after the other, and how many a block has.
     pub tokens: &'a [u32],
+    pub width: usize,
     pub above: Above,
     /// Number of their naming, which is retained meanwhile.
     pub naming: u32,
@@ -141,9 +142,10 @@ impl Stretch {
     }
 
     /// Writes blocks behind those that it has.
-    fn write(&mut self, hashes: &[u64], tokens: &[u32]) {
+    #[inline]
+    fn write(&mut self, hashes: &[u64], tokens: &[u32], width: usize) {
         let (length, room) = (usize::from(self.length), usize::from(self.room));
-        let (end, width) = (length + hashes.len(), tokens.len() / hashes.len().max(1));
+        let end = length + hashes.len();
         if length == 0 {
             let mut data = Vec::with_capacity(HASH * end + tokens.len());
             data.extend(hashes.iter().flat_map(|&hash| halves(hash)));
@@ -152,7 +154,7 @@ impl Stretch {
             return;
         }
         if end > room {
-            self.resize(MOST.min(end + length / 2), width);
+            self.resize(MOST.min(end + length - 1), width);
         }
         let (before, behind) = self.data.split_at_mut(HASH * usize::from(self.room));
         for (place, hash) in before[HASH * length..].chunks_exact_mut(HASH).zip(hashes) {
@@ -182,6 +184,8 @@ pub struct Stretches {
     live: usize,
     /// Numbers in `Stretch::data`.
     held: usize,
+    /// The block that came last and its hash, as the table has it: most often the next one hangs on it. `NONE` for none.
+    latest: (u64, u32),
     secret: Secret,
 }
 
@@ -211,6 +215,7 @@ impl Stretches {
             table: HashTable::new(),
             live: 0,
             held: 0,
+            latest: (0, NONE),
             secret,
         }
     }
@@ -241,6 +246,9 @@ impl Stretches {
     /// The block of a hash, which may have no copy.
     #[inline]
     fn find(&self, hash: u64) -> Option<u32> {
+        if self.latest.0 == hash && self.latest.1 != NONE {
+            return Some(self.latest.1);
+        }
         let found = self.table.find(self.secret.place(hash), |named| whole(named.0) == hash);
         found.map(|named| named.1)
     }
@@ -251,7 +259,8 @@ impl Stretches {
     fn remove(&mut self, hash: u64, plane: u64) -> Option<(u32, Left)> {
         let found = self.table.find_entry(self.secret.place(hash), |named| whole(named.0) == hash);
         let entry = found.ok()?;
-        let (stretch, at) = (entry.get().1 >> BITS, entry.get().1 as usize % MOST);
+        let number = entry.get().1;
+        let (stretch, at) = (number >> BITS, number as usize % MOST);
         let it = self.all.get_mut(stretch);
         let left = it.left(at, plane);
         if left != Left::Same {
@@ -261,6 +270,9 @@ impl Stretches {
         if left == Left::Shorter {
             it.length -= 1;
             entry.remove();
+            if number == self.latest.1 {
+                self.latest.1 = NONE;
+            }
             self.shrink();
         }
         Some((stretch, left))
@@ -302,16 +314,20 @@ impl Stretches {
     }
 
     /// Adds blocks to a stretch up to the first one whose hash is here: how many.
-    fn extend(&mut self, stretch: u32, hashes: &[u64], tokens: &[u32]) -> usize {
+    #[inline]
+    fn extend(&mut self, stretch: u32, hashes: &[u64], tokens: &[u32], width: usize) -> usize {
         let it = self.all.get_mut(stretch);
         let before = it.data.len();
-        it.write(hashes, tokens);
+        it.write(hashes, tokens, width);
         self.held += it.data.len() - before;
         let first = usize::from(it.length);
         let kept = self.enter(stretch << BITS | first as u32, hashes);
         let it = self.all.get_mut(stretch);
         it.length += kept as u8;
-        it.live |= ((1_u128 << (first + kept)) - (1 << first)) as u64;
+        if kept > 0 {
+            it.live |= u64::MAX >> (MOST - kept) << first;
+            self.latest = (hashes[kept - 1], stretch << BITS | (first + kept - 1) as u32);
+        }
         self.live += kept;
         if kept < hashes.len() && first + kept > 0 {
             self.tidy(stretch);
@@ -339,6 +355,9 @@ impl Stretches {
     /// Forgets the hashes of a stretch from `first` on.
     #[inline]
     fn leave(&mut self, stretch: u32, first: usize) {
+        if self.latest.1 >> BITS == stretch {
+            self.latest.1 = NONE;
+        }
         let it = self.all.get(stretch);
         for at in first..it.length.into() {
             let hash = it.hash(at);
@@ -352,9 +371,16 @@ impl Stretches {
     #[inline]
     fn shrink(&mut self) {
         let (length, capacity) = (self.table.len(), self.table.capacity());
+        if length == 0 || (capacity > KEPT && length * 8 < capacity) {
+            self.shrink_to(length);
+        }
+    }
+
+    #[cold]
+    fn shrink_to(&mut self, length: usize) {
         if length == 0 {
             self.table = HashTable::new();
-        } else if capacity > KEPT && length * 8 < capacity {
+        } else {
             let secret = self.secret;
             self.table.shrink_to(length * 2, |named| secret.place(whole(named.0)));
         }

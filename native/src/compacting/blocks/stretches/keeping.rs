@@ -6,6 +6,7 @@ use super::{Above, BITS, CHILDREN, Fresh, Left, MOST, Stretch, Stretches};
 
 impl Blocks {
     /// Where blocks behind `parent` would hang; None where no block with a copy has that hash.
+    #[inline]
     pub fn above(&mut self, parent: Option<u64>) -> Option<Above> {
         let Some(hash) = parent else { return Some(Above::Root) };
         let Some(number) = self.stretches.find(hash) else {
@@ -22,6 +23,7 @@ impl Blocks {
     }
 
     /// What the salt of blocks there adds to their seed, if they have none of their own.
+    #[inline]
     pub fn salt(&self, above: Above) -> u64 {
         let naming = match above {
             Above::Root => return 0,
@@ -36,8 +38,7 @@ impl Blocks {
         let blank = self.table.is_empty() && self.dead.is_empty();
         let known = |&hash: &u64| !blank && self.has(hash);
         let count = fresh.hashes.iter().position(known).unwrap_or(fresh.hashes.len());
-        let width = fresh.tokens.len() / fresh.hashes.len().max(1);
-        let (mut done, mut above) = (0, fresh.above);
+        let (width, mut done, mut above) = (fresh.width, 0, fresh.above);
         while done < count {
             let Some((stretch, first)) = self
                 .stretches
@@ -48,7 +49,7 @@ impl Blocks {
             };
             let end = count.min(done + MOST - first);
             let (hashes, tokens) = (&fresh.hashes[done..end], &fresh.tokens[done * width..end * width]);
-            let kept = self.stretches.extend(stretch, hashes, tokens);
+            let kept = self.stretches.extend(stretch, hashes, tokens, width);
             if first == 0 {
                 self.begun(stretch, kept);
             }

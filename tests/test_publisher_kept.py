@@ -1,0 +1,40 @@
+"""Pieces of batches against one list: whatever is added at once and taken at once, all that is asked is what the list says."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.publisher.kept import PIECE, Kept, Numbered
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from([0, 1, 2, PIECE - 1, PIECE, 3 * PIECE]), st.integers(0, 3), st.floats(0.0, 1.0)), max_size=30
+)
+"""How many are added, how many numbers are left out before each, and which part is taken out then."""
+
+
+@given(STEPS)
+def test_pieces_are_one_list(steps: list[tuple[int, int, float]]) -> None:
+    kept, model, number = Kept(), list[Numbered](), 0
+    for count, holes, part in steps:
+        burst = [(number := number + 1 + holes, b"x" * (number % 7)) for _ in range(count)]
+        kept.extend(burst)
+        model += burst
+        taken = int(part * len(model))
+        if taken:
+            assert kept.take(taken) == model[:taken]
+            del model[:taken]
+        assert list(kept) == model
+        assert len(kept) == len(model)
+        assert kept.bytes == sum(len(payload) for _, payload in model)
+        assert not model or kept.newest == model[-1][0]
+        first = model[0][0] if model else number
+        for start in {0, first, first + 1, (first + number) // 2, number, number + 1}:
+            assert kept.since(start) == [batch for batch in model if batch[0] >= start]
+
+
+def test_what_was_added_is_not_the_callers_list() -> None:
+    kept, burst = Kept(), [(number, b"") for number in range(PIECE)]
+    kept.extend(burst)
+    burst.clear()
+    assert [number for number, _ in kept] == list(range(PIECE))
