@@ -9,7 +9,6 @@ the time from sending to receiving. Then a relay whose journal holds a million l
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import struct
 import sys
@@ -23,6 +22,7 @@ from typing import Any, Final
 import zmq
 
 from benchmarks.history import Engine
+from benchmarks.indexing.procfs import cpu_of_threads
 from benchmarks.processes import Peer, free_ports, heed, say
 from benchmarks.report import machine
 
@@ -32,7 +32,6 @@ PACE: Final = 1_000
 """Batches per second while latency is measured."""
 WINDOW: Final = 2_000
 """Batches on the way at most while the rate is measured: nothing may be lost, or there would be replays to pay for."""
-TICKS: Final = os.sysconf("SC_CLK_TCK")
 _STAMP: Final = struct.Struct(">d")
 
 
@@ -129,12 +128,6 @@ def consumer(port: int, credit_port: int) -> None:
 # --- the harness ------------------------------------------------------------------------------------------------------------
 
 
-def cpu_of(pid: int) -> float:
-    """Seconds that a process has had, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 class Line:
     """Source, what is between, consumer."""
 
@@ -158,10 +151,10 @@ class Line:
         self.source.tell([count, pace])
         self.source.hear()
         self.consumer.tell(count)
-        before = 0.0 if self.between is None else cpu_of(self.between.pid)
+        before = 0.0 if self.between is None else cpu_of_threads(self.between.pid)
         self.source.tell("go")
         seen = self.consumer.hear()
-        after = 0.0 if self.between is None else cpu_of(self.between.pid)
+        after = 0.0 if self.between is None else cpu_of_threads(self.between.pid)
         self.source.hear()
         return seen, after - before
 

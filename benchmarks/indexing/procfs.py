@@ -16,6 +16,11 @@ def cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
+def cpu_of_threads(pid: int) -> float:
+    """The same to the nanosecond, of the threads that it has now: for what is short, and begins and ends with the same ones."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
 def resident(pid: int = _SELF) -> int:
     """Bytes in memory."""
     return _status(pid, "VmRSS")

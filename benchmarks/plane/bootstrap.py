@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.history import Engine
+from benchmarks.indexing.procfs import cpu_of_threads
 from benchmarks.plane.servers import Server, one_server
 from benchmarks.processes import Peer, say
-from benchmarks.relaying import cpu_of
 from benchmarks.report import machine
 
 NAME: Final = "bootstrap"
@@ -186,7 +186,7 @@ def trial(server: Server, digests: dict[str, str]) -> dict[str, float]:
     began = time.monotonic()
     with Peer(MODULE, "replica", server.url) as peer:
         told = peer.hear()
-        took, cpu = time.monotonic() - began, cpu_of(peer.pid)
+        took, cpu = time.monotonic() - began, cpu_of_threads(peer.pid)
         held = peer.hear()
         if held["digests"] != digests:
             sys.exit(f"the replica, begun with {held['begun']}, holds something else: {told['fault']}")

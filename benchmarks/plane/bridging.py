@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.history import Engine
+from benchmarks.indexing.procfs import cpu_of_threads
 from benchmarks.plane.servers import Server, one_server
 from benchmarks.processes import Peer, heed, say
-from benchmarks.relaying import cpu_of
 from benchmarks.report import machine
 
 ROOM: Final = 4_000
@@ -138,11 +138,13 @@ def trial_of_ours(server: Server, name: str, blocks: int, count: int) -> dict[st
         bridge.hear()
         sender.hear()
         time.sleep(SETTLE_SECONDS)  # subscriptions travel, and the bridge sees that it is alone; nothing is measured yet
-        before, before_server = cpu_of(bridge.pid), cpu_of(server.pid)
+        before, before_server = cpu_of_threads(bridge.pid), cpu_of_threads(server.pid)
         began = time.monotonic()
         sender.tell("go")
         told = bridge.hear()
-        found = _figures(count, told["at"] - began, cpu_of(bridge.pid) - before, cpu_of(server.pid) - before_server)
+        found = _figures(
+            count, told["at"] - began, cpu_of_threads(bridge.pid) - before, cpu_of_threads(server.pid) - before_server
+        )
         if told["written"] != count:
             sys.exit(f"the bridge wrote {told['written']} of {count} batches")
         return found
@@ -152,11 +154,11 @@ def trial_of_theirs(server: Server, name: str, blocks: int, count: int) -> dict[
     """From the first message that is published."""
     with Peer(MODULE, "theirs", server.url, name, blocks, count) as peer:
         peer.hear()
-        before, before_server = cpu_of(peer.pid), cpu_of(server.pid)
+        before, before_server = cpu_of_threads(peer.pid), cpu_of_threads(server.pid)
         peer.tell("go")
         told = peer.hear()
         seconds = told["at"] - told["began"]
-        return _figures(count, seconds, cpu_of(peer.pid) - before, cpu_of(server.pid) - before_server)
+        return _figures(count, seconds, cpu_of_threads(peer.pid) - before, cpu_of_threads(server.pid) - before_server)
 
 
 def _figures(count: int, seconds: float, cpu: float, server: float) -> dict[str, float]:

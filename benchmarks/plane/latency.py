@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.history import Engine
+from benchmarks.indexing.procfs import cpu_of_threads
 from benchmarks.plane.servers import Server, one_server
 from benchmarks.processes import Peer, heed, say
-from benchmarks.relaying import cpu_of
 from benchmarks.report import machine
 
 PACE: Final = 10_000
@@ -146,11 +146,15 @@ def trial(server: Server, pace: int, seconds: int) -> dict[str, float]:
         reader = closing.enter_context(Peer(MODULE, "replica", server.url, count, pace * WARM_SECONDS))
         closing.callback(reader.kill)
         reader.hear()
-        before = {name: cpu_of(pid) for name, pid in (("bridge", writer.pid), ("server", server.pid), ("replica", reader.pid))}
+        before = {
+            name: cpu_of_threads(pid) for name, pid in (("bridge", writer.pid), ("server", server.pid), ("replica", reader.pid))
+        }
         publisher.tell("go")
         took = publisher.hear()
         told = reader.hear()
-        cpu = {name: cpu_of(pid) for name, pid in (("bridge", writer.pid), ("server", server.pid), ("replica", reader.pid))}
+        cpu = {
+            name: cpu_of_threads(pid) for name, pid in (("bridge", writer.pid), ("server", server.pid), ("replica", reader.pid))
+        }
         publisher.tell("done")
         writer.tell("done")
         ages = told["ages"]
