@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -212,6 +215,53 @@ def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
             until("a fault", lambda: lane_of(bridge).fault, SECONDS)
             assert "room" in lane_of(bridge).fault
             with_js(filler, lambda js: js.delete_stream("filler"))
+            settled(Log(plane), engine)
+            until("no fault", lambda: not lane_of(bridge).fault, SECONDS)
+
+
+@contextmanager
+def small_disk(at: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, where the machine lets us make one."""
+    at.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None:
+        pytest.skip("there is no mount")
+    options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
+    done = subprocess.run([mount, *options, at], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        subprocess.run([umount, "--lazy", at], check=True)
+
+
+def fill(file: Path) -> None:
+    """Take all the room that the file system of a file has."""
+    with suppress(OSError), file.open("wb", buffering=0) as filler:
+        while filler.write(bytes(64 << 10)) > 0:
+            pass
+
+
+def test_a_file_system_without_room_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The server itself runs into it, in the midst of a page; it uses its streams again only once it was started anew."""
+    with (
+        small_disk(tmp_path / "disk", "24m") as disk,
+        nats_server(tmp_path / "nats", jetstream={"store_dir": str(disk), "max_file": 64 << 20}) as server,
+        TalkingEngine() as engine,
+    ):
+        plane = PlaneSettings(servers=(server.url,), lanes=1, lane_bytes=16 << 20)
+        with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
+            engine.say(10)
+            settled(Log(plane), engine)
+            fill(disk / "filler")
+            said_quickly(engine, 8 << 10, 300)
+            until("a fault", lambda: lane_of(bridge).fault, SECONDS)
+            assert "their disks" in lane_of(bridge).fault  # the server says nothing at all
+            assert bridge.status().written < engine.truth.count
+            (disk / "filler").unlink()
+            server.kill()
+            server.start()
             settled(Log(plane), engine)
             until("no fault", lambda: not lane_of(bridge).fault, SECONDS)
 

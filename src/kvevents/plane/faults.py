@@ -30,7 +30,7 @@ HINTS: Final[dict[Fault, str]] = {
     "large": "the message is above what the server or the stream takes; raise max_payload",
     "missing": "it has never been there, or somebody has deleted it",
     "refused": "the server understands the request and will not have it",
-    "timeout": "there was no answer in time; look at the servers' load and whether a majority of them runs",
+    "timeout": "there was no answer in time; look at the servers' load, their disks, and whether a majority of them runs",
     "tls": "look at tls_ca, tls_certificate, tls_key and tls_hostname, and whether the server speaks TLS",
 }
 
