@@ -45,7 +45,7 @@ FULL: Final = 0.6
 """Share of a machine's memory for the index; the rest is for a second generation's beginning, snapshots and queries."""
 
 
-BRIDGE_CPU: Final = {1: 14.0, 32: 42.5}
+BRIDGE_CPU: Final = {1: 8.8, 32: 23.8}
 """Microseconds a batch, by the blocks of it."""
 
 
