@@ -48,6 +48,12 @@ def test_the_very_first_version_ends_a_replay_with_two_empty_frames() -> None:
     assert parse_replay_reply([b"", b""]) == ReplayEnd()
 
 
+@pytest.mark.parametrize("topic", [None, b"t"])
+def test_an_empty_payload_under_a_number_of_batches_ends_nothing(topic: bytes | None) -> None:
+    """Somebody has sent it, and there may be more behind it."""
+    assert parse_replay_reply(replay_batch_frames(topic, 7, b"")) == ReplayBatch(topic, 7, b"")
+
+
 def test_a_request_is_what_the_engines_routers_demand() -> None:
     assert replay_request_frames(258) == [b"", b"\0\0\0\0\0\0\1\2"]
     assert parse_replay_request([b"id", *replay_request_frames(258)]) == ReplayRequest(b"id", 258)

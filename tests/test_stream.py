@@ -325,6 +325,19 @@ def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
+def test_the_tail_behind_an_empty_batch_is_found(wire: Wire) -> None:
+    """By the replay that is all a connection without life has; and that it was no batch is told, where batches are read."""
+    wire.feed(live(0))
+    wire.later(LIMITS.quiet_before_probe)
+    assert wire.asked() == 0
+    wire.answer(replayed(0), replay_batch_frames(TOPIC, 1, b""), replayed(2), END)
+    assert wire.stream.last_seq == 2
+    assert wire.asked() == 3
+    wire.answer(END)
+    assert wire.stream.trust == Trust.DEGRADED
+    assert Doubt.REJECTED in wire.stream.doubts
+
+
 def test_without_replay_gaps_are_told_at_once_and_trust_is_never_exact() -> None:
     """Rule 7: delivery goes on; what cannot be known is said."""
     wire = Wire(Source("tcp://engine:5557", name="engine"))

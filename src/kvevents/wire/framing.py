@@ -110,15 +110,16 @@ def parse_replay_reply(frames: Sequence[bytes]) -> ReplayReply:
     """Read what a DEALER received, in any of the three shapes.
 
     `["", topic, seq, payload]`, `["", seq, payload]`, or the very first version's bare end `["", ""]`. An empty payload ends a
-    reply whatever its number, as in the engines' example subscriber.
+    reply, as in the engines' example subscriber, but not under the number of a batch: one that was sent empty is no end, and who
+    took it for one would believe that nothing is behind it.
     """
     if not frames or frames[0] != b"" or not 2 <= len(frames) <= 4:
         return Malformed("not a replay reply")
-    if frames[-1] == b"":
-        return ReplayEnd()
     if len(frames) == 2:
-        return Malformed("not a replay reply")
+        return ReplayEnd() if frames[-1] == b"" else Malformed("not a replay reply")
     fault = _seq_fault(frames[-2])
+    if fault is not None and frames[-1] == b"":
+        return ReplayEnd()
     if fault is not None:
         return Malformed(fault)
     topic = frames[1] if len(frames) == 4 else None
