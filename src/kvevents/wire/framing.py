@@ -110,8 +110,8 @@ def parse_replay_reply(frames: Sequence[bytes]) -> ReplayReply:
     """Read what a DEALER received, in any of the three shapes.
 
     `["", topic, seq, payload]`, `["", seq, payload]`, or the very first version's bare end `["", ""]`. An empty payload ends a
-    reply, as in the engines' example subscriber, but not under the number of a batch: one that was sent empty is no end, and who
-    took it for one would believe that nothing is behind it.
+    reply, as in the engines' example subscriber, but not under the number of a batch: one that was sent empty is no end, and
+    who took it for one would believe that nothing is behind it.
     """
     if not frames or frames[0] != b"" or not 2 <= len(frames) <= 4:
         return Malformed("not a replay reply")
