@@ -380,3 +380,20 @@ def test_one_that_rests_tells_what_became_of_its_lane(server: NatsServer) -> Non
             assert (await task).why == "made anew"
 
     with_lane(plane_at(server.url, name="restless", lanes=1), work)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_a_reader_without_a_writer_never_rests(server: NatsServer) -> None:
+    """Nobody would tell it what comes. One that could rest does so meanwhile, which says that there was time enough."""
+
+    async def work(lane: Lane) -> None:
+        plain, writer = lane.reader(), Writing()
+        async with running(plain):
+            await until_consumers(lane, 1)
+            (before,) = await lane.js.consumers_info(lane.stream)
+            async with running(lane.reader(writer=writer)):
+                await until_consumers(lane, 2)
+                await until_consumers(lane, 1)
+            assert [each.name for each in await lane.js.consumers_info(lane.stream)] == [before.name]
+
+    with_lane(plane_at(server.url, name="plain", lanes=1), work)

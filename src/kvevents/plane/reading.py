@@ -318,7 +318,8 @@ class LaneReader:
         few = self._others <= FEW_PAGES and (not self._others or self._others < self._own)
         self._few = self._few + 1 if few else 0
         self._own = self._others = 0
-        if self._few >= FEW_LOOKS and self.caught_up.is_set() and not self._lost.is_set():
+        may = self._writer is not None and self.caught_up.is_set() and not self._lost.is_set()
+        if may and self._few >= FEW_LOOKS:
             self._few, self._rests, self._at_once = 0, True, True
             self._lost.set()
 
