@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +13,11 @@ from kvevents.stream.trust import Doubt
 NUMBERS = st.integers(0, 30)
 
 
-@given(st.lists(st.tuples(st.sampled_from(("lost", "clear", "agree")), NUMBERS), max_size=40), NUMBERS)
-def test_every_gap_counts_until_a_clear_or_an_agreement_behind_it(said: list[tuple[str, int]], asked: int) -> None:
-    """A difference is explained by the oldest gap that still stands, however many came later."""
+SAID = st.lists(st.tuples(st.sampled_from(("lost", "clear", "agree")), NUMBERS), max_size=40)
+
+
+def told(said: list[tuple[str, int]]) -> tuple[Doubts, list[int]]:
+    """Doubts that were told so, and the gaps that still stand."""
     doubts, standing = Doubts(), list[int]()
     for what, number in said:
         if what == "lost":
@@ -22,13 +26,40 @@ def test_every_gap_counts_until_a_clear_or_an_agreement_behind_it(said: list[tup
         else:
             getattr(doubts, what)(number)
             standing = [mark for mark in standing if mark >= number]
+    return doubts, standing
+
+
+@given(SAID, NUMBERS)
+def test_every_gap_counts_until_a_clear_or_an_agreement_behind_it(said: list[tuple[str, int]], asked: int) -> None:
+    """A difference is explained by the oldest gap that still stands, however many came later."""
+    doubts, standing = told(said)
     assert (Doubt.LOST in doubts) == bool(standing)
     assert doubts.explains(asked) == any(mark <= asked for mark in standing)
     assert doubts.kept().get(Doubt.LOST) == max(standing, default=None)
 
 
+@given(SAID, NUMBERS)
+def test_with_more_gaps_than_are_remembered_none_is_passed_over(said: list[tuple[str, int]], asked: int) -> None:
+    """What is explained is said to be; that something is doubted, and how far, is known as exactly as before."""
+    with patch("kvevents.stream.doubts.MAX_MARKS", 3):
+        doubts, standing = told(said)
+    assert doubts.explains(asked) >= any(mark <= asked for mark in standing)
+    assert (Doubt.LOST in doubts) == bool(standing)
+    assert doubts.kept().get(Doubt.LOST) == max(standing, default=None)
+
+
+def test_a_gap_among_hundreds_explains_what_is_found_long_after_it() -> None:
+    """A consumer that lags says what was in the batches when hundreds of gaps behind them are known already."""
+    doubts = Doubts()
+    for number in range(0, 20 * MAX_MARKS, 2):
+        doubts.add(Doubt.LOST, number)
+    doubts.clear(101)
+    assert not doubts.explains(100)
+    assert doubts.explains(102)
+
+
 def test_what_is_remembered_is_bounded() -> None:
-    """The oldest stays, since it explains most, and the newest, which says when all is healed."""
+    """Where doubts began stays, and the newest, which says when all is healed."""
     doubts = Doubts()
     for number in range(10 * MAX_MARKS):
         doubts.add(Doubt.LOST, number)

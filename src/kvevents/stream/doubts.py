@@ -8,7 +8,51 @@ from typing import Final
 from kvevents.stream.trust import HEALED_BY_CLEAR, KEPT_BY_CHECKPOINT, Doubt
 
 MAX_MARKS: Final = 64
-"""Numbers that are remembered of one doubt: the oldest, and the newest ones."""
+"""Numbers that are remembered of one doubt: the newest ones. Of those before them it is known where they begin."""
+
+
+class _Marks:
+    """Of one doubt the last number that is in doubt for each of its causes.
+
+    Doubts come one by one, and what consumers find may come much later: a slow one has lost hundreds of times before it says
+    what was in the batches between. Where there were more than `MAX_MARKS`, anything between the first and the oldest that is
+    still known counts as in doubt: that a difference is explained is said too often then, and never too seldom.
+    """
+
+    __slots__ = ("_newest", "_since")
+
+    def __init__(self) -> None:
+        self._newest: list[int] = []
+        """Rising, and never empty once there was one, unless all are healed."""
+        self._since: int | None = None
+        """The first of those that are no longer known, all of which are below the newest."""
+
+    def add(self, through: int) -> None:
+        newest = self._newest
+        newest.append(through)
+        if len(newest) > 1 and newest[-2] >= through:
+            newest.sort()
+        if len(newest) > MAX_MARKS:
+            forgotten = newest.pop(0)
+            self._since = forgotten if self._since is None else min(self._since, forgotten)
+
+    def heal(self, before: int) -> bool:
+        """Forget those below a number; whether none is left."""
+        if self._since is not None:
+            self._since = max(self._since, before) if before <= self._newest[0] else None
+        self._newest = [mark for mark in self._newest if mark >= before]
+        return not self._newest
+
+    @property
+    def first(self) -> int:
+        return self._newest[0] if self._since is None else self._since
+
+    @property
+    def last(self) -> int:
+        return self._newest[-1]
+
+    def __len__(self) -> int:
+        return len(self._newest)
 
 
 class Doubts:
@@ -19,8 +63,7 @@ class Doubts:
     """
 
     def __init__(self) -> None:
-        self._through: dict[Doubt, list[int]] = {}
-        """Of each doubt the last number that is in doubt for each of its causes, rising."""
+        self._through: dict[Doubt, _Marks] = {}
         self._cleared = self._agreed = -1
 
     def __bool__(self) -> bool:
@@ -37,12 +80,10 @@ class Doubts:
 
     def add(self, doubt: Doubt, through: int) -> None:
         """Doubt everything up to number `through`."""
-        marks = self._through.setdefault(doubt, [])
-        marks.append(through)
-        if len(marks) > 1 and marks[-2] >= through:
-            marks.sort()
-        if len(marks) > MAX_MARKS:
-            del marks[1]
+        marks = self._through.get(doubt)
+        if marks is None:
+            marks = self._through[doubt] = _Marks()
+        marks.add(through)
 
     def discard(self, doubt: Doubt) -> None:
         """A doubt was settled."""
@@ -63,7 +104,7 @@ class Doubts:
         self._agreed = max(seq, self._agreed)
         self._heal(seq)
         rejected = self._through.get(Doubt.REJECTED)
-        if rejected is not None and rejected[-1] == seq:
+        if rejected is not None and rejected.last == seq:
             self.discard(Doubt.REJECTED)
 
     def diverge(self, seq: int) -> bool:
@@ -75,11 +116,11 @@ class Doubts:
 
     def explains(self, seq: int) -> bool:
         """Whether it is known already why the state after batch `seq` may not be the sender's."""
-        return any(doubt in HEALED_BY_CLEAR and marks[0] <= seq for doubt, marks in self._through.items())
+        return any(doubt in HEALED_BY_CLEAR and marks.first <= seq for doubt, marks in self._through.items())
 
     def kept(self) -> dict[Doubt, int]:
         """Those that outlive a process, each with the last number in doubt."""
-        return {doubt: self._through[doubt][-1] for doubt in self if doubt in KEPT_BY_CHECKPOINT}
+        return {doubt: self._through[doubt].last for doubt in self if doubt in KEPT_BY_CHECKPOINT}
 
     def begin_life(self) -> None:
         """What was doubted about events, or told by the sender, is about a life that has ended."""
@@ -90,6 +131,5 @@ class Doubts:
 
     def _heal(self, before: int | None) -> None:
         for doubt in HEALED_BY_CLEAR & self._through.keys():
-            marks = self._through[doubt] = [mark for mark in self._through[doubt] if before is not None and mark >= before]
-            if not marks:
+            if before is None or self._through[doubt].heal(before):
                 del self._through[doubt]

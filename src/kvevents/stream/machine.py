@@ -11,7 +11,7 @@ three things are kept apart:
 - **Identity.** A number and its payload together identify a life: the newest batch delivered is the *anchor* that a
   replay must repeat byte for byte. A different payload under a known number means another life.
 - **Evidence.** Replay may be answered by the next life while the last frames of the one before still wait here. So where live
-  batches follow replayed ones, the stream is not exact before replay has repeated one of the live ones.
+  batches follow replayed ones, the stream is not exact before replay has repeated one of the live ones (`identity.py`).
 - **Completeness.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
   confirm, or an answer that holds nothing beyond what is known: an answer of one message cannot have lost any.
 
@@ -47,6 +47,7 @@ from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
 from kvevents.stream.findings import Findings, findings_of
+from kvevents.stream.identity import Evidence, Suspects
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.pending import Pending, Recent
 from kvevents.stream.sender import Sender
@@ -111,9 +112,7 @@ class Stream(Generic[B]):
         """The topic of the newest message."""
         self._out: list[Any] = []
         self._pending = Pending(limits)
-        self._suspects: list[Live] = []
-        self._suspect_bytes = 0
-        self._old_suspects = 0
+        self._suspects = Suspects(limits)
         self._ask: OpenAsk | None = None
         self._doubts = Doubts()
         self._sender = Sender(limits)
@@ -137,12 +136,7 @@ class Stream(Generic[B]):
         self._last_payload = b""
         self._last_was_live = False
         self._anchor: Anchor | None = None
-        self._unconfirmed = False
-        """Whether batches were replayed since replay and live stream agreed last."""
-        self._before: Anchor | None = None
-        """The live one that was delivered before them, unless the answer that brought them began with a known one."""
-        self._joint: Anchor | None = None
-        """The newest live one that was delivered behind those: all of them must be of one life."""
+        self._evidence = Evidence()
         self._recent = Recent(self._limits)
         self._emitted = False
         self._silent = False
@@ -166,7 +160,7 @@ class Stream(Generic[B]):
         if self._doubts:
             stale = self._silent or (Doubt.SENDER in self._doubts and self._sender.trust == Trust.STALE)
             return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, self._doubts)))
-        return Trust.EXACT if self._before is None and self._joint is None else Trust.REPLAYING.because(_JOINED)
+        return Trust.REPLAYING.because(_JOINED) if self._evidence.is_missing else Trust.EXACT
 
     def _sentence(self, doubt: Doubt) -> str:
         if doubt is Doubt.SENDER:
@@ -248,7 +242,7 @@ class Stream(Generic[B]):
         if (anchor := checkpoint.anchor) is not None:
             self._anchor = Anchor(anchor.seq, anchor.digest, anchor.live, digested=True)
             self._last_seq, self._last_was_live = anchor.seq, anchor.live
-            self._unconfirmed = not anchor.live
+            self._evidence.is_open = not anchor.live
         for name, through in checkpoint.doubts.items():
             self._doubts.add(Doubt[name], through)
 
@@ -264,8 +258,8 @@ class Stream(Generic[B]):
         if not restored:
             self.disconnected()
             self.counters.reconnects += 1
-            self._old_suspects = len(self._suspects)
-        anchor = self._anchor = self._anchor or self._before or self._last()
+            self._suspects.reconnected()
+        anchor = self._anchor = self._anchor or self._evidence.before or self._last()
         if restored and anchor is None:
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
         elif not self._can_replay:
@@ -325,8 +319,7 @@ class Stream(Generic[B]):
                 self._heard()
             self._deliver_run(first, payloads)
             self._last_live = first + count - 1
-            if self._joint is not None:
-                self._confirm_soon(self._joint)
+            self._confirm_soon()
 
     def _receive(self, live: Live, now: float) -> None:
         self.counters.live += 1
@@ -519,9 +512,7 @@ class Stream(Generic[B]):
 
     def _confirmed(self) -> None:
         """Replay and live stream agree on a batch."""
-        self._unconfirmed = False
-        # What is live before and behind is of one connection, or the newer one was compared with what was before.
-        self._before = self._joint = None
+        self._evidence.agreed()
         self._conflicts = 0
         self._asks_the_foreign = False
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
@@ -549,8 +540,7 @@ class Stream(Generic[B]):
             self._drain()
         if self.phase is not Phase.FOLLOWING:
             self._settle_if_complete()
-        if self._joint is not None:
-            self._confirm_soon(self._joint)
+        self._confirm_soon()
 
     def _went_back(self, live: Live) -> None:
         if live.seq == self._last_seq and live.payload == self._last_payload:
@@ -602,39 +592,29 @@ class Stream(Generic[B]):
 
     def _suspect(self, live: Live) -> None:
         """A frame whose life is not certain yet; a number that went back makes it certain."""
-        newest = self._suspects[-1].seq if self._suspects else self._last_live
+        waiting = self._suspects.newest
+        newest = self._last_live if waiting is None else waiting.seq
         if live.seq <= newest:
-            if self._suspects and self._suspects[-1] == live:
+            if waiting == live:
                 self.counters.duplicates += 1
                 return
-            self.counters.discarded += len(self._take_suspects())
+            self.counters.discarded += len(self._suspects.take())
             if self.phase is Phase.VERIFYING:
                 self._restart(f"publisher restarted: number {live.seq} came after {newest}")
                 self._follow(live)
                 return
-        size = self._suspect_bytes + len(live.payload)
-        if len(self._suspects) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
-            self.counters.overflowed += 1
-            return
-        self._suspects.append(live)
-        self._suspect_bytes = size
-
-    def _take_suspects(self) -> list[Live]:
-        suspects, self._suspects = self._suspects, []
-        self._suspect_bytes = self._old_suspects = 0
-        return suspects
+        self.counters.overflowed += not self._suspects.add(live)
 
     def _admit_suspects(self) -> None:
-        for live in self._take_suspects():
+        for live in self._suspects.take():
             self._follow(live)
 
     def _restart_with_suspects(self, reason: str) -> None:
         """Another life: frames from before the reconnect are the old one's, those after it the new one's."""
-        old = self._old_suspects
-        suspects = self._take_suspects()
+        old, suspects = self._suspects.take_new()
         self.counters.discarded += old
         self._restart(reason)
-        for live in suspects[old:]:
+        for live in suspects:
             self._follow(live)
 
     # --- replay ----------------------------------------------------------------------------------------------------------
@@ -839,12 +819,13 @@ class Stream(Generic[B]):
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
         self._probed_at = self._now
         self._probes += 1
-        anchor = self._anchor or self._before or self._last()
+        anchor = self._anchor or self._evidence.before or self._last()
         self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
-    def _confirm_soon(self, joint: Anchor) -> None:
+    def _confirm_soon(self) -> None:
         """Ask back a live batch after replayed ones: that shows whether the replay endpoint is the same stream's."""
-        if self._ask is None and self._can_replay:
+        joint = self._evidence.joint
+        if joint is not None and self._ask is None and self._can_replay:
             self._ask = OpenAsk(joint.seq, joint)
 
     # --- deliveries ------------------------------------------------------------------------------------------------------
@@ -855,8 +836,8 @@ class Stream(Generic[B]):
         if replayed:
             self.counters.healed += self._last_was_live
             self._remember(seq, payload)
-        elif self._unconfirmed:
-            self._joint = Anchor(seq, payload, live=True)
+        elif self._evidence.is_open:
+            self._evidence.joint = Anchor(seq, payload, live=True)
         self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
         self._emitted = True
         self.counters.delivered += 1
@@ -877,8 +858,8 @@ class Stream(Generic[B]):
         self._expected = first + count
         self._newest = self._last_seq = first + count - 1
         self._last_payload, self._last_was_live = payloads[-1], True
-        if self._unconfirmed:
-            self._joint = Anchor(self._last_seq, self._last_payload, live=True)
+        if self._evidence.is_open:
+            self._evidence.joint = Anchor(self._last_seq, self._last_payload, live=True)
         self._emitted = True
         self.counters.delivered += count
 
@@ -907,9 +888,8 @@ class Stream(Generic[B]):
         self._sender.replayed(self._now)
         if self._silent:
             self._heard()
-        self._unconfirmed = self._ask is None or not self._ask.proven
-        if self._unconfirmed and self._last_was_live and self._before is None:
-            self._before = Anchor(self._last_seq, self._last_payload, live=True)
+        last_live = Anchor(self._last_seq, self._last_payload, live=True) if self._last_was_live else None
+        self._evidence.replayed(last_live, proven=self._ask is not None and self._ask.proven)
         self._recent.add(seq, payload)
 
     def _drain(self) -> None:
@@ -945,8 +925,7 @@ class Stream(Generic[B]):
         self._ask = None
         if self.phase is not Phase.FOLLOWING:
             self._enter(Phase.FOLLOWING)
-        if self._joint is not None:
-            self._confirm_soon(self._joint)
+        self._confirm_soon()
 
     def _doubt(self, doubt: Doubt) -> None:
         """A doubt arises about everything delivered or given up so far, not about what follows."""

@@ -45,6 +45,7 @@ class Lines:
         self._headers: Final = "".join(lines).encode("latin-1")
         self._room: Final = asyncio.Semaphore(MAX_LINES)
         self._idle: list[_Line] = []
+        self._closed = False
 
     async def post(self, path: str, body: bytes) -> Answered:
         """The answer to a question. Raises `LineError`, and `OSError` where there is no connection; bound it in time."""
@@ -79,12 +80,15 @@ class Lines:
         except BaseException:
             line.abort()  # an answer that still comes is nobody's
             raise
-        if line.is_open:
+        if self._closed:
+            line.abort()
+        elif line.is_open:
             self._idle.append(line)
         return answered
 
     def close(self) -> None:
         """End all that are idle; the others end with their question."""
+        self._closed = True
         while self._idle:
             self._idle.pop().abort()
 

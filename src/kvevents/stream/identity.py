@@ -1,0 +1,86 @@
+"""Whose batches they are: frames whose life is not certain yet, and whether replay and live stream are of one life."""
+
+from __future__ import annotations
+
+from kvevents.stream.limits import StreamLimits
+from kvevents.stream.state import Anchor
+from kvevents.wire import Live
+
+
+class Suspects:
+    """Live frames that wait until it is known whether their publisher is the one from before, in the order they came in."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._frames: list[Live] = []
+        self._bytes = 0
+        self._old = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def newest(self) -> Live | None:
+        """The one that came last."""
+        return self._frames[-1] if self._frames else None
+
+    def add(self, live: Live) -> bool:
+        """Let one more wait; False when there is no room."""
+        size = self._bytes + len(live.payload)
+        if len(self._frames) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
+            return False
+        self._frames.append(live)
+        self._bytes = size
+        return True
+
+    def reconnected(self) -> None:
+        """Those that wait are of the connection before."""
+        self._old = len(self._frames)
+
+    def take(self) -> list[Live]:
+        """All of them; none waits any more."""
+        frames, self._frames = self._frames, []
+        self._bytes = self._old = 0
+        return frames
+
+    def take_new(self) -> tuple[int, list[Live]]:
+        """How many were of the connection before, which are dropped, and the others."""
+        old = self._old
+        return old, self.take()[old:]
+
+
+class Evidence:
+    """Whether what was replayed and what came live are of one life.
+
+    Replay may be answered by the next life while the last frames of the one before still wait. So a live batch that follows
+    replayed ones makes a *joint*, and neither it nor the live one before them is trusted until replay has repeated a live one.
+    """
+
+    __slots__ = ("before", "is_open", "joint")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        """Whether batches were replayed since replay and live stream agreed last."""
+        self.before: Anchor | None = None
+        """The live one that was delivered before them, unless the answer that brought them began with a known one."""
+        self.joint: Anchor | None = None
+        """The newest live one that was delivered behind those: all of them must be of one life."""
+
+    def replayed(self, last_live: Anchor | None, *, proven: bool) -> None:
+        """A batch came by replay, behind a live one or not; of an answer that has shown whose it is, or not."""
+        self.is_open = not proven
+        if self.is_open and self.before is None:
+            self.before = last_live
+
+    def agreed(self) -> None:
+        """Replay and live stream have the same batch: what is live before and behind is of one life.
+
+        It is of one connection, or the newer one was compared with what was before.
+        """
+        self.is_open = False
+        self.before = self.joint = None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether something delivered may be of another life than the rest."""
+        return self.before is not None or self.joint is not None
