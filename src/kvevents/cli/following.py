@@ -18,7 +18,7 @@ from kvevents.subscriber import Subscriber
 TURN: Final = 0.1
 """Seconds between looks at the clock, the signals and the reader of our output while nothing arrives."""
 SETTLE: Final = 1.0
-"""Seconds that a stream which is being proven has at the end; it takes milliseconds."""
+"""Seconds that a stream which is being proven has at the end, also after Ctrl-C; it takes milliseconds."""
 QUIET: Final = 0.05
 """Seconds between two of those looks while batches come one by one."""
 
@@ -101,7 +101,7 @@ class Following:
     def _let_settle(self) -> None:
         """The last batch may have come before it was known what to think of it; what else comes meanwhile is not asked for."""
         until = time.monotonic() + SETTLE
-        while not self._stop.requested and time.monotonic() < until:
+        while time.monotonic() < until:  # a second signal interrupts
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):
                 return
             self._subscriber.receive(timeout=TURN)
