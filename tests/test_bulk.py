@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvevents.bulk import bulk
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.subscriber.zmq import _drain_run, drain_run
+from kvevents.subscriber.draining import _drain_run, drain_run
 from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"

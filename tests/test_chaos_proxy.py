@@ -11,7 +11,8 @@ import zmq
 
 from kvevents.errors import ConfigError
 from kvevents.testing import FaultProxy
-from kvevents.testing.zmtp import ZmtpSplitter, message
+from kvevents.testing.zmtp import ZmtpSplitter
+from kvevents.wire.zmtp import message
 
 SECONDS = 10
 """Deadline of every wait."""

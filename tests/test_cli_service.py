@@ -505,6 +505,16 @@ def test_one_frame_as_json(fleet: Served) -> None:
     assert [source["instance"] for source in frame["sources"]] == ["engine-1"]
 
 
+def test_an_engine_that_cannot_be_reached_is_told_of_in_one_line() -> None:
+    """By the service, with the engine's name; whoever keeps its connection says nothing beside that."""
+    with refusing() as endpoint, Program("serve", "--port", "0", "--model", "m", "--worker", f"engine-0={endpoint}") as program:
+        program.err.wait(f"nothing listens at {endpoint}")
+        ended = program.interrupt(signal.SIGTERM)
+    told = [line for line in ended.err.splitlines() if "WARNING" in line]
+    assert len(told) == 1, told
+    assert "engine-0 rank 0" in told[0]
+
+
 def test_once_without_a_service_is_an_error() -> None:
     with refusing() as endpoint:
         ended = run("top", "--once", "--service", endpoint.replace("tcp", "http"))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -45,6 +46,7 @@ from network_model import payload_of
 
 LIMITS = StreamLimits(replay_timeout=0.4, reply_silence=0.2, quiet_before_probe=0.2, max_probe_interval=1.0)
 """Short times, so that what a healthy stream never waits for is soon over."""
+USUAL = SocketOptions()
 DEADLINE = 20.0
 """Seconds after which a test fails; nothing takes that long."""
 
@@ -52,8 +54,8 @@ DEADLINE = 20.0
 class SyncDriver:
     """`Subscriber`, with the face that both drivers share."""
 
-    def __init__(self, *sources: Source, **options: Any) -> None:
-        self.subscriber = Subscriber(sources, limits=LIMITS, **options)
+    def __init__(self, *sources: Source, sockets: SocketOptions = USUAL, **options: Any) -> None:
+        self.subscriber = Subscriber(sources, limits=LIMITS, transport=ZmqTransport(options=sockets), **options)
 
     def receive(self, timeout: float) -> Delivery | None:
         return self.subscriber.receive(timeout)
@@ -65,12 +67,19 @@ class SyncDriver:
         self.subscriber.close()
 
 
+class DirectDriver(SyncDriver):
+    """`Subscriber` with live connections that it reads itself."""
+
+    def __init__(self, *sources: Source, sockets: SocketOptions = USUAL, **options: Any) -> None:
+        super().__init__(*sources, sockets=replace(sockets, direct=True), **options)
+
+
 class AsyncDriver:
     """`AsyncSubscriber`, driven from a loop of its own."""
 
-    def __init__(self, *sources: Source, **options: Any) -> None:
+    def __init__(self, *sources: Source, sockets: SocketOptions = USUAL, **options: Any) -> None:
         self.runner: asyncio.Runner | None = asyncio.Runner()
-        self.subscriber = AsyncSubscriber(sources, limits=LIMITS, **options)
+        self.subscriber = AsyncSubscriber(sources, limits=LIMITS, transport=ZmqTransport(options=sockets), **options)
 
     def receive(self, timeout: float) -> Delivery | None:
         assert self.runner is not None
@@ -104,6 +113,10 @@ class Desk:
             if delivery is not None:
                 self.taken.append(delivery)
 
+    def joined(self, tape: TapePlayer) -> None:
+        """Until an engine has a subscriber, which takes receiving where libzmq has no part in it."""
+        self.until(lambda: tape.wait_for_subscriber(0))
+
     def trusted(self, trust: Trust) -> None:
         self.until(lambda: self.subscriber.trust("e") == trust)
 
@@ -118,7 +131,7 @@ class Desk:
         return [item for item in self.taken if not isinstance(item, Batch)]
 
 
-@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
+@pytest.fixture(params=[SyncDriver, AsyncDriver, DirectDriver], ids=["sync", "async", "direct"])
 def desk(request: pytest.FixtureRequest) -> Iterator[Callable[..., Desk]]:
     """Opens subscribers of either kind and closes them."""
     opened: list[SyncDriver | AsyncDriver] = []
@@ -144,7 +157,7 @@ def test_live_batches_arrive_once_and_in_order(desk: Callable[..., Desk]) -> Non
     """A healthy engine and a subscriber that is there from the start."""
     with TapePlayer(frames(500)) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) >= 500)
         assert at.batches() == tape.batches()
@@ -169,7 +182,7 @@ def test_drops_holes_and_an_idle_engine(desk: Callable[..., Desk]) -> None:
     """A tenth of the live batches and of the replayed ones is lost, the last ones too; the tail check finds those."""
     with TapePlayer(frames(300), faults=Faults(drop=0.1, replay_holes=0.1, seed=5)) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play(299)
         tape.faults = Faults(drop={299})
         tape.play()
@@ -183,7 +196,7 @@ def test_a_restart_is_recognised(desk: Callable[..., Desk], unseen: int | None) 
     """A new life from 0, one that published a little, and one that has passed the old number before anyone was back."""
     with TapePlayer(frames(50)) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) == 50)
         tape.restart(frames(100, life=1), unseen_until=unseen)
@@ -215,7 +228,7 @@ def test_a_replay_endpoint_that_never_helps_delays_but_does_not_stop_the_stream(
     """Mute or endless: live batches go on after a bounded wait, and trust says why they are not exact."""
     with TapePlayer(frames(60), faults=faults) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.faults = Faults(replay_mute=faults.replay_mute, replay_endless=faults.replay_endless, drop={5})
         if faults.replay_foreign:
             tape.faults = faults
@@ -228,7 +241,7 @@ def test_a_replay_endpoint_of_another_stream_does_no_lasting_harm(desk: Callable
     """Foreign batches are voided by a reset; the live stream alone remains, and trust says so."""
     with TapePlayer(frames(60), faults=Faults(replay_foreign=frames(40, life=9))) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         published = 0
         while "another stream" not in at.subscriber.trust("e").reason:
             tape.play(1)
@@ -247,7 +260,7 @@ def test_without_replay_it_works_as_far_as_it_can(desk: Callable[..., Desk]) -> 
     """Gaps are told, a restart resets, and trust never claims more than can be known."""
     with TapePlayer(frames(20), replay_endpoint=None, faults=Faults(drop={3, 4})) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) == 19)
         assert [(gap.first, gap.last) for gap in at.others() if isinstance(gap, Gap)] == [(3, 4)]
@@ -265,7 +278,7 @@ def test_malformed_frames_are_counted_and_cost_nothing(desk: Callable[..., Desk]
     bad = [[b"kv"] * count for count in (1, 2, 4, 9)] + [[b"kv", number, b"x"] for number in numbers]
     with TapePlayer(frames(len(bad))) as tape:
         at = desk(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         for message in bad:
             tape.send_raw(message)
             tape.play(1)
@@ -276,10 +289,10 @@ def test_malformed_frames_are_counted_and_cost_nothing(desk: Callable[..., Desk]
 
 def test_a_flood_waits_in_bounded_buffers_and_arrives(desk: Callable[..., Desk]) -> None:
     """A subscriber that looks away while far more is published than its socket holds gets everything afterwards."""
-    transport = ZmqTransport(options=SocketOptions(receive_hwm=50))
+    sockets = SocketOptions(receive_hwm=50)
     with TapePlayer(frames(5_000), hwm=50) as tape:
-        at = desk(source_of(tape), transport=transport)
-        assert tape.wait_for_subscriber(DEADLINE)
+        at = desk(source_of(tape), sockets=sockets)
+        at.joined(tape)
         tape.play()
         at.until(lambda: len(at.batches()) == 5_000)
         assert at.batches() == tape.batches()
@@ -290,7 +303,7 @@ def test_a_cut_connection_loses_nothing(desk: Callable[..., Desk]) -> None:
     """What was published while the network was down is replayed; the publisher is proven to be the same; no reset."""
     with TapePlayer(frames(100)) as tape, FaultProxy(tape.endpoint) as proxy:
         at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play(30)
         at.until(lambda: len(at.taken) == 30)
         proxy.cut(refuse=True)
@@ -307,10 +320,10 @@ def test_a_cut_connection_loses_nothing(desk: Callable[..., Desk]) -> None:
 
 def test_a_half_open_connection_is_noticed_by_heartbeats(desk: Callable[..., Desk]) -> None:
     """A network that swallows everything without closing anything makes the stream STALE, and heals."""
-    transport = ZmqTransport(options=SocketOptions(heartbeat_ms=100, heartbeat_timeout_ms=300))
+    sockets = SocketOptions(heartbeat_ms=100, heartbeat_timeout_ms=300)
     with TapePlayer(frames(20)) as tape, FaultProxy(tape.endpoint) as proxy:
-        at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), transport=transport)
-        assert tape.wait_for_subscriber(DEADLINE)
+        at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), sockets=sockets)
+        at.joined(tape)
         tape.play(10)
         at.until(lambda: len(at.taken) == 10)
         proxy.stall()
@@ -339,8 +352,8 @@ def test_ranks_of_one_engine_are_streams_of_their_own(desk: Callable[..., Desk])
     """Two ranks share a name and nothing else."""
     with TapePlayer(frames(5)) as zero, TapePlayer(frames(7, life=1)) as one:
         at = desk(source_of(zero, rank=0), source_of(one, rank=1))
-        assert zero.wait_for_subscriber(DEADLINE)
-        assert one.wait_for_subscriber(DEADLINE)
+        at.joined(zero)
+        at.joined(one)
         zero.play()
         one.play()
         at.until(lambda: len(at.taken) == 12)
@@ -415,7 +428,7 @@ def test_sources_come_and_go(desk: Callable[..., Desk]) -> None:
         with pytest.raises(UnknownSourceError, match="known: none"):
             at.subscriber.trust("e")
         at.subscriber.add(source_of(tape))
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) == 2)
 
@@ -440,7 +453,7 @@ def test_many_deliveries_at_once(desk: Callable[..., Desk]) -> None:
     with TapePlayer(frames(100)) as tape:
         at = desk(source_of(tape))
         assert at.driver.receive_many(None, 0.05) == []
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play()
         while len(at.taken) < 100:
             some = at.driver.receive_many(3, DEADLINE)
@@ -458,7 +471,7 @@ def test_raw_batches_arrive_as_they_were_sent(desk: Callable[..., Desk]) -> None
         at = desk(source_of(tape), decode=False)
         at.until(lambda: len(at.taken) == 300)
         tape.faults = Faults(drop=0.02, seed=3)
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play(699)
         tape.faults = Faults()
         tape.play()
@@ -478,7 +491,7 @@ def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., D
     with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
         at = desk(source_of(tape), decode=decode)
         taken: list[Any] = at.taken
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         tape.play(4)
         at.until(lambda: len(taken) == 4)
         at.trusted(Trust.DEGRADED if decode else Trust.EXACT)
@@ -498,7 +511,7 @@ def test_a_message_with_frames_too_many_does_not_confuse_what_follows(desk: Call
     """Where a message ends is not asked while all is well; frames that do not fit are noticed and counted all the same."""
     with TapePlayer(frames(8), faults=Faults(drop={2, 5})) as tape:
         at = desk(source_of(tape), decode=decode)
-        assert tape.wait_for_subscriber(DEADLINE)
+        at.joined(tape)
         for seq, extra in ((2, [b"x"]), (5, [b"kv", b"x"])):
             tape.play(2)
             tape.send_raw([b"kv", seq.to_bytes(8, "big"), payload_of(0, seq, clear=False), *extra])

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -49,6 +49,8 @@ class Consumer:
     decode: bool = False
     """Whether its subscriber hands out events instead of bytes."""
     asynchronous: bool = False
+    direct: bool = False
+    """Whether it reads its live connection without libzmq, as the service and relays do."""
     brisk: bool = True
     leaps: int = 0
     """A clock that leaps forward: about so many times a second."""
@@ -257,7 +259,7 @@ def _answer(pipe: Connection, follower: Follower) -> None:
 
 
 def _options(consumer: Consumer) -> dict[str, Any]:
-    sockets = BRISK_SOCKETS if consumer.brisk else SocketOptions()
+    sockets = replace(BRISK_SOCKETS if consumer.brisk else SocketOptions(), direct=consumer.direct)
     options: dict[str, Any] = {"decode": consumer.decode, "transport": ZmqTransport(options=sockets)}
     if consumer.brisk:
         options["limits"] = BRISK

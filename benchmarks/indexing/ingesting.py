@@ -1,9 +1,15 @@
-"""From the socket to visible: `python -m benchmarks.indexing.ingesting ingest WHO BLOCKS PER_EVENT`."""
+"""From the socket to visible: `python -m benchmarks.indexing.ingesting ingest WHO BLOCKS PER_EVENT`.
+
+Besides `ours` and Dynamo's `service` there is `libzmq`: ours with libzmq's thread, as docs/adr/0015 compares them.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 from benchmarks.indexing import memory, procfs
 from benchmarks.indexing.feed import Feed, Prepared
@@ -29,14 +35,18 @@ def service(feed: Feed, blocks: int) -> tuple[int, float, float]:
         return prepared.events, wall, procfs.cpu(rival.pid) - cpu
 
 
-def ours(feed: Feed, blocks: int) -> tuple[int, float, float]:
+def ours(feed: Feed, blocks: int, *, direct: bool = True) -> tuple[int, float, float]:
     """The same of a loop that gives our index what our subscriber receives."""
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - each process loads only what its trial is about
     from kvevents.stream import RawBatch, Source  # noqa: PLC0415 - as above
-    from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
+    from kvevents.subscriber import SocketOptions, Subscriber, ZmqTransport  # noqa: PLC0415 - as above
 
     index = PrefixIndex()
-    with Subscriber([Source(f"tcp://127.0.0.1:{feed.port}", name="worker-1")], decode=False) as subscriber:
+    transport, source = (
+        ZmqTransport(options=SocketOptions(direct=direct)),
+        Source(f"tcp://127.0.0.1:{feed.port}", name="worker-1"),
+    )
+    with Subscriber([source], decode=False, transport=transport) as subscriber:
         subscriber.receive_many(timeout=0.2)  # connects
         prepared = ready(feed, blocks)
         began, cpu, seq = time.monotonic(), time.process_time(), -1
@@ -50,10 +60,17 @@ def ours(feed: Feed, blocks: int) -> tuple[int, float, float]:
         return prepared.events, time.monotonic() - began, time.process_time() - cpu
 
 
+_WAYS: Final[dict[str, Callable[[Feed, int], tuple[int, float, float]]]] = {
+    "ours": ours,
+    "libzmq": partial(ours, direct=False),
+    "service": service,
+}
+
+
 def ingest(who: str, blocks: int, per_event: int) -> dict[str, float]:
     """Messages and blocks per second, and the CPU time of each, in microseconds."""
     with Feed("zmtp", "array", "chains", CHAIN, per_event) as feed:
-        events, wall, cpu = {"ours": ours, "service": service}[who](feed, blocks)
+        events, wall, cpu = _WAYS[who](feed, blocks)
     return {
         "rate": blocks / wall,
         "messages": events / wall,

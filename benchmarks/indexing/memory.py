@@ -16,8 +16,11 @@ _ENOUGH: Final = 1 << 30
 
 
 def have(size: int = _ENOUGH) -> None:
-    """Take so much memory from the host, and leave it to whoever asks the system next. It stays for a few seconds."""
-    with mmap.mmap(-1, size) as taken:
+    """Take so much memory from the host, and leave it to whoever asks the system next. It stays for a few seconds.
+
+    Private memory, since what is shared comes in small pages, and the system then hands out other ones than those first.
+    """
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:
         if sys.platform == "linux":
             taken.madvise(mmap.MADV_HUGEPAGE)
         for page in range(0, size, mmap.PAGESIZE):

@@ -23,3 +23,4 @@ pub mod stream;
 pub mod table;
 pub mod tokens;
 pub mod waiting;
+pub mod zmtp;

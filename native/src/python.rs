@@ -7,6 +7,7 @@ mod awake;
 mod compactor;
 mod index;
 mod libzmq;
+mod zmtp;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -20,6 +21,7 @@ use arguments::{scheme_of, scope_of, tokens_of};
 use compactor::Compactor;
 use index::NativeIndex;
 use libzmq::Libzmq;
+use zmtp::Zmtp;
 
 /// Local hashes or, chained, keys of the whole blocks of a prompt.
 #[pyfunction]
@@ -74,6 +76,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
     module.add_class::<Compactor>()?;
     module.add_class::<Libzmq>()?;
+    module.add_class::<Zmtp>()?;
     module.add_class::<Match>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;

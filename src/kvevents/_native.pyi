@@ -137,6 +137,12 @@ class Compactor:
     def lost(self) -> str | None:
         """What there was too much of, or what `lose` was told; nothing is kept until the stream clears everything."""
 
+class Zmtp:
+    def __new__(cls, most: int) -> Self: ...
+    def receive(
+        self, descriptor: int, topic: bytes, first: int, due: int, limit: int
+    ) -> tuple[list[bytes], list[list[bytes]], list[bytes], bool, bool, str | None]: ...
+
 class Libzmq:
     """See `kvevents.bulk`. Raises `OSError` where a file that is loaded does not lead to libzmq."""
 

@@ -148,6 +148,8 @@ def run(args: Namespace) -> int:
         console.note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
+    # Of engines that cannot be reached the service tells itself, by their names.
+    logging.getLogger("kvevents.subscriber.direct").setLevel(logging.ERROR)
     with giving_back():
         server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
     return OK

@@ -21,7 +21,7 @@ from kvevents.service.registration import Key, Registration, Wall
 from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber import Subscriber
+from kvevents.subscriber import ALWAYS_RECEIVING, Subscriber, ZmqTransport
 from kvevents.wire import Rejected, decode_batch
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Fleet(Listener):
         """Of walls without LoRA and salt, which nearly all prompts are behind; one for each at most."""
         self._look_due = 0.0
         self._judge_due = 0.0
-        self.follower = Follower(Subscriber(decode=False), index, self)
+        self.follower = Follower(Subscriber(decode=False, transport=ZmqTransport(options=ALWAYS_RECEIVING)), index, self)
 
     def switch(self, follower: Follower, index: PrefixIndex) -> Follower:
         """Answer from another index from now on, which `follower` keeps. Returns the one before, which is to be stopped.

@@ -2,8 +2,18 @@
 
 from kvevents.subscriber.aio import AsyncSubscriber
 from kvevents.subscriber.hub import StreamStatus
+from kvevents.subscriber.options import ALWAYS_RECEIVING, SocketOptions
 from kvevents.subscriber.sync import Subscriber
 from kvevents.subscriber.transport import Link, Transport
-from kvevents.subscriber.zmq import SocketOptions, ZmqTransport
+from kvevents.subscriber.zmq import ZmqTransport
 
-__all__ = ["AsyncSubscriber", "Link", "SocketOptions", "StreamStatus", "Subscriber", "Transport", "ZmqTransport"]
+__all__ = [
+    "ALWAYS_RECEIVING",
+    "AsyncSubscriber",
+    "Link",
+    "SocketOptions",
+    "StreamStatus",
+    "Subscriber",
+    "Transport",
+    "ZmqTransport",
+]

@@ -194,6 +194,9 @@ class Hub(Generic[B]):
             entry.timer = None
             if self._by_link.get(entry.link) is entry:
                 entry.stream.tick(now)
+                own = entry.link.deadline()
+                if own is not None and own <= now and entry.link.pump(entry.stream, now, self._per_turn):
+                    self._hungry[entry] = None
                 self._serve(entry, now)
         self._start_waiting_replays(now)
 
@@ -243,7 +246,9 @@ class Hub(Generic[B]):
                 self._schedule(following)
 
     def _schedule(self, entry: _Entry) -> None:
-        due = entry.stream.deadline()
+        due, own = entry.stream.deadline(), entry.link.deadline()
+        if own is not None and (due is None or own < due):
+            due = own
         if due is not None and (entry.timer is None or due < entry.timer):
             entry.timer = due
             self._tie += 1

@@ -18,6 +18,10 @@ class Link(Protocol):
         """
         ...
 
+    def deadline(self) -> float | None:
+        """When to pump though nothing has arrived; None for never. By the clock of `pump`."""
+        ...
+
     def send(self, ask: Ask) -> None:
         """Send a replay request, on a new connection if it asks for a fresh one."""
         ...

@@ -138,6 +138,10 @@ class FakeLink:
             stream.receive_replay(self.replies.popleft(), now)
         return self.has_news
 
+    def deadline(self) -> float | None:
+        """None: nothing here takes time."""
+        return None
+
     def send(self, ask: Ask) -> None:
         """Ask the engine for replay."""
         if ask.fresh:

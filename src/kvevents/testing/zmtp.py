@@ -6,36 +6,23 @@ a flags byte (bit 0: more frames follow, bit 1: 8-byte size, bit 2: command), th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple, TypeAlias
+
+from kvevents.wire.zmtp import COMMAND, GREETING_BYTES, LONG, MORE
 
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
 """Longest message that is kept together, twice the wire's own limit for a payload. A connection that sends a longer one is
 passed on unread from there, so memory stays bounded and the bytes arrive all the same."""
 
 _SIGNATURE: Final = 0xFF
-_GREETING_BYTES: Final = 64
 _MAJOR_AT: Final = 10
 _MECHANISM: Final = slice(12, 32)
 _NULL: Final = b"NULL".ljust(20, b"\0")
-_MORE: Final = 0x01
-_LONG: Final = 0x02
-_COMMAND: Final = 0x04
 
 Kind: TypeAlias = Literal["message", "command", "raw"]
 """`raw` is the greeting, or anything of a connection that is not ZMTP 3 with the NULL mechanism: only NULL has messages that
 can be told apart, under CURVE they are encrypted and numbered."""
-
-
-def message(frames: Sequence[bytes]) -> bytes:
-    """The bytes of a message of these frames, of which there is at least one."""
-    raw = bytearray()
-    for left, frame in zip(range(len(frames) - 1, -1, -1), frames, strict=True):
-        long = len(frame) > 255
-        raw.append((_MORE if left else 0) | (_LONG if long else 0))
-        raw += len(frame).to_bytes(8 if long else 1, "big")
-        raw += frame
-    return bytes(raw)
 
 
 class Piece(NamedTuple):
@@ -61,7 +48,7 @@ class ZmtpSplitter:
     def feed(self, data: bytes) -> list[Piece]:
         """Take in some bytes; return what is complete. The greeting is passed on as it comes, since peers negotiate in it."""
         pieces: list[Piece] = []
-        missing = _GREETING_BYTES - len(self._greeting)
+        missing = GREETING_BYTES - len(self._greeting)
         if missing and not self._opaque:
             greeting, data = data[:missing], data[missing:]
             self._greeting += greeting
@@ -91,11 +78,11 @@ class ZmtpSplitter:
     def _pieces(self) -> Iterator[Piece]:
         while (frame := self._next_frame()) is not None:
             flags, body = frame
-            if flags & _COMMAND and not self._frames:
+            if flags & COMMAND and not self._frames:
                 yield Piece("command", self._cut())
                 continue
             self._frames.append(body)
-            if not flags & _MORE:
+            if not flags & MORE:
                 frames = tuple(self._frames)
                 self._frames.clear()
                 yield Piece("message", self._cut(), frames)
@@ -114,7 +101,7 @@ class ZmtpSplitter:
         if len(buffer) < at + 2:
             return None
         flags = buffer[at]
-        head = at + (9 if flags & _LONG else 2)
+        head = at + (9 if flags & LONG else 2)
         if len(buffer) < head:
             return None
         end = head + int.from_bytes(buffer[at + 1 : head], "big")

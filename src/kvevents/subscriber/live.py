@@ -1,0 +1,131 @@
+"""The live connection of one stream by libzmq: a SUB socket and its monitor."""
+
+from __future__ import annotations
+
+from selectors import BaseSelector
+from typing import Any, Final, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.stream import Source, Stream
+from kvevents.subscriber.draining import drain, drain_live, drain_run, has_news
+from kvevents.subscriber.sockets import Sockets, attach, drop, watch
+
+_UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
+_DOWN: Final = zmq.Event.DISCONNECTED
+
+
+class Live(Protocol):
+    """What brings a stream's live batches. The parts of `Link` that are about those."""
+
+    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """See `Link`."""
+        ...
+
+    def deadline(self) -> float | None:
+        """See `Link`."""
+        ...
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        ...
+
+
+class ZmqLive:
+    """SUB socket and monitor; `link` is what the selector tells of."""
+
+    def __init__(self, source: Source, sockets: Sockets, selector: BaseSelector, link: object) -> None:
+        self._source = source
+        self._sockets = sockets
+        self._selector = selector
+        self._link = link
+        self._options = sockets.options
+        self._ever_up = False
+        self._announce = 0
+        self._pumped_at: float | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        source, selector = self._source, self._selector
+        self._sub = self._sockets.open(zmq.SUB, source.endpoint)
+        try:
+            self._monitor = self._sub.get_monitor_socket(_UP | _DOWN)
+            self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
+            self._sub.subscribe(source.topic.encode())
+            watch(selector, self._sub, self._link)
+            watch(selector, self._monitor, self._link)
+            attach(self._sub, source.endpoint, bind=source.bind)
+        except BaseException:
+            self.close()
+            raise
+
+    def deadline(self) -> float | None:
+        """None: libzmq keeps time itself."""
+        return None
+
+    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """Feed live messages and connection changes to `stream`."""
+        # How long nobody has read before the first time is not known.
+        stalled = self._pumped_at is None or (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
+        self._pumped_at = now
+        before = self._changes() if stalled else []
+        if _DOWN in before:
+            self._begin_again(stream)
+            return True
+        payloads, messages, drained = drain_run(self._sub, stream.topic, stream.coming(limit))
+        if not drained and (messages or not payloads):
+            others, drained = drain_live(self._sub, limit - len(payloads))
+            messages += others
+        # The monitor is read after the messages: a change that came before one of them is known by now.
+        changes = before + self._changes()
+        if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
+            self._ever_up = True
+            stream.connected(now)
+            changes = changes[changes.index(_UP) + 1 :] if _UP in changes else changes
+        for change in changes:
+            if change == _DOWN:
+                stream.disconnected()
+                self._announce = 0
+            else:
+                self._announce = self._options.receive_hwm + 1
+        if payloads:
+            stream.receive_run(payloads, now)
+        for frames in messages:
+            stream.receive_live(frames, now)
+        if self._announce:
+            self._announce_when_drained(stream, now, len(payloads) + len(messages), drained=drained)
+        return not drained
+
+    def _begin_again(self, stream: Stream[Any]) -> None:
+        """Leave a socket whose connection was lost while nobody read it for longer than heartbeats wait; replay has what waits.
+
+        If it was full, its pongs waited behind the messages, and libzmq 4.3.5 ends the process when such a socket is read (its
+        issues 3596 and 3937).
+        """
+        self.close()
+        self._subscribe()
+        stream.disconnected()
+        self._announce = 0
+
+    def _announce_when_drained(self, stream: Stream[Any], now: float, count: int, *, drained: bool) -> None:
+        """`connected` comes after every message of the old connection; those are at most what the socket can hold."""
+        self._announce = 0 if drained else max(0, self._announce - count)
+        if not self._announce:
+            stream.connected(now)
+
+    def _changes(self) -> list[int]:
+        if self._monitor is None or not has_news(self._monitor):
+            return []
+        messages, _ = drain(self._monitor, 1_000)
+        return [int(parse_monitor_message(frames)["event"]) for frames in messages]
+
+    def close(self) -> None:
+        """Close both sockets."""
+        if not self._sub.closed:
+            if self._monitor is not None:
+                self._sub.disable_monitor()
+                drop(self._selector, self._monitor)
+                self._monitor = None
+            drop(self._selector, self._sub)
