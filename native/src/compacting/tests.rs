@@ -8,7 +8,7 @@ use super::*;
 use crate::scan::Limits;
 use crate::scan::tests::layouts;
 use state::State;
-use store::{PlaceView, StoreView};
+use store::{PlaceView, Store, StoreView};
 
 const GPU: PlaceView<'static> = PlaceView {
     medium: Some(b"GPU"),
@@ -103,10 +103,26 @@ impl Model {
     }
 }
 
+/// A block that is there, for a moment, only to say how its group counts: nothing with tokens is left that would.
+fn teaches(store: &Store) -> bool {
+    store.keys.as_deref().map_or(store.tokens == [0, 0], |keys| keys == [0])
+}
+
 /// What a consumer without any past knows after these events.
 fn applied(told: &[Told]) -> Model {
     let mut model = Model::default();
-    for event in told {
+    let mut left = told;
+    while let [event, rest @ ..] = left {
+        left = rest;
+        match (event, rest) {
+            (Told::Stored(store), [Told::Removed(hashes, place), ..]) if teaches(store) => {
+                assert_eq!((&store.hashes, &store.place), (hashes, place));
+                assert!(!model.knows(hashes[0]) && model.waiting.iter().all(|(hash, _)| hash / 2 != hashes[0]));
+                left = &rest[1..];
+                continue;
+            }
+            _ => {}
+        }
         match event {
             Told::Stored(store) => {
                 let gpu = store.place.view() == GPU;
@@ -568,5 +584,21 @@ fn removals_in_a_row_are_joined() {
             found(&joining, &wrong).map(|events| events.concat()),
             found(&plain, &wrong).map(|events| events.concat())
         );
+    }
+}
+
+/// How a group counts is told by a block of its own where no block is left, however the last one came.
+#[test]
+fn what_is_gone_has_taught() {
+    for hash in [37, 5] {
+        let (mut state, model) = (State::default(), Model::default());
+        put(&mut state, hash, CPU);
+        take(&mut state, hash, CPU);
+        let told = telling::tell(&mut state).expect("hashes are distinct");
+        assert!(
+            matches!(&told[..], [Told::Stored(store), Told::Removed(..)] if teaches(store)),
+            "{told:?}"
+        );
+        assert_eq!(applied(&told), model);
     }
 }
