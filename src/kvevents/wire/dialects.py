@@ -136,8 +136,9 @@ ARRAY_REMOVED: Final = (*_V0_22.removed, "heartbeat")
 """The same of BlockRemoved, and after it what only kvevents sends."""
 
 # One letter after a hyphen is no mark of a pre-release but the beginning of an image's suffix, as in `v0.5.20-b200`.
+# And no possessive quantifier: behind one, Python 3.11.2, which is Debian 12's, ends a group at the wrong place.
 _RELEASE: Final = re.compile(
-    r"v?(\d{1,9}(?:\.\d{1,9})*+)(?!\d)(?:(?:[._]?(a|b)|[._-]?(alpha|beta|rc|dev|post))[._]?(\d{0,9})(?![a-z\d]))?",
+    r"v?(\d{1,9}(?:\.\d{1,9})*)(?!\.?\d)(?:(?:[._]?(a|b)|[._-]?(alpha|beta|rc|dev|post))[._]?(\d{0,9})(?![a-z\d]))?",
     re.IGNORECASE,
 )
 _PHASE: Final = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "": 0, "post": 1}
