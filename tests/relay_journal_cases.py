@@ -44,9 +44,9 @@ class WatchedDisk(Disk):
         self._note("create")
         return super().create(name, folder)
 
-    def write(self, file: int, parts: Sequence[bytes]) -> None:
+    def write(self, file: int, parts: Sequence[bytes]) -> int:
         self._note("write", b"".join(parts), file)
-        super().write(file, parts)
+        return super().write(file, parts)
 
     def sync(self, file: int) -> None:  # noqa: ARG002 - the real disk need not be asked
         self._note("sync")

@@ -1175,6 +1175,30 @@ def test_rows_are_what_the_objects_say(index: PrefixIndex, feed: Feed) -> None:
     assert match.rows() == told == [("a", 0, 4, 6, 6, 6)]
 
 
+@pytest.mark.parametrize("blocks", [4_000, 40_000, 400_000])
+def test_tables_of_every_size_lose_nothing_and_keep_nothing(index: PrefixIndex, tmp_path: Path, blocks: int) -> None:
+    """How far ahead the core asks for memory depends on how large its tables are; what it holds does not."""
+    size, hashes = 200, np.random.default_rng(blocks).permutation(blocks) + 1_000_000
+    feed = Feed(index)
+    for at in range(0, blocks, size):
+        parent = int(hashes[at - 1]) if at else None
+        feed(store(hashes[at : at + size].tolist(), list(range(4 * at, 4 * (at + size))), 4, parent))
+    assert index.stats().blocks == blocks
+    order = np.random.default_rng(1).permutation(hashes)
+    gone, left = order[: blocks // 2], order[blocks // 2 :]
+    for at in range(0, len(gone), size):
+        feed(removal(*gone[at : at + size].tolist(), 5))  # and one that nobody knows
+    assert (index.stats().blocks, index.stats().unknown_removals) == (len(left), len(gone) // size)
+    assert {block.hash for block in index.blocks(feed.worker)} == set(left.tolist())
+    index.snapshot(tmp_path / "snapshot")
+    other = PrefixIndex()
+    other.restore(tmp_path / "snapshot")
+    assert other.digest(feed.worker) == index.digest(feed.worker) != "0" * 32
+    for at in range(0, len(left), size):
+        feed(removal(*left[at : at + size].tolist()))
+    assert (index.stats().blocks, index.digest(feed.worker)) == (0, "0" * 32)
+
+
 def test_many_blocks_under_other_hashes_keep_their_place(index: PrefixIndex) -> None:
     """A second engine with hashes of its own: its table of them grows between batches, and nothing is lost by it."""
     first, second = Feed(index, "a"), Feed(index, "b")

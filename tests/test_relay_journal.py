@@ -12,7 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvevents._native import crc32_of
 from kvevents.errors import ClosedError, ConfigError, JournalError, PeerError, UsageError
 from kvevents.relay.journal import (
     Clerk,
@@ -330,6 +333,12 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
         open_journal(tmp_path / "file")
     with pytest.raises(PeerError):
         open_journal(Path("/proc/journal"))
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5), st.integers(0, 2**32 - 1))
+def test_the_checks_are_those_of_zlib(parts: list[bytes], before: int) -> None:
+    """So that other programs can read the files."""
+    assert crc32_of(parts, before) == zlib.crc32(b"".join(parts), before)
 
 
 def test_files_of_a_later_release_are_not_touched(path: Path) -> None:

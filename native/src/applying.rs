@@ -12,8 +12,8 @@ use crate::pages;
 use crate::planes::{Plane, Rule, tier};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
 use crate::slab::TWIN;
-use crate::stream::{Block, Place, Stream};
-use crate::table::Stage;
+use crate::stream::{Block, Leaving, Place, Stream};
+use crate::table::{Reach, Stage};
 use crate::waiting::{Content, Waiting};
 
 use ahead::{Ahead, Ring};
@@ -212,6 +212,7 @@ impl Stream {
             keys: event.keys.slice(&read.scratch.hashes),
             context: number,
             ring: &mut work.ring,
+            reach: self.reach().max(writer.keys.reach()),
         };
         self.place_all(writer, blocks, plane, None);
         writer.contexts.release(number, 1);
@@ -278,6 +279,7 @@ impl Stream {
             keys: &work.keys,
             context: number,
             ring: &mut work.ring,
+            reach: self.reach().max(writer.keys.reach()),
         };
         self.place_all(writer, blocks, store.plane, parent);
         writer.contexts.release(number, 1);
@@ -385,12 +387,19 @@ impl Stream {
             self.counters.unknown += hashes.len() as u64;
             return;
         };
+        let mut leaving = [Leaving::default(); BLOCKS_PER_HOLD];
         for chunk in hashes.chunks(BLOCKS_PER_HOLD) {
-            for &hash in chunk {
-                self.prefetch(writer.spot(hash), Stage::Bucket);
+            let core: &mut Core = writer;
+            let leaving = &mut leaving[..chunk.len()];
+            for (place, &hash) in leaving.iter_mut().zip(chunk) {
+                *place = self.leaving(core, hash);
             }
-            for &hash in chunk {
-                if !self.remove(writer, hash, plane) && !self.waiting.remove(hash, plane) {
+            if core.keys.reach().max(self.reach()) > Reach::Near {
+                leaving.iter_mut().for_each(|each| self.prefetch_record(core, each));
+                leaving.iter().for_each(|each| self.prefetch_key(core, each));
+            }
+            for (each, &hash) in leaving.iter().zip(chunk) {
+                if !self.remove(core, each, plane) && !self.waiting.remove(hash, plane) {
                     self.counters.unknown += 1;
                 }
             }

@@ -108,13 +108,19 @@ impl Contexts {
     }
 
     /// Gives back `count` uses of a context.
+    #[inline]
     pub fn release(&mut self, number: u32, count: u32) {
-        let (context, users) = &mut self.entries[number as usize];
+        let (_, users) = &mut self.entries[number as usize];
         *users -= count;
-        if *users > 0 {
-            return;
+        if *users == 0 {
+            self.forget(number);
         }
-        let context = *context;
+    }
+
+    /// Forgets a context that nobody uses any more.
+    #[cold]
+    fn forget(&mut self, number: u32) {
+        let context = self.entries[number as usize].0;
         self.lookup.remove(&context);
         self.keyed -= u32::from(context.is_keyed());
         self.free.push(number);

@@ -136,9 +136,10 @@ impl Core {
         Spot::from(self.secret.place(value))
     }
 
-    /// The record of a block for `stream` to hold under its hash, made when there is none; None when there are too many of its key.
+    /// Has the record of a block held by one more, which does not hold it yet: its number, and whether it was made for that. None when
+    /// there are too many of its key.
     #[inline]
-    pub fn record(&mut self, block: &Block, stream: u32, guess: u32) -> Option<u32> {
+    pub fn hold(&mut self, block: &Block, plane: u16, stream: u32, guess: u32, last: &mut Move) -> Option<(u32, bool)> {
         let Block {
             key,
             hash,
@@ -153,7 +154,8 @@ impl Core {
             .find(guess)
             .is_some_and(|record| fits(record) && !self.sets.knows(record.set, stream))
         {
-            return Some(guess);
+            self.toggle(guess, plane, stream, last);
+            return Some((guess, false));
         }
         let records = &self.records;
         let (mut twins, mut alike) = (0, false);
@@ -172,8 +174,9 @@ impl Core {
             }
             found.is_none()
         });
-        if found.is_some() {
-            return found;
+        if let Some(number) = found {
+            self.toggle(number, plane, stream, last);
+            return Some((number, false));
         }
         if twins >= MAX_TWINS {
             return None;
@@ -185,10 +188,11 @@ impl Core {
             set: EMPTY,
             context: context | flag,
         })?;
+        self.toggle(number, plane, stream, last);
         self.contexts.add(context);
         let hashes = ByKey(&self.records, self.secret);
         self.keys.insert_at(seat, key_spot, number, &hashes);
-        Some(number)
+        Some((number, true))
     }
 
     #[cold]
@@ -219,15 +223,20 @@ impl Core {
         record.set = self.sets.moved(record.set, plane, stream, last);
     }
 
-    /// Forgets a block that nobody holds any more.
+    /// Forgets a block if nobody holds it any more.
     pub fn sweep(&mut self, number: u32) {
-        let Record { key, set, context, .. } = *self.records.get(number);
-        if set != EMPTY {
-            return;
+        let record = *self.records.get(number);
+        if record.set == EMPTY {
+            self.forget(number, &record, self.spot(record.key));
         }
-        self.keys.remove(self.spot(key), number, &ByKey(&self.records, self.secret));
+    }
+
+    /// Forgets a block that nobody holds any more.
+    #[inline]
+    pub fn forget(&mut self, number: u32, record: &Record, spot: Spot) {
+        self.keys.remove(spot, number, &ByKey(&self.records, self.secret));
         self.records.remove(number);
-        self.contexts.release(context & !TWIN, 1);
+        self.contexts.release(record.context & !TWIN, 1);
     }
 
     /// The number of a plane; None when there are too many.

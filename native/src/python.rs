@@ -70,6 +70,20 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
     Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&found.tokens))))
 }
 
+/// The CRC-32 of zlib of some bytes one after the other, behind what has the CRC `before`.
+#[pyfunction]
+fn crc32_of(py: Python<'_>, parts: &Bound<'_, PyAny>, before: u32) -> PyResult<u32> {
+    let parts: Vec<Bound<'_, PyBytes>> = (parts.try_iter()?)
+        .map(|part| Ok(part?.cast_into()?))
+        .collect::<PyResult<_>>()?;
+    let slices: Vec<&[u8]> = parts.iter().map(|part| part.as_bytes()).collect();
+    Ok(py.detach(|| {
+        let mut hasher = crc32fast::Hasher::new_with_initial(before);
+        slices.iter().for_each(|part| hasher.update(part));
+        hasher.finalize()
+    }))
+}
+
 /// `kvevents._native`.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -82,6 +96,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hashes, module)?)?;
     module.add_function(wrap_pyfunction!(chained, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
+    module.add_function(wrap_pyfunction!(crc32_of, module)?)?;
     module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

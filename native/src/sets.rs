@@ -118,11 +118,28 @@ impl Sets {
     /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
     #[inline]
     pub fn moved(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> u32 {
-        if last.known && last.from.0 == set && last.holder == (plane, stream) && self.is(last.from) && self.is(last.to) {
+        if self.is_again(set, plane, stream, last) {
             self.change(set, last.to.0);
             return last.to.0;
         }
         self.moved_anew(set, plane, stream, last)
+    }
+
+    /// Moves one block from `set` to the one without a holder; None where that does not hold it. `last` remembers such moves only.
+    #[inline]
+    pub fn taken(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> Option<u32> {
+        if self.is_again(set, plane, stream, last) {
+            self.change(set, last.to.0);
+            return Some(last.to.0);
+        }
+        self.holds(set, plane, stream)
+            .then(|| self.moved_anew(set, plane, stream, last))
+    }
+
+    /// Whether a move is the one that is remembered.
+    #[inline]
+    fn is_again(&self, set: u32, plane: u16, stream: u32, last: &Move) -> bool {
+        last.known && last.from.0 == set && last.holder == (plane, stream) && self.is(last.from) && self.is(last.to)
     }
 
     /// The same by a search.

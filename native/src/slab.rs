@@ -136,8 +136,8 @@ impl Slab {
         self.insert_elsewhere(record)
     }
 
-    /// The same in a chunk without memory, or in a place that was given back.
-    #[cold]
+    /// The same in a chunk without memory, or in a place that was given back: the usual one of a cache that is full.
+    #[inline(never)]
     fn insert_elsewhere(&mut self, record: Record) -> Option<u32> {
         let at = self.room()?;
         let chunk = &mut self.chunks[at];
@@ -160,14 +160,18 @@ impl Slab {
     }
 
     /// A chunk with room for a record.
+    #[inline]
     fn room(&mut self) -> Option<usize> {
-        if self
-            .chunks
-            .get(self.current)
-            .is_some_and(|chunk| (chunk.used as usize) < CHUNK)
-        {
+        let has_room = |chunk: &Chunk| (chunk.used as usize) < CHUNK;
+        if self.chunks.get(self.current).is_some_and(has_room) {
             return Some(self.current);
         }
+        self.turn()
+    }
+
+    /// Makes another chunk the current one, which has room.
+    #[cold]
+    fn turn(&mut self) -> Option<usize> {
         if let Some(at) = self.partial.pop() {
             self.current = at as usize;
             self.chunks[self.current].listed = false;

@@ -7,9 +7,9 @@ use hashbrown::HashTable;
 use crate::core::{ByHash, Core, Secret};
 use crate::gate::{BLOCKS_PER_HOLD, Gate, Writer};
 use crate::planes::Rules;
-use crate::sets::Move;
+use crate::sets::{EMPTY, Move};
 use crate::slab::{Record, TWIN};
-use crate::table::{Seat, Spot, Stage, Table};
+use crate::table::{Reach, Seat, Spot, Stage, Table};
 use crate::waiting::Queue;
 
 /// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
@@ -225,6 +225,12 @@ impl Stream {
         self.table.prefetch(spot, stage);
     }
 
+    /// How far its blocks are likely to be away.
+    #[inline]
+    pub fn reach(&self) -> Reach {
+        self.table.reach()
+    }
+
     /// `Table::seat_ahead` of the blocks of this stream.
     #[inline]
     pub fn seat_ahead(&self, spot: Spot) -> Option<Seat> {
@@ -290,28 +296,21 @@ impl Stream {
         if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= MAX_SAME_HASH) {
             return None;
         }
-        let number = core.record(block, self.number, guess)?;
-        self.enter(core, block, seat, number);
-        self.hold(core, hash, key, number, plane);
-        if let Some(other) = known {
-            self.several.entry(hash).or_insert_with(|| vec![other]).push(number);
-        }
-        Some((number, known.is_none()))
-    }
-
-    /// Knows `number` by the hash of `block` from now on, which belongs at `seat`.
-    #[inline]
-    fn enter(&mut self, core: &Core, block: &Block, seat: Option<Seat>, number: u32) {
-        let hash = block.hash;
-        if core.records.get(number).hash == hash {
+        let (number, fresh) = core.hold(block, plane, self.number, guess, &mut self.added)?;
+        if fresh || core.records.get(number).hash == hash {
             let hashes = ByHash(&core.records, core.secret);
-            self.table.insert_at(seat, block.hash_spot, number, &hashes);
+            self.table.insert_at(seat, hash_spot, number, &hashes);
         } else {
             let place = core.secret.place(hash);
             self.foreign
                 .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
         }
         self.blocks += 1;
+        self.count_in(core, hash, key, plane);
+        if let Some(other) = known {
+            self.several.entry(hash).or_insert_with(|| vec![other]).push(number);
+        }
+        Some((number, known.is_none()))
     }
 
     /// Makes a block the newest of its hash.
@@ -335,14 +334,14 @@ impl Stream {
             *self.copies.entry((number, plane)).or_default() += 1;
             self.digest = self.digest.wrapping_add(mark(hash, key, self.mark_of(core, plane)));
         } else {
-            self.hold(core, hash, key, number, plane);
+            core.toggle(number, plane, self.number, &mut self.added);
+            self.count_in(core, hash, key, plane);
         }
     }
 
-    /// The first copy of a block on a plane.
+    /// Counts the first copy of a block on a plane.
     #[inline]
-    fn hold(&mut self, core: &mut Core, hash: u64, key: u64, number: u32, plane: u16) {
-        core.toggle(number, plane, self.number, &mut self.added);
+    fn count_in(&mut self, core: &Core, hash: u64, key: u64, plane: u16) {
         self.digest = self.digest.wrapping_add(mark(hash, key, self.mark_of(core, plane)));
         self.held[plane as usize] += 1;
     }
@@ -364,22 +363,82 @@ impl Stream {
         self.newest(core, hash).into_iter().collect()
     }
 
-    /// Takes one copy from the oldest block of `hash` on `plane`. Says whether there was one.
+    /// What is asked for ahead of the removal of a hash.
     #[inline]
-    pub fn remove(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
-        let found = if self.several.is_empty() {
-            self.newest(core, hash)
-                .filter(|&number| core.sets.holds(core.records.get(number).set, plane, self.number))
-        } else {
-            let held = |number: &u32| core.sets.holds(core.records.get(*number).set, plane, self.number);
-            self.all_of(core, hash).into_iter().find(held)
+    pub fn leaving(&self, core: &Core, hash: u64) -> Leaving {
+        let spot = core.spot(hash);
+        self.prefetch(spot, Stage::Bucket);
+        Leaving { hash, spot, seat: None }
+    }
+
+    /// Asks for the record that a hash may mean, when its bucket is here.
+    #[inline]
+    pub fn prefetch_record(&self, core: &Core, leaving: &mut Leaving) {
+        leaving.seat = self.table.seat(leaving.spot);
+        self.table.for_each_match_at(leaving.seat, |number| {
+            core.records.prefetch(number);
+            false
+        });
+    }
+
+    /// Asks for where the key of that record is found, when the record is here.
+    #[inline]
+    pub fn prefetch_key(&self, core: &Core, leaving: &Leaving) {
+        let seat = self.table.seat_again(leaving.seat, leaving.spot);
+        self.table.for_each_match_at(seat, |number| {
+            core.keys.prefetch(core.spot(core.records.get(number).key), Stage::Bucket);
+            false
+        });
+    }
+
+    /// Takes one copy from the oldest block of a hash on `plane`. Says whether there was one.
+    #[inline]
+    pub fn remove(&mut self, core: &mut Core, leaving: &Leaving, plane: u16) -> bool {
+        let Leaving { hash, spot, seat } = *leaving;
+        if !self.several.is_empty() || !self.copies.is_empty() {
+            return self.remove_copy(core, hash, plane);
+        }
+        let seat = self.table.seat_again(seat, spot);
+        let mut found = None;
+        self.table.for_each_match_at(seat, |number| {
+            let record = core.records.get(number);
+            if record.hash == hash {
+                found = Some((number, *record));
+            }
+            found.is_none()
+        });
+        let Some((number, record)) = found else {
+            return self.remove_copy(core, hash, plane);
         };
-        let Some(number) = found else { return false };
+        let Some(rest) = core.sets.taken(record.set, plane, self.number, &mut self.removed) else {
+            return false;
+        };
+        self.digest = self.digest.wrapping_sub(mark(hash, record.key, self.mark_of(core, plane)));
+        self.held[plane as usize] -= 1;
+        if rest != EMPTY {
+            core.records.get_mut(number).set = rest;
+            if core.sets.knows(rest, self.number) {
+                return true;
+            }
+        }
+        self.table.remove_at(seat, spot, number, &ByHash(&core.records, core.secret));
+        self.blocks -= 1;
+        if rest == EMPTY {
+            core.forget(number, &record, core.spot(record.key));
+        }
+        true
+    }
+
+    /// The same of a block that may have others like it, more copies, or another hash than its record.
+    #[inline(never)]
+    fn remove_copy(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
+        let held = |number: &u32| core.sets.holds(core.records.get(*number).set, plane, self.number);
+        let Some(number) = self.all_of(core, hash).into_iter().find(held) else {
+            return false;
+        };
         let key = core.records.get(number).key;
         self.digest = self.digest.wrapping_sub(mark(hash, key, self.mark_of(core, plane)));
-        if !self.copies.is_empty()
-            && let Some(extra) = self.copies.get_mut(&(number, plane))
-        {
+        if let Some(extra) = self.copies.get_mut(&(number, plane)) {
             *extra -= 1;
             if *extra == 0 {
                 self.copies.remove(&(number, plane));
@@ -584,6 +643,16 @@ impl Stream {
         }
         found
     }
+}
+
+/// A hash that is to be removed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Leaving {
+    hash: u64,
+    /// Where it is looked for.
+    spot: Spot,
+    /// Where it belongs, if somebody has looked.
+    seat: Option<Seat>,
 }
 
 /// What identifies a block.

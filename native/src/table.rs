@@ -75,6 +75,22 @@ pub enum Stage {
     Bucket,
 }
 
+/// Which memory of a table is in a near cache whoever asks: asking ahead for that costs more than it spares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reach {
+    /// All of it.
+    Near,
+    /// What leads to its buckets.
+    Middle,
+    /// None.
+    Far,
+}
+
+/// Buckets of a table that is near: 64 KiB, about 8,000 entries.
+const NEAR_BUCKETS: usize = 1 << 10;
+/// Segments of a table whose directory and segments are: 32 KiB, about 300,000 entries.
+const MIDDLE_SEGMENTS: usize = 1 << 10;
+
 /// See the module.
 pub struct Table {
     /// Numbers in `segments`, by the first `depth` bits.
@@ -130,6 +146,18 @@ impl Table {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// How far what leads to an entry is likely to be away.
+    #[inline]
+    pub fn reach(&self) -> Reach {
+        if self.buckets <= NEAR_BUCKETS {
+            Reach::Near
+        } else if self.segments.len() <= MIDDLE_SEGMENTS {
+            Reach::Middle
+        } else {
+            Reach::Far
+        }
     }
 
     /// Heap bytes.
@@ -270,13 +298,19 @@ impl Table {
     /// Removes an entry; false if there is none.
     #[inline]
     pub fn remove(&mut self, spot: impl Into<Spot>, record: u32, hashes: &impl Hashes) -> bool {
-        if self.directory.is_empty() {
+        let spot = spot.into();
+        self.remove_at(self.seat(spot), spot, record, hashes)
+    }
+
+    /// The same from where the hash belongs.
+    #[inline]
+    pub fn remove_at(&mut self, seat: Option<Seat>, spot: Spot, record: u32, hashes: &impl Hashes) -> bool {
+        let Some(Seat { segment, home, tag, .. }) = seat else {
             return false;
-        }
-        let Spot { bent } = spot.into();
-        let at = self.at(bent);
+        };
+        let at = segment as usize;
         let segment = &mut self.segments[at];
-        if !segment.take(bent, record) {
+        if !segment.take(home as usize, tag, record) {
             return false;
         }
         self.len -= 1;
@@ -284,7 +318,7 @@ impl Table {
             self.clear();
         } else if Segment::may_shrink(2 * segment.used(), segment.size()) {
             self.moves = self.moves.wrapping_add(1);
-            self.shrink(bent, at, hashes);
+            self.shrink(spot.bent, at, hashes);
         }
         true
     }

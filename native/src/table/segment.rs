@@ -65,6 +65,24 @@ impl Bucket {
         mask & ((1 << self.used) - 1)
     }
 
+    /// Removes an entry; false if it is not here.
+    #[inline]
+    fn take(&mut self, tag: u16, record: u32) -> bool {
+        let mut matches = self.matches(tag);
+        while matches != 0 {
+            let way = matches.trailing_zeros() as usize;
+            matches &= matches - 1;
+            if self.records[way] == record {
+                let last = self.used as usize - 1;
+                self.tags[way] = self.tags[last];
+                self.records[way] = self.records[last];
+                self.used -= 1;
+                return true;
+            }
+        }
+        false
+    }
+
     /// Takes an entry if there is room.
     #[inline]
     fn put(&mut self, tag: u16, record: u32) -> bool {
@@ -253,27 +271,28 @@ impl Segment {
         }
     }
 
-    pub fn take(&mut self, bent: u64, record: u32) -> bool {
-        let (tag, home, size) = (self.tag(bent), self.home(bent), self.buckets.len());
+    /// Removes an entry with this tag, from its home on; false if there is none.
+    #[inline]
+    pub fn take(&mut self, home: usize, tag: u16, record: u32) -> bool {
+        let bucket = &mut self.buckets[home];
+        let found = bucket.take(tag, record) || (bucket.sent_on > 0 && self.take_behind(home, tag, record));
+        self.used -= u32::from(found);
+        found
+    }
+
+    /// The same of an entry that was sent on.
+    #[cold]
+    fn take_behind(&mut self, home: usize, tag: u16, record: u32) -> bool {
+        let size = self.buckets.len();
         let behind = |step: usize| if home + step < size { home + step } else { home + step - size };
-        for step in 0..size {
+        for step in 1..size {
             let bucket = &mut self.buckets[behind(step)];
-            let mut matches = bucket.matches(tag);
-            while matches != 0 {
-                let way = matches.trailing_zeros() as usize;
-                matches &= matches - 1;
-                if bucket.records[way] == record {
-                    let last = bucket.used as usize - 1;
-                    bucket.tags[way] = bucket.tags[last];
-                    bucket.records[way] = bucket.records[last];
-                    bucket.used -= 1;
-                    self.used -= 1;
-                    for passed in 0..step {
-                        let before = &mut self.buckets[behind(passed)];
-                        before.sent_on -= u16::from(before.sent_on != u16::MAX);
-                    }
-                    return true;
+            if bucket.take(tag, record) {
+                for passed in 0..step {
+                    let before = &mut self.buckets[behind(passed)];
+                    before.sent_on -= u16::from(before.sent_on != u16::MAX);
                 }
+                return true;
             }
             if bucket.sent_on == 0 {
                 return false;

@@ -23,11 +23,13 @@ class Disk:
         """A new file, to be appended to."""
         return os.open(name, _NEW, _PRIVATE, dir_fd=folder)
 
-    def write(self, file: int, parts: Sequence[bytes]) -> None:
-        """Append all of it."""
-        left = sum(map(len, parts)) - os.writev(file, parts)
+    def write(self, file: int, parts: Sequence[bytes]) -> int:
+        """Append all of it; how many bytes that are."""
+        size = sum(map(len, parts))
+        left = size - os.writev(file, parts)
         if left:  # a disk that fills up takes a part; what is asked then is told why
             self._finish(file, memoryview(b"".join(parts))[-left:])
+        return size
 
     def sync(self, file: int) -> None:
         """Return when the disk has what was written, and how long the file is."""

@@ -17,9 +17,11 @@ it announces, or less than a head. That was never acknowledged, and is cut off. 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
+from kvevents._native import crc32_of
 from kvevents.relay.journal.limits import MAX_FRAME_BYTES
 
 MAGIC: Final = b"kvejrnl\n"
@@ -110,11 +112,11 @@ def _holds_whatever(data: bytes, file: BinaryIO) -> bool:
     return len(data) == length > _CRC.size and data.endswith(_CRC.pack(crc32(data[: -_CRC.size])))
 
 
-def head_of(kind: int, body: bytes, chain: int) -> tuple[bytes, int]:
+def head_of(kind: int, body: Sequence[bytes], chain: int) -> tuple[bytes, int]:
     """The head of a frame behind one that ended with `chain`, and what this one ends with."""
-    head = _HEAD.pack(len(body), kind)
+    head = _HEAD.pack(sum(map(len, body)), kind)
     first = crc32(head, chain)
-    second = crc32(body, first)
+    second = crc32_of(body, first)
     return head + _CHECKS.pack(first, second), second
 
 
@@ -165,7 +167,7 @@ class Frames:
         if len(body) < length:
             self.torn = HEAD_BYTES + len(body)
             return None
-        if crc32(body, first) != second:
+        if crc32_of((body,), first) != second:
             self.damage = f"the frame at byte {self.end} does not hold"
             return None
         self._before = (self.end, self.chain)

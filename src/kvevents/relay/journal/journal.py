@@ -260,7 +260,7 @@ class Journal:
             body = pack_burst(columns, first)
         except struct.error as error:
             raise UsageError(f"a burst from {first} has an ordinal or number that is out of range: {error}") from error
-        if self._keeping.put(BURST, body):
+        if self._keeping.put(BURST, *body):
             self._appended += count
         else:
             self._dropped += count

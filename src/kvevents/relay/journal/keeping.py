@@ -27,7 +27,7 @@ from kvevents.relay.journal.disk import Disk
 from kvevents.relay.journal.folder import Folder, opened
 from kvevents.relay.journal.frames import BEGINS, DETACHED
 from kvevents.relay.journal.limits import PROBE_BYTES, JournalSettings
-from kvevents.relay.journal.records import CLOSED, STANDING, End
+from kvevents.relay.journal.records import CLOSED, STANDING, End, Frame
 from kvevents.relay.journal.recovery import Recovered
 from kvevents.relay.journal.stats import State
 from kvevents.relay.journal.writer import Compacted, Held, Told, Writer
@@ -136,17 +136,16 @@ class Keeping:
 
     # --- in between ---------------------------------------------------------------------------------------------------------
 
-    def put(self, kind: int, body: bytes) -> bool:
-        """Append one frame; whether it was."""
+    def put(self, kind: int, *body: bytes) -> bool:
+        """Append one frame, whose body may be in pieces; whether it was."""
         writer = self.writer
         if writer is None:
             return False
         try:
-            writer.append(kind, body)
+            self._since += writer.append(kind, body)
         except OSError as error:
             self._give_up(error)
             return False
-        self._since += len(body)
         if self._dirty_since is None:
             self._dirty_since = self._now
         return True
@@ -199,7 +198,7 @@ class Keeping:
         self._begin_compaction(writer, end, parts, writer.covered(end.number))
         return True
 
-    def come_back(self, told: Told, end: End, parts: Sequence[bytes], tail: Iterable[tuple[int, bytes]]) -> bool:
+    def come_back(self, told: Told, end: End, parts: Sequence[bytes], tail: Iterable[Frame]) -> bool:
         """Have a snapshot written with what was sent behind it, as frames, from where the disk is used again."""
         if not self._ready or self.folder is None:
             return False
@@ -210,7 +209,7 @@ class Keeping:
             writer = self.writer = Writer(self.folder, self._disk, self._settings, told, ordinal)
             self._syncing = self._dirty_since = None
             writer.open(end.number + 1, DETACHED)
-            for frame in (*tail, (STANDING, told.standing())):
+            for frame in (*tail, (STANDING, (told.standing(),))):
                 writer.append(*frame)
         except OSError as error:
             self._give_up(error)

@@ -12,8 +12,9 @@ MIB: Final = 1 << 20
 FsyncPolicy: TypeAlias = Literal["always", "interval", "never"]
 FSYNC_POLICIES: Final[tuple[FsyncPolicy, ...]] = get_args(FsyncPolicy)
 
-MAX_BURST: Final = 1024
-"""Batches of one frame; longer bursts are cut. A relay's bursts hold up to about 256."""
+MAX_BURST: Final = 1000
+"""Batches of one frame; longer bursts are cut. A relay's bursts hold up to about 256. One write takes no more pieces
+than 1024 (IOV_MAX), of which two are before them."""
 MAX_FRAME_BYTES: Final = 64 * MIB
 """Of one burst, mark, or part of a snapshot: two of the largest payloads that the wire knows. Recovery holds one frame."""
 MAX_MARK_BYTES: Final = MIB

@@ -62,6 +62,8 @@ class UpstreamReset(NamedTuple):
 
 
 Record: TypeAlias = Relayed | Hole | UpstreamReset
+Frame: TypeAlias = tuple[int, Sequence[bytes]]
+"""Its kind, and the pieces of its body."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -113,12 +115,15 @@ def _columns(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}H{count}Q{count}Q{count}I")
 
 
-def pack_burst(columns: Columns, first: int) -> bytes:
-    """Of 1 to `MAX_BURST` batches numbered from `first`. Raises `struct.error` for a number that has no room."""
+def pack_burst(columns: Columns, first: int) -> tuple[bytes, ...]:
+    """Of 1 to `MAX_BURST` batches numbered from `first`, in pieces: payloads are not copied.
+
+    Raises `struct.error` for a number that has no room.
+    """
     _, upstreams, incarnations, seqs, payloads = columns
     count = len(payloads)
     table = _columns(count).pack(*upstreams, *incarnations, *seqs, *map(len, payloads))
-    return b"".join((_BURST.pack(first, count), table, *payloads))
+    return (_BURST.pack(first, count) + table, *payloads)
 
 
 def unpack_burst(body: bytes) -> Burst:
@@ -198,8 +203,8 @@ def unpack_standing(body: bytes) -> Standing:
     return _STANDING.decode(body)
 
 
-def frames_of(records: Iterable[Record]) -> Iterator[tuple[int, bytes]]:
-    """Records as kinds and bodies of frames, batches in bursts."""
+def frames_of(records: Iterable[Record]) -> Iterator[Frame]:
+    """Records as frames, batches in bursts."""
     run: list[Relayed] = []
     size = 0
     for record in records:
@@ -216,11 +221,11 @@ def frames_of(records: Iterable[Record]) -> Iterator[tuple[int, bytes]]:
         yield _burst_of(run)
 
 
-def _burst_of(run: list[Relayed]) -> tuple[int, bytes]:
+def _burst_of(run: list[Relayed]) -> Frame:
     return BURST, pack_burst(cast("Columns", tuple(zip(*run, strict=True))), run[0][0])
 
 
-_SINGLE: Final[dict[type, Callable[[Any], tuple[int, bytes]]]] = {
-    Hole: lambda hole: (HOLE, pack_hole(hole)),
-    UpstreamReset: lambda reset: (RESET, pack_reset(reset)),
+_SINGLE: Final[dict[type, Callable[[Any], Frame]]] = {
+    Hole: lambda hole: (HOLE, (pack_hole(hole),)),
+    UpstreamReset: lambda reset: (RESET, (pack_reset(reset),)),
 }

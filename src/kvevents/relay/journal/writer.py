@@ -47,7 +47,7 @@ class Segment:
         self.first: Final = header.first
         self._disk = disk
         data, chain = header.pack()
-        head, self.chain = head_of(STANDING, standing, chain)
+        head, self.chain = head_of(STANDING, (standing,), chain)
         self.fd: Final = disk.create(self.name, folder.fd)
         self.size = len(data) + len(head) + len(standing)
         try:
@@ -56,11 +56,12 @@ class Segment:
             os.close(self.fd)
             raise
 
-    def append(self, kind: int, body: bytes) -> None:
-        """Write one frame."""
+    def append(self, kind: int, body: Sequence[bytes]) -> int:
+        """Write one frame; how many bytes it takes."""
         head, self.chain = head_of(kind, body, self.chain)
-        self._disk.write(self.fd, (head, body))
-        self.size += len(head) + len(body)
+        size = self._disk.write(self.fd, (head, *body))
+        self.size += size
+        return size
 
     def gone(self) -> bool:
         """Whether the file was deleted, while it is still open here."""
@@ -114,15 +115,16 @@ class Writer:
         if self._settings.fsync == "always":
             self.sync()
 
-    def append(self, kind: int, body: bytes) -> None:
-        """Write one frame, behind a segment that is full in a new one."""
+    def append(self, kind: int, body: Sequence[bytes]) -> int:
+        """Write one frame, behind a segment that is full in a new one; how many bytes it takes."""
         segment = self._segment
         assert segment is not None  # noqa: S101 - `open` comes first
         if segment.size >= self._settings.segment_bytes:
             segment = self.roll()
-        segment.append(kind, body)
+        size = segment.append(kind, body)
         if self._settings.fsync == "always":
             self.sync()
+        return size
 
     def roll(self) -> Segment:
         """Begin another segment behind the current one."""
@@ -223,9 +225,8 @@ class Writer:
         try:
             self._disk.write(file, (data,))
             for kind, body in (*((PART, part) for part in parts), (END, pack_end(end))):
-                head, chain = head_of(kind, body, chain)
-                self._disk.write(file, (head, body))
-                size += len(head) + len(body)
+                head, chain = head_of(kind, (body,), chain)
+                size += self._disk.write(file, (head, body))
             self._disk.sync(file)
         finally:
             os.close(file)
