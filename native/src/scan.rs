@@ -417,7 +417,7 @@ impl<'a> Scanner<'a> {
             let Some((hash, behind)) = rest.split_first_chunk::<HASH_BYTES>() else {
                 break;
             };
-            if before != head || behind != tail {
+            if !models::starts_with(before, head) || !models::starts_with(behind, tail) {
                 break;
             }
             self.scratch.hashes.push(u64::from_be_bytes(*hash));
