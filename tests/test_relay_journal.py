@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents._native import crc32_of
 from kvevents.errors import ClosedError, ConfigError, JournalError, PeerError, UsageError
 from kvevents.relay.journal import (
     Clerk,
@@ -34,6 +33,7 @@ from kvevents.relay.journal import (
 from kvevents.relay.journal import (
     journal as module,
 )
+from kvevents.relay.journal.frames import crc32_of
 from kvevents.relay.journal.limits import MAX_BURST, MAX_MARK_BYTES
 from kvevents.stream import Checkpoint
 from relay_journal_cases import TINY, Model, WatchedDisk, asks, crash, open_journal

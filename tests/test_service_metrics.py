@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.events import BlockStored, EventBatch
+from kvevents.service import fleet
 from kvevents.service.config import ServiceConfig
 from kvevents.service.member import Member
 from kvevents.service.metrics import STATES, Tally, labels, reasons_of
@@ -38,9 +39,8 @@ def register(service: Service, instance: str = "engine-0", **more: object) -> Me
 
 
 def look(service: Service) -> None:
-    """As the follower does four times a second."""
-    service.fleet._look(time.time())
-    service.fleet._judge(time.time())
+    """As the follower does now and then, at those of whom something came."""
+    service.fleet.look()
 
 
 def store(service: Service, member: Member, *media: str) -> None:
@@ -212,6 +212,29 @@ def test_whatever_somebody_calls_an_engine_it_is_one_label(name: str) -> None:
     text = f"x{{{labels(engine=name, rank=0)}}} 1\n".encode(errors="replace").decode()
     ((sample,),) = [family.samples for family in text_string_to_metric_families(text)]
     assert sample.labels == {"engine": name.encode(errors="replace").decode(), "rank": "0"}
+
+
+@pytest.mark.parametrize("sources", [1, 16, 47])
+def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
+    service: Service, monkeypatch: pytest.MonkeyPatch, sources: int
+) -> None:
+    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.0)
+    members = [register(service, f"engine-{number}") for number in range(sources)]
+    first, last = members[0], members[-1]
+    service.index.apply(RawBatch(*last.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
+    service.fleet.ticked()
+    assert all(member.status is not None for member in members)
+    assert last.info is not None
+    if sources > 1:
+        service.fleet.unregister(first.registration.key).result()
+    newcomer = register(service, "newcomer")
+    service.fleet.ticked()
+    assert newcomer.status is not None
+    assert newcomer.info is None
+    service.index.apply(RawBatch(*newcomer.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
+    for _ in range(2 * fleet.LOOKS_AT_ALL):
+        service.fleet.ticked()
+    assert newcomer.info is not None
 
 
 def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:

@@ -64,21 +64,34 @@ impl Index {
     pub fn infos(&self) -> Vec<Info> {
         let labels = self.registry.read().labels.clone();
         let info = |(worker, stream): (Worker, Arc<Mutex<Stream>>)| {
-            let stream = stream.lock();
-            (!stream.gone).then(|| Info {
-                model: labels.get(&worker.source).cloned(),
-                worker: Arc::new(worker),
-                blocks: stream.blocks,
-                incarnation: stream.incarnation,
-                last: stream.last,
-                orphans: stream.waiting.len(),
-                copies: stream.copies(),
-                sizes: stream.sizes().to_vec(),
-                tiers: self.tiers(&stream),
-                counters: stream.counters.clone(),
-            })
+            let model = labels.get(&worker.source).cloned();
+            self.told(worker, &stream, model)
         };
         self.streams().into_iter().filter_map(info).collect()
+    }
+
+    /// The same of one worker, if there is such a one.
+    pub fn info(&self, source: &str, rank: i64) -> Option<Info> {
+        let stream = self.stream(source, rank)?;
+        let model = self.registry.read().labels.get(source).cloned();
+        let source = source.to_owned();
+        self.told(Worker { source, rank }, &stream, model)
+    }
+
+    fn told(&self, worker: Worker, stream: &Mutex<Stream>, model: Option<String>) -> Option<Info> {
+        let stream = stream.lock();
+        (!stream.gone).then(|| Info {
+            model,
+            worker: Arc::new(worker),
+            blocks: stream.blocks,
+            incarnation: stream.incarnation,
+            last: stream.last,
+            orphans: stream.waiting.len(),
+            copies: stream.copies(),
+            sizes: stream.sizes().to_vec(),
+            tiers: self.tiers(&stream),
+            counters: stream.counters.clone(),
+        })
     }
 
     fn tiers(&self, stream: &Stream) -> BTreeMap<String, usize> {

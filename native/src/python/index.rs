@@ -300,21 +300,14 @@ impl NativeIndex {
     /// Per worker a dictionary of everything.
     fn _workers<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let infos = py.detach(|| self.index.infos());
-        let plain = |info: Info| {
-            let plain = counters(py, &info.counters)?;
-            plain.set_item("source", &info.worker.source)?;
-            plain.set_item("rank", info.worker.rank)?;
-            plain.set_item("model", info.model)?;
-            plain.set_item("blocks", info.blocks)?;
-            plain.set_item("incarnation", info.incarnation)?;
-            plain.set_item("last_seq", info.last)?;
-            plain.set_item("orphans", info.orphans)?;
-            plain.set_item("copies", info.copies)?;
-            plain.set_item("block_sizes", info.sizes)?;
-            plain.set_item("tiers", info.tiers)?;
-            Ok(plain)
-        };
-        infos.into_iter().map(plain).collect()
+        infos.into_iter().map(|info| plain(py, info)).collect()
+    }
+
+    /// The same of one worker, or None when there is no such one.
+    fn _worker<'py>(&self, py: Python<'py>, source: &str, rank: i64) -> PyResult<Option<Bound<'py, PyDict>>> {
+        py.detach(|| self.index.info(source, rank))
+            .map(|info| plain(py, info))
+            .transpose()
     }
 
     /// What belongs to no worker.
@@ -398,4 +391,19 @@ impl NativeIndex {
             .map(|events| events.iter().map(|event| described(py, event)).collect())
             .transpose()
     }
+}
+
+fn plain(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
+    let plain = counters(py, &info.counters)?;
+    plain.set_item("source", &info.worker.source)?;
+    plain.set_item("rank", info.worker.rank)?;
+    plain.set_item("model", info.model)?;
+    plain.set_item("blocks", info.blocks)?;
+    plain.set_item("incarnation", info.incarnation)?;
+    plain.set_item("last_seq", info.last)?;
+    plain.set_item("orphans", info.orphans)?;
+    plain.set_item("copies", info.copies)?;
+    plain.set_item("block_sizes", info.sizes)?;
+    plain.set_item("tiers", info.tiers)?;
+    Ok(plain)
 }

@@ -206,6 +206,14 @@ class PrefixIndex(_native.NativeIndex):
         """Every worker, by source and rank."""
         return [WorkerInfo(**info) for info in self._workers()]
 
+    def worker(self, worker: Worker) -> WorkerInfo:
+        """One of them. Raises `UnknownSourceError`."""
+        source, rank = _parts(worker)
+        info = self._worker(source, rank)
+        if info is None:
+            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}")
+        return WorkerInfo(**info)
+
     def stats(self) -> IndexStats:
         """The index in numbers. Asks every stream in turn, so it waits for those that are being written to."""
         totals = self._totals()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from kvevents.config import Curve
+from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
 from kvevents.service.announcing import Announcer
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
@@ -33,7 +35,9 @@ JUDGE_SECONDS: Final = 0.1
 LOSS_SECONDS: Final = 10.0
 """Between two lines of the log about losses of one stream: a network that loses every other batch must not fill the disk."""
 LOOK_SECONDS: Final = 0.25
-"""How often the index is asked about every worker: blocks, orphans, what it has set aside."""
+"""How often subscriber and index are asked about those of whom something came: blocks, orphans, what was set aside."""
+LOOKS_AT_ALL: Final = 8
+"""Such looks in which everybody is asked about once, whatever came: to look keeps questions waiting."""
 
 
 class Fleet(Listener):
@@ -71,6 +75,12 @@ class Fleet(Listener):
         self._sizes: dict[tuple[str, ...], list[int]] = {}
         self._plain: dict[Wall, list[Namespace]] = {}
         """Of walls without LoRA and salt, which nearly all prompts are behind; one for each at most."""
+        self._stirred: set[Key] = set()
+        """Of whom something came since the last look."""
+        self._unseen: list[Key] = []
+        """Who is left of those that everybody is looked at once."""
+        self._share = 1
+        """How many of them the next look is at."""
         self._look_due = 0.0
         self._judge_due = 0.0
         self.follower = Follower(Subscriber(decode=False, transport=ZmqTransport(options=ALWAYS_RECEIVING)), index, self)
@@ -291,6 +301,7 @@ class Fleet(Listener):
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
             if member is not None:
+                self._stirred.add(member.registration.key)
                 member.last_event = now
                 stamp = None if batch.replayed else published_at(batch.payload)
                 if stamp is not None:
@@ -300,6 +311,7 @@ class Fleet(Listener):
         for loss in losses:
             member = self.members.get((loss.source, loss.rank))
             if member is not None:
+                self._stirred.add(member.registration.key)
                 self._lost(member, loss, now)
         if losses:
             self._judge(now)
@@ -335,7 +347,7 @@ class Fleet(Listener):
         now, instant = self._clock(), time.monotonic()
         if instant >= self._look_due:
             self._look_due = instant + LOOK_SECONDS
-            self._look(now)
+            self._look_around(now)
         if instant >= self._judge_due:
             self._judge_due = instant + JUDGE_SECONDS
             self._judge(now)
@@ -343,7 +355,9 @@ class Fleet(Listener):
     def look(self) -> None:
         """Know at once how all members stand. By order of the follower."""
         now = self._clock()
-        self._look(now)
+        for key in list(self.members):
+            self._look(key, now)
+        self._measure()
         self._judge(now)
 
     def failed(self, error: BaseException) -> None:
@@ -364,23 +378,41 @@ class Fleet(Listener):
             return
         former = member.judge(trust, now)
         if former is not None:
+            self._stirred.add(registration.key)
             level = logging.WARNING if trust in {Trust.DEGRADED, Trust.STALE} else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
             self._announce(SourceEvent, member, now, trust=member.trusted, was=former)
 
-    def _look(self, now: float) -> None:
-        infos = {(info.source, info.rank): info for info in self.index.workers()}
-        for status in self.follower.subscriber.statuses():
-            key = (status.source, status.rank)
-            member = self.members.get(key)
-            if member is None:
-                continue
-            member.look(status, infos.get(key), hidden_before=now - self._hide_stale_seconds)
-            if self._told.get(key) != status.counters.delivered and len(self.announcer):
-                self._told[key] = status.counters.delivered
-                told = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
-                self._announce(BatchesEvent, member, now, **told)
-        self._measure()
+    def _look_around(self, now: float) -> None:
+        if not self._unseen:
+            self._measure()
+            self._unseen = list(self.members)
+            self._share = math.ceil(len(self._unseen) / LOOKS_AT_ALL)
+        due, self._stirred = self._stirred, set()
+        due.update(self._unseen[: self._share])
+        due.update([key for key, member in list(self.members.items()) if member.status is None])
+        del self._unseen[: self._share]
+        for key in due:
+            self._look(key, now)
+
+    def _look(self, key: Key, now: float) -> None:
+        member = self.members.get(key)
+        if member is None:
+            return
+        try:
+            status = self.follower.subscriber.status(*key)
+        except LookupError:  # its order is on its way
+            return
+        info, sizes = None, member.block_sizes
+        with suppress(UnknownSourceError):  # nothing of it has come yet
+            info = self.index.worker(key)
+        member.look(status, info, hidden_before=now - self._hide_stale_seconds)
+        if member.block_sizes != sizes:
+            self._measure()
+        if self._told.get(key) != status.counters.delivered and len(self.announcer):
+            self._told[key] = status.counters.delivered
+            told = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
+            self._announce(BatchesEvent, member, now, **told)
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
         registration = member.registration

@@ -76,8 +76,8 @@ class Streams(Protocol):
         """Of one stream; a `LookupError` for one that is not followed."""
         ...
 
-    def statuses(self) -> list[StreamStatus]:
-        """Of all."""
+    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
+        """Everything of one stream; a `LookupError` for one that is not followed."""
         ...
 
     def checkpoints(self) -> list[Checkpoint]:

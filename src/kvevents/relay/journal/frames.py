@@ -16,13 +16,16 @@ it announces, or less than a head. That was never acknowledged, and is cut off. 
 
 from __future__ import annotations
 
+import importlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
-from kvevents._native import crc32_of
 from kvevents.relay.journal.limits import MAX_FRAME_BYTES
+
+# As zlib's, much faster, and of pieces. Not imported by name: only the index may need it, and who has none has no relay.
+crc32_of: Final[Callable[[Sequence[bytes], int], int]] = importlib.import_module("kvevents._native").crc32_of
 
 MAGIC: Final = b"kvejrnl\n"
 VERSION: Final = 1
