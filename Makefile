@@ -17,7 +17,7 @@ demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each r
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## Everything that CI checks; types while the next one runs
-	+$(MAKE) --no-print-directory --jobs 2 --output-sync=line lint types unit
+	+$(MAKE) --no-print-directory --jobs 2 lint types unit
 
 unit: $(NATIVE) $(TESTS_STAMP)
 	cargo test $(CARGO_FLAGS)

@@ -22,6 +22,7 @@ from kvevents.service.member import Member, Row
 from kvevents.service.registration import Key, Registration, Wall
 from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
+from kvevents.service.walls import Walls
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import ALWAYS_RECEIVING, Subscriber, ZmqTransport
 from kvevents.wire import Rejected, decode_batch
@@ -55,8 +56,6 @@ class Fleet(Listener):
         self.index = index
         self.announcer = Announcer()
         self.members: dict[Key, Member] = {}
-        self.walls: dict[Wall, int] = {}
-        """How many streams are behind each."""
         self.counts: dict[tuple[str, str], int] = {}
         """Of `kvevents_rejected_events`: rejected events by dialect and reason."""
         self.version = 0
@@ -73,8 +72,7 @@ class Fleet(Listener):
         self._lock = threading.Lock()
         self._told: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
-        self._plain: dict[Wall, list[Namespace]] = {}
-        """Of walls without LoRA and salt, which nearly all prompts are behind; one for each at most."""
+        self._walls = Walls()
         self._stirred: set[Key] = set()
         """Of whom something came since the last look."""
         self._unseen: list[Key] = []
@@ -106,8 +104,7 @@ class Fleet(Listener):
             self._check(registration)
             member = Member(registration, origin, self._clock())
             self.members[registration.key] = member
-            self.walls[registration.wall] = self.walls.get(registration.wall, 0) + 1
-            self._plain = {}
+            self._walls.add(registration.wall)
             self.version += 1
             self._measure()
         done = self.follower.order(lambda: self._follow(member, resume))
@@ -163,14 +160,10 @@ class Fleet(Listener):
                 self.refused[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
 
     def _drop(self, member: Member) -> None:
-        wall = member.registration.wall
-        self._plain = {}
         self.version += 1
         del self.members[member.registration.key]
         self._told.pop(member.registration.key, None)
-        self.walls[wall] -= 1
-        if not self.walls[wall]:
-            del self.walls[wall]
+        self._walls.drop(member.registration.wall)
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -270,28 +263,7 @@ class Fleet(Listener):
         """
         if self.failure is not None:
             raise UnavailableError(f"nothing is followed any more: {self.failure}", "failed", "restart the service")
-        known = self._plain.get(wall)
-        if known is None:
-            known = self._find_namespaces(wall)
-            if wall in self.walls and wall.lora is None and wall.salt is None:
-                self._plain[wall] = known
-        return known
-
-    def _find_namespaces(self, wall: Wall) -> list[Namespace]:
-        model, tenant, group, lora, salt = wall
-        found = [
-            Namespace(model=view.name, lora=lora if own_lora is None else None, salt=salt if own_salt is None else None)
-            for own_lora in dict.fromkeys((None, lora))
-            for own_salt in dict.fromkeys((None, salt))
-            if (view := Wall(model, tenant, group, own_lora, own_salt)) in self.walls
-        ]
-        if not found and not any(known[:3] == wall[:3] for known in list(self.walls)):
-            raise NotFoundError(f"nobody serves model {model!r} for {_whom(wall)}", "unknown-model", self._known_models(wall))
-        return found
-
-    def _known_models(self, wall: Wall) -> str:
-        known = sorted({other.model for other in list(self.walls) if other[1:3] == wall[1:3]})
-        return f"known there: {', '.join(known[:8])}" if known else "register an engine first"
+        return self._walls.namespaces(wall)
 
     # --- what the follower tells
 
@@ -432,12 +404,6 @@ class Fleet(Listener):
 def _difference(known: Registration, given: Registration) -> str:
     names = [name for name in known.__struct_fields__ if getattr(known, name) != getattr(given, name)]
     return "another " + " and ".join(names)
-
-
-def _whom(wall: Wall) -> str:
-    if (wall.tenant, wall.group) == ("default", "default"):
-        return "the default tenant"
-    return f"tenant {wall.tenant!r}, group {wall.group!r}"
 
 
 def check_alike(registration: Registration, other: Registration) -> None:
