@@ -355,14 +355,6 @@ impl Stream {
         self.marks[plane as usize]
     }
 
-    /// Blocks of a hash, the oldest first.
-    fn all_of(&self, core: &Core, hash: u64) -> Vec<u32> {
-        if let Some(list) = self.several.get(&hash) {
-            return list.clone();
-        }
-        self.newest(core, hash).into_iter().collect()
-    }
-
     /// What is asked for ahead of the removal of a hash.
     #[inline]
     pub fn leaving(&self, core: &Core, hash: u64) -> Leaving {
@@ -395,8 +387,8 @@ impl Stream {
     #[inline]
     pub fn remove(&mut self, core: &mut Core, leaving: &Leaving, plane: u16) -> bool {
         let Leaving { hash, spot, seat } = *leaving;
-        if !self.several.is_empty() || !self.copies.is_empty() {
-            return self.remove_copy(core, hash, plane);
+        if !self.several.is_empty() {
+            return self.remove_oldest(core, hash, plane);
         }
         let seat = self.table.seat_again(seat, spot);
         let mut found = None;
@@ -408,8 +400,12 @@ impl Stream {
             found.is_none()
         });
         let Some((number, record)) = found else {
-            return self.remove_copy(core, hash, plane);
+            return !self.foreign.is_empty() && self.remove_oldest(core, hash, plane);
         };
+        if self.remove_copy(number, plane) {
+            self.digest = self.digest.wrapping_sub(mark(hash, record.key, self.mark_of(core, plane)));
+            return true;
+        }
         let Some(rest) = core.sets.taken(record.set, plane, self.number, &mut self.removed) else {
             return false;
         };
@@ -429,29 +425,43 @@ impl Stream {
         true
     }
 
-    /// The same of a block that may have others like it, more copies, or another hash than its record.
+    /// The same of a hash that several blocks may have, or a block whose record has another one.
     #[inline(never)]
-    fn remove_copy(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
+    fn remove_oldest(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
         let held = |number: &u32| core.sets.holds(core.records.get(*number).set, plane, self.number);
-        let Some(number) = self.all_of(core, hash).into_iter().find(held) else {
-            return false;
+        let found = match self.several.get(&hash) {
+            Some(list) => list.iter().copied().find(held),
+            None => self.newest(core, hash).filter(held),
         };
+        let Some(number) = found else { return false };
         let key = core.records.get(number).key;
         self.digest = self.digest.wrapping_sub(mark(hash, key, self.mark_of(core, plane)));
-        if let Some(extra) = self.copies.get_mut(&(number, plane)) {
-            *extra -= 1;
-            if *extra == 0 {
-                self.copies.remove(&(number, plane));
-                if self.copies.is_empty() {
-                    self.copies = HashMap::new();
-                }
-            }
+        if self.remove_copy(number, plane) {
             return true;
         }
         core.toggle(number, plane, self.number, &mut self.removed);
         self.held[plane as usize] -= 1;
         if !core.sets.knows(core.records.get(number).set, self.number) {
             self.leave(core, hash, number);
+        }
+        true
+    }
+
+    /// Takes one of the copies beyond the first; false if there is none.
+    #[inline]
+    fn remove_copy(&mut self, number: u32, plane: u16) -> bool {
+        if self.copies.is_empty() {
+            return false;
+        }
+        let Some(extra) = self.copies.get_mut(&(number, plane)) else {
+            return false;
+        };
+        *extra -= 1;
+        if *extra == 0 {
+            self.copies.remove(&(number, plane));
+            if self.copies.is_empty() {
+                self.copies = HashMap::new();
+            }
         }
         true
     }
