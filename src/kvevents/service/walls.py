@@ -35,11 +35,12 @@ class Walls:
 
         Raises `NotFoundError` for a model that nobody serves.
         """
-        known = self._plain.get(wall)
+        plain = self._plain  # whoever changes anything makes another one
+        known = plain.get(wall)
         if known is None:
             known = self._find(wall)
             if wall in self._streams and wall.lora is None and wall.salt is None:
-                self._plain[wall] = known
+                plain[wall] = known
         return known
 
     def _find(self, wall: Wall) -> list[Namespace]:
