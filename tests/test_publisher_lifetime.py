@@ -251,7 +251,10 @@ for number in range(40):
 while publisher.stats().queued:  # an answer that comes before has only what is there
     time.sleep(0.001)
 print(publisher.replay_endpoint, flush=True)
+until = time.monotonic() + {DEADLINE}
 while not publisher.stats().replay.deferred:
+    if time.monotonic() > until:
+        sys.exit("no answer was too large for what has not left")
     time.sleep(0.001)
 print("leaving", flush=True)
 """
