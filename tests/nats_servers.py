@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -24,6 +23,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from ports import quiet_port
 from service_cases import until
 
 T = TypeVar("T")
@@ -32,9 +32,6 @@ SECONDS: Final = 30.0
 """Deadline of every wait; nothing waits for it unless it fails."""
 PLAIN: Final[Mapping[str, Any]] = {}
 HOST: Final = "127.0.0.1"
-_PORTS: Final = range(15_000, 32_000)
-"""Below those that systems give to outgoing connections: while a server is down nobody else gets its port, not even a client
-that tries to reach it, which could otherwise reach itself."""
 _TRIES: Final = 5
 """Sets of ports; another process may be as quick to take one."""
 
@@ -46,18 +43,6 @@ def find_nats_server() -> str | None:
 
 NATS_SERVER: Final = find_nats_server() or ""
 needs_nats = pytest.mark.skipif(not NATS_SERVER, reason="no NATS server is installed; `tools/setup tests` installs Debian's")
-
-
-def quiet_port() -> int:
-    """A port that nobody listens at, and that no system gives away by itself."""
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-        return port
 
 
 class PortTakenError(Exception):

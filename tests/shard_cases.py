@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +11,10 @@ from typing import Any
 from kvevents.service.config import to_config
 from kvevents.service.server import _listen, _Server
 from kvevents.service.service import Service
+from ports import quiet_port
 from service_cases import Client, until
 
 SECONDS = 20.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 class _Quiet(_Server):
@@ -35,7 +29,7 @@ class Replica(Client):
     """One service, and a client of it."""
 
     def __init__(self, server_url: str, plane: str, name: str, *, holders: int | None = 1, **more: Any) -> None:
-        self.name, self._port = name, free_port()
+        self.name, self._port = name, quiet_port()
         self.url = f"http://127.0.0.1:{self._port}"
         tables: dict[str, Any] = {
             "plane": {"servers": [server_url], "name": plane},

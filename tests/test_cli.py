@@ -23,6 +23,7 @@ from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.reel import Tape
+from ports import quiet_port
 
 KVEVENTS = (sys.executable, "-m", "kvevents.cli")
 RECORDING = Path(__file__).parent / "data" / "vllm-0.32-captures.jsonl.gz"
@@ -141,7 +142,7 @@ def adjacent(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterato
     for _ in range(50):
         players: list[TapePlayer] = []
         try:
-            base = free_port()
+            base = quiet_port()
             for rank in range(ranks):
                 endpoints = [f"tcp://127.0.0.1:{base + rank}", f"tcp://127.0.0.1:{base + ranks + rank}"]
                 source = RECORDING if tape is None else tape
@@ -159,12 +160,6 @@ def adjacent(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterato
 def close_all(players: list[TapePlayer]) -> None:
     for player in players:
         player.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -31,9 +31,10 @@ from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Log, plane_at
+from ports import quiet_port
 from publisher_cases import ANY, batch, publishing
 from service_cases import until, write
-from test_cli import Ended, Program, free_port, run
+from test_cli import Ended, Program, run
 
 pytestmark = needs_nats
 
@@ -310,7 +311,7 @@ def last(ended: Ended) -> str:
 
 def test_metrics_are_scraped(server: NatsServer) -> None:
     """Of few labels, and as the bridge is."""
-    port = free_port()
+    port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
         more = (*worker("a", publisher), "--worker", "gone=tcp://127.0.0.1:1", "--metrics-port", port, "--json")
         with bridge(server, "metrics", *more) as program:

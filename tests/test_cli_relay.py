@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from kvevents.cli.relay import upstream
 from kvevents.stream import Source
+from ports import quiet_port
 from publisher_cases import ANY, DEADLINE, publishing
 from relay_cases import block
 from test_cli import Program, run
@@ -131,9 +131,7 @@ def test_a_damaged_journal_begins_anew(tmp_path: Path) -> None:
 
 def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
     ends = Ends(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
         with Program(*ends.arguments(publisher, "--metrics-port", port, "--json")) as program:
             program.err.wait("engine rank 0: EXACT")

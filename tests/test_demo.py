@@ -12,7 +12,8 @@ from kvevents.events import BlockRemoved, BlockStored
 from kvevents.routing import POLICIES
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch
-from test_cli import RECORDING, RUN, Program, free_port
+from ports import quiet_port
+from test_cli import RECORDING, RUN, Program
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -77,7 +78,7 @@ def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
     prompt = ",".join(["1"] * 16 + ["2"] * 16 + ["1"])
     with example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
         endpoints = ",".join(publisher.out.wait("tcp://").split())
-        with example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{free_port()}") as index:
+        with example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{quiet_port()}") as index:
             index.out.wait(r"^engine-0: 32 of 33 tokens, by tier \{'gpu': 32.*, EXACT$")
             ended = index.interrupt()
     assert (ended.code, ended.err) == (0, "")

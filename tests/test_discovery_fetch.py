@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -18,6 +17,7 @@ import pytest
 
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.fetch import AskError, BaseUrl, HttpClient
+from ports import quiet_port
 from test_discovery_backoff import DEADLINE, within
 
 
@@ -156,9 +156,7 @@ async def test_a_slow_answer_is_given_up_however_many_bytes_come(engine: Engine)
 
 async def test_nobody_listens() -> None:
     """Refused, and a name that cannot be: sentences, not tracebacks."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    for host in (f"127.0.0.1:{port}", "a" * 64 + ":80"):
+    for host in (f"127.0.0.1:{quiet_port()}", "a" * 64 + ":80"):
         with pytest.raises(AskError, match="cannot be reached"):
             await within(HttpClient().get(BaseUrl.parse(f"http://{host}")))
 

@@ -12,6 +12,7 @@ from kvevents.config import Curve
 from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
+from ports import quiet_port
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
@@ -190,9 +191,7 @@ def test_a_publisher_may_connect(context: Context) -> None:
 
 def test_a_concrete_address_may_be_bound() -> None:
     """`bind=True` overrides the heuristic, under which this would connect."""
-    with plain.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"tcp://127.0.0.1:{quiet_port()}"
     with publishing(endpoint=endpoint, bind=True) as publisher:
         assert publisher.endpoint == endpoint
         with pytest.raises(EndpointError):

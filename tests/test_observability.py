@@ -30,9 +30,10 @@ from kvevents.service.metrics import STATES
 from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
+from ports import quiet_port
 from publisher_cases import ANY
 from service_cases import Service, serving, until
-from test_cli import RECORDING, RUN, SECONDS, Program, free_port
+from test_cli import RECORDING, RUN, SECONDS, Program
 from test_cli_record import serving as publishing_at
 
 ROOT = Path(__file__).parent.parent
@@ -323,7 +324,7 @@ def scraping_prometheus(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) 
         "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": [target]}]}],
     }
     (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{quiet_port()}"
     command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
     with Program(command=(*command, f"--web.listen-address={address}")) as program:
         program.err.wait("Server is ready to receive web requests")

@@ -16,8 +16,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from nats_servers import nats_server, needs_nats
+from ports import quiet_port
 from service_cases import MODEL, Service, engine, serving, until
-from test_cli import SECONDS, Program, free_port
+from test_cli import SECONDS, Program
 from test_observability import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
 
 pytestmark = needs_nats
@@ -65,13 +66,13 @@ def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
     with ExitStack() as stack:
         server = stack.enter_context(nats_server(tmp_path_factory.mktemp("nats")))
         one = stack.enter_context(engine())
-        port = free_port()
+        port = quiet_port()
         worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
         limits = ("--lanes", 2, "--lane-size", "64MiB")
         followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--name", "bridge")
         bridge = stack.enter_context(Program("bridge", "--to", server.url, *limits, *followed))
         # One that holds a share exports what every replica does, and more.
-        own = free_port()
+        own = quiet_port()
         shard = ("--port", own, "--replica", "a", "--shard-url", f"http://127.0.0.1:{own}", "--holders", 1)
         replica = stack.enter_context(serving("--from", server.url, "--snapshot-seconds", "0.5", *shard))
         one.store(range(64))
@@ -178,7 +179,7 @@ def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) 
         "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": targets}]}],
     }
     (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{quiet_port()}"
     command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
     with Program(command=(*command, f"--web.listen-address={address}")) as program:
         program.err.wait("Server is ready to receive web requests")

@@ -20,8 +20,9 @@ import pytest
 from chromium import Chromium, find_chromium
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
+from ports import quiet_port
 from publisher_cases import ANY, publishing
-from test_cli import Program, free_port
+from test_cli import Program
 from test_cli_record import serving as publishing_at
 
 pytestmark = [
@@ -221,7 +222,7 @@ def test_a_row_opens_by_keyboard_and_the_filter_hides_it(page: Chromium) -> None
 
 
 def test_it_says_since_when_the_service_is_gone_and_comes_back_with_it(page: Chromium) -> None:
-    port = free_port()
+    port = quiet_port()
     with publishing(endpoint=ANY, replay_endpoint=ANY) as engine:
         engine.publish(stored(0, 2))
         with Program("serve", "--port", port, *worker(engine)) as service:

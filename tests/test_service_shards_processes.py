@@ -17,8 +17,8 @@ from kvevents.plane.layout import Layout
 from kvevents.plane.sharding import PREFIX, Announcement, plan
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
+from ports import quiet_port
 from service_cases import MODEL, Client, Service, engines, serving, until
-from shard_cases import free_port
 from test_service_replica import watch_of
 
 pytestmark = needs_nats
@@ -96,7 +96,7 @@ def three_shares(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shares]:
             one.store(PROMPT[:tokens])
         services: dict[str, Service] = {}
         for name in NAMES:
-            port = free_port()
+            port = quiet_port()
             shard = ("--shard-url", f"http://127.0.0.1:{port}", "--holders", 2)
             services[name] = stack.enter_context(serving("--from", server.url, "--replica", name, "--port", port, *shard))
         for name, each in services.items():

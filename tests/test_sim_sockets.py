@@ -22,11 +22,11 @@ from kvevents.stream import Source
 from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch
 from kvevents.wire.encode import batch_encoder
+from ports import quiet_port
 from publisher_cases import (
     quick_publishers,  # noqa: F401 - a fixture for all tests here
     wait_until,
 )
-from test_cli import free_port
 from test_sim_live import openings
 
 TWO = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)
@@ -71,7 +71,7 @@ def test_with_a_first_port_workers_are_at_the_ones_after_it() -> None:
 def four_free_ports() -> int:
     """The first of them."""
     for _ in range(100):
-        port = free_port()
+        port = quiet_port()
         try:
             with opened(base_port=port):
                 return port
