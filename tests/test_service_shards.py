@@ -95,12 +95,17 @@ def held(client: Client) -> dict[str, int]:
 
 
 def settled(replicas: list[Replica], holders: int) -> None:
-    """Wait until each shows what it is to hold, and no more."""
+    """Wait until each shows what it is to hold, and no more, and all others have heard so."""
     names = [each.name for each in replicas]
+    wanted = {name: {lane for lane in range(LANES) if name in owners(lane, names, holders)} for name in names}
 
     def look() -> bool:
-        wanted = {name: {lane for lane in range(LANES) if name in owners(lane, names, holders)} for name in names}
-        return all(each.shown == wanted[each.name] for each in replicas)
+        return all(each.shown == wanted[each.name] and heard(each) == wanted for each in replicas)
+
+    def heard(replica: Replica) -> dict[str, set[int]]:
+        present = replica.service.replica.present  # type: ignore[union-attr]
+        others = {name: set(present[name].held) for name in names if name in present}
+        return others | {replica.name: wanted[replica.name]}
 
     until("everybody's share", look)
 
