@@ -11,28 +11,17 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
-# Tests that need neither sockets nor other processes, and take long; those of all others would be in each other's way.
-INSIDE := $(wildcard tests/test_*model.py tests/test_snapshot*.py tests/test_index*.py) \
-  $(patsubst %,tests/test_%.py,block_keys compactor encode keyed_stores lifting scan shape)
-
-.PHONY: demo test lint types unit outside inside bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
+.PHONY: demo test lint types unit bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## Everything that CI checks, two things at a time
-	+$(MAKE) --no-print-directory --jobs 2 lint types outside inside
+	+$(MAKE) --no-print-directory --jobs 2 lint types unit
 
-unit: outside inside
-
-outside: $(NATIVE) $(TESTS_STAMP)
+unit: $(NATIVE) $(TESTS_STAMP)  # tests wait as long as they work: two processes of them, a file to each at a time
 	cargo test $(CARGO_FLAGS)
-	$(BIN)/python -m pytest $(INSIDE:%=--ignore=%)
-
-inside: $(NATIVE)
-	@echo "$(words $(INSIDE)) files of tests that work more than they wait, beside the others"
-	@$(BIN)/python -m pytest --quiet $(INSIDE) >$(VENV)/inside.log 2>&1 || { cat $(VENV)/inside.log; exit 1; }
-	@tail -n 1 $(VENV)/inside.log
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
