@@ -20,7 +20,7 @@ test: $(STAMP)  ## Everything that CI checks, two things at a time
 	+$(MAKE) --no-print-directory --jobs 2 lint types unit
 
 unit: $(NATIVE) $(TESTS_STAMP)  # tests wait as long as they work: two processes of them, a file to each at a time
-	cargo test $(CARGO_FLAGS)
+	+cargo test $(CARGO_FLAGS)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)

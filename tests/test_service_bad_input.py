@@ -326,7 +326,7 @@ def test_an_engine_that_comes_back_with_another_block_size(service: Service) -> 
         assert service.post("/unregister", instance_id="back").status == 200
 
 
-@pytest.mark.parametrize("ts", [0.0, -1e300, 1e300, float("inf"), float("nan"), time.time() + 1e6], ids=str)
+@pytest.mark.parametrize("ts", [0.0, -1e300, 1e300, float("inf"), float("nan"), 4e9], ids=str)
 def test_clocks_of_engines_may_jump(service: Service, ts: float) -> None:
     with engine(seed=24) as made:
         assert service.register("clock", made.publisher).status == 201
