@@ -98,7 +98,7 @@ class Station(FakeEngine):
 class FakeBroadcast:
     """In the place of sockets. `before` may end the relay: it is told `keep` and `send`, each before it is done."""
 
-    endpoint, replay_endpoint, wants_cut, subscribers = "fake://relay", None, False, 0
+    endpoint, replay_endpoint, wants_cut, subscribers, dropped = "fake://relay", None, False, 0, None
 
     def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, before: Callable[[str], None]) -> None:
         self.incarnation = buffer.incarnation = incarnation

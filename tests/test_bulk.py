@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvevents.bulk import bulk
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.outlet import ZmqOutlet
 from kvevents.subscriber.draining import _drain_run, drain_run
 from kvevents.wire.framing import encode_seq
 
@@ -105,7 +106,7 @@ def test_a_run_ends_where_its_bytes_are_many() -> None:
 def test_a_stream_is_the_same_without_native_sending(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has no native module, or another pyzmq, sends the same frames."""
     if not native:
-        monkeypatch.setattr("kvevents.publisher.broadcast.bulk", lambda: None)
+        monkeypatch.setattr("kvevents.publisher.outlet.bulk", lambda: None)
     broadcast = Broadcast("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -127,13 +128,13 @@ def test_a_stream_is_the_same_without_native_sending(native: bool, monkeypatch: 
 class _Half:
     """Stands for a libzmq that refuses the second frame of the second message."""
 
-    def __init__(self, broadcast: Broadcast) -> None:
-        self.broadcast = broadcast
+    def __init__(self, outlet: ZmqOutlet) -> None:
+        self._outlet = outlet
 
     def send(self, socket: int, topic: bytes, batches: list[tuple[int, bytes]]) -> int:
         assert MANY is not None
         done = MANY.send(socket, topic, batches[:1])
-        self.broadcast._pub.send(topic, zmq.SNDMORE)
+        self._outlet._socket.send(topic, zmq.SNDMORE)
         return done + 1
 
 
@@ -148,7 +149,9 @@ def test_a_message_that_was_cut_short_is_finished() -> None:
         consumer.connect(broadcast.endpoint)
         while not broadcast.subscribers:
             broadcast.look_around()
-        broadcast._bulk = _Half(broadcast)  # type: ignore[assignment]
+        outlet = broadcast._outlet
+        assert isinstance(outlet, ZmqOutlet)
+        outlet._bulk = _Half(outlet)  # type: ignore[assignment]
         batches = [(seq, b"%d" % seq) for seq in range(3)]
         broadcast.send(batches)
         assert [consumer.recv_multipart() for _ in batches] == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]

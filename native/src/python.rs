@@ -7,6 +7,7 @@ mod awake;
 mod compactor;
 mod index;
 mod libzmq;
+mod pouring;
 mod zmtp;
 
 use pyo3::prelude::*;
@@ -98,5 +99,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
     module.add_function(wrap_pyfunction!(crc32_of, module)?)?;
     module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
+    module.add_function(wrap_pyfunction!(pouring::pour, module)?)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

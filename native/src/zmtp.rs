@@ -1,4 +1,5 @@
-//! Frames of ZMTP 3 as they arrive over a connection, put together to messages in the buffer that they were read into.
+//! Frames of ZMTP 3: as they arrive over a connection, put together to messages in the buffer that they were read into; and as they
+//! leave, with the payloads where they lie.
 //!
 //! The rule is <https://rfc.zeromq.org/spec/23/>: a byte of flags, a size of one byte or of eight, and the body.
 
@@ -148,6 +149,92 @@ impl Arrivals {
     }
 }
 
+/// Messages of a topic, a number and a payload, on their way out.
+pub struct Departures<'a> {
+    messages: &'a [(u64, &'a [u8])],
+    /// What precedes each payload, one after the other.
+    heads: Vec<u8>,
+    /// By message, where its head ends.
+    ends: Vec<usize>,
+}
+
+/// How far messages are out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// Messages that are out.
+    pub messages: usize,
+    /// Bytes of the next one that are.
+    pub sent: usize,
+}
+
+impl<'a> Departures<'a> {
+    /// Of messages by number.
+    #[must_use]
+    pub fn new(topic: &[u8], messages: &'a [(u64, &'a [u8])]) -> Self {
+        let most = topic.len() + size_of::<u64>() + 3 * LONG_HEAD;
+        let mut heads = Vec::with_capacity(messages.len() * most);
+        let ends = messages.iter().map(|(number, payload)| {
+            begin(MORE, topic.len(), &mut heads);
+            heads.extend(topic);
+            begin(MORE, size_of::<u64>(), &mut heads);
+            heads.extend(number.to_be_bytes());
+            begin(0, payload.len(), &mut heads);
+            heads.len()
+        });
+        let ends = ends.collect();
+        Self { messages, heads, ends }
+    }
+
+    /// Their bytes, but for the first `sent`, which are all of the first message.
+    #[must_use]
+    pub fn pieces(&self, sent: usize) -> Vec<&[u8]> {
+        let mut found = Vec::with_capacity(2 * self.messages.len());
+        let mut passed = sent;
+        for (at, (_, payload)) in self.messages.iter().enumerate() {
+            for piece in [self.head(at), *payload] {
+                let skipped = passed.min(piece.len());
+                passed -= skipped;
+                if skipped < piece.len() {
+                    found.push(&piece[skipped..]);
+                }
+            }
+        }
+        found
+    }
+
+    /// How far they are out when so many bytes are.
+    #[must_use]
+    pub fn left(&self, sent: usize) -> Left {
+        let mut left = Left { messages: 0, sent };
+        for (at, (_, payload)) in self.messages.iter().enumerate() {
+            let size = self.head(at).len() + payload.len();
+            if left.sent < size {
+                break;
+            }
+            left = Left {
+                messages: at + 1,
+                sent: left.sent - size,
+            };
+        }
+        left
+    }
+
+    fn head(&self, at: usize) -> &[u8] {
+        let start = at.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.heads[start..self.ends[at]]
+    }
+}
+
+/// The flags and the size that a frame begins with.
+fn begin(flags: u8, size: usize, bytes: &mut Vec<u8>) {
+    if let Ok(short) = u8::try_from(size) {
+        bytes.extend([flags, short]);
+    } else {
+        bytes.push(flags | LONG);
+        bytes.extend((size as u64).to_be_bytes());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::collection::vec;
@@ -215,6 +302,35 @@ mod tests {
             let (found, _) = read(&bytes, &pieces, 1_000);
             let size: usize = found.iter().flatten().map(|frame| frame.len() + SHORT_HEAD).sum();
             prop_assert!(size <= bytes.len());
+        }
+    }
+
+    proptest! {
+        /// However little the system takes at a time, what leaves arrives as it was.
+        #[test]
+        fn what_leaves_in_pieces_arrives(
+            topic in vec(any::<u8>(), 0..300),
+            payloads in vec(vec(any::<u8>(), 0..600), 1..8),
+            rooms in vec(0..700usize, 1..10),
+        ) {
+            prop_assume!(rooms.iter().any(|&room| room > 0));
+            let messages: Vec<(u64, &[u8])> = (7..).zip(payloads.iter().map(Vec::as_slice)).collect();
+            let (mut bytes, mut left, mut waiting) = (Vec::new(), Left { messages: 0, sent: 0 }, &messages[..]);
+            for room in rooms.iter().cycle() {
+                let departures = Departures::new(&topic, waiting);
+                let out: Vec<u8> = departures.pieces(left.sent).concat().into_iter().take(*room).collect();
+                left = departures.left(left.sent + out.len());
+                bytes.extend(out);
+                waiting = &waiting[left.messages..];
+                if waiting.is_empty() {
+                    break;
+                }
+            }
+            prop_assert_eq!(left.sent, 0);
+            let sent: Vec<_> = messages.iter().map(|(number, payload)| {
+                vec![topic.clone(), number.to_be_bytes().to_vec(), payload.to_vec()]
+            }).collect();
+            prop_assert_eq!(read(&bytes, &[300], MOST), (sent, None));
         }
     }
 

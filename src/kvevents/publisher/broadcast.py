@@ -1,36 +1,35 @@
 """One numbered stream for everybody: the event socket, and replay and snapshots beside it.
 
 Theory of operation. One thread, the caller's, sends; only it may call `send`, `cut` and `look_around`, and it ends with `end`.
-Batches go into the replay buffer first and out only then, so that whatever a consumer saw can be asked for again. Another
-thread, `zmq-replay`, owns the replay socket (`replay`), and a third one, `zmq-snapshot`, that of placement snapshots
-(`snapshot_v1`), each where there is such an endpoint.
+How batches leave is the `Outlet`'s. They go into the replay buffer first and out only then, so that whatever a consumer saw can
+be asked for again. Another thread, `zmq-replay`, owns the replay socket (`replay`), and a third one, `zmq-snapshot`, that of
+placement snapshots (`snapshot_v1`), each where there is such an endpoint.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import zmq
-import zmq.backend
 
 from kvevents.admission import admit
-from kvevents.bulk import FRAMES, bulk
 from kvevents.config import Curve
 from kvevents.endpoints import connectable
 from kvevents.publisher import sockets
 from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.direct import DirectOutlet, address_of
 from kvevents.publisher.kept import Numbered
+from kvevents.publisher.outlet import Outlet, ZmqOutlet
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
 from kvevents.publisher.replies import UNREAD_TIMEOUT, ReplyServer
 from kvevents.publisher.snapshot_v1 import SNAPSHOT_SEND_LIMIT, SnapshotServer, live_topic
 from kvevents.publisher.stats import ReplayStats
 
-_SUBSCRIPTIONS_AT_ONCE: Final = 1000
 _EVENT_IO: Final = 1
 """ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
 _REPLAY_IO: Final = 2
@@ -44,7 +43,8 @@ class Broadcast:
     `incarnation` is the sender's in this life, a random one by default; heartbeats must have the same one. With
     `snapshot_endpoint`, SGLang's draft `snapshot-v1` is answered there, and the topic of every batch ends with the incarnation,
     by which the draft's consumers tell one life of the sender from another; `rank` is told with it. The context, unless one is
-    given, is ended by `close`; one that is given is the caller's.
+    given, is ended by `close`; one that is given is the caller's. `direct` is for who sends often: consumers' connections are
+    written without libzmq then, where that can be.
 
     Raises `EndpointError` when a socket cannot be bound, and what `kvevents.admission.admit` raises; nothing stays open then.
     """
@@ -64,16 +64,16 @@ class Broadcast:
         snapshot_endpoint: str | None = None,
         rank: int = 0,
         incarnation: int | None = None,
+        direct: bool = False,
     ) -> None:
         self.incarnation = secrets.randbits(63) if incarnation is None else incarnation
-        self.subscribers = 0
-        """Subscriptions on the event socket, as of the last `look_around`; a consumer with two topics counts twice."""
         self._buffer = buffer
         if incarnation is not None or not buffer.incarnation:
             buffer.incarnation = self.incarnation
         self._hwm = hwm
         self._binds = bind
         self._curve = curve
+        self._address = address_of(endpoint) if direct and bind and curve is None and context is None else None
         self._endpoint, self._replay_endpoint, self._snapshot_endpoint = endpoint, replay_endpoint, snapshot_endpoint
         epoch = f"{self.incarnation:016x}"
         self._topic = topic.encode() if snapshot_endpoint is None else live_topic(topic.encode(), epoch)
@@ -82,16 +82,11 @@ class Broadcast:
         self._flush_until = float("inf")
         self._replay: ReplayServer | None = None
         self._snapshots: SnapshotServer | None = None
-        self.bound: str
-        """What ZeroMQ calls the event endpoint."""
         self.replay_bound: str | None = None
         self.snapshot_bound: str | None = None
         with ExitStack() as undo:
             self._open(undo, self._topic if replay_topic else None, epoch, rank)
             undo.pop_all()
-        self._bulk = bulk()
-        # The backend's own send: pyzmq's send_multipart costs six times as much for three frames.
-        self._send: Callable[..., Any] = zmq.backend.Socket.send.__get__(self._pub)
         self._threads = [self._started(server, name) for name, server in self._servers().items()]
 
     def _choose_context(self, given: zmq.Context[Any] | None) -> tuple[zmq.Context[Any], bool]:
@@ -114,8 +109,9 @@ class Broadcast:
         self.admission = admit(self._context, self._curve, self._endpoint)
         if self.admission is not None:
             undo.callback(self.admission.close)
-        self._pub = self._open_events()
-        undo.callback(self._pub.close, linger=0)
+        self._outlet = self._open_events()
+        undo.callback(self._outlet.join)
+        undo.callback(self._outlet.end, None)
         if self._replay_endpoint is not None:
             socket, self.replay_bound = self._open_router(self._replay_endpoint, "replay", REPLAY_SEND_LIMIT)
             undo.callback(socket.close, linger=0)
@@ -125,15 +121,13 @@ class Broadcast:
             socket, self.snapshot_bound = self._open_router(self._snapshot_endpoint, "snapshot", SNAPSHOT_SEND_LIMIT)
             self._snapshots = SnapshotServer(socket, self._buffer, epoch, rank)
 
-    def _open_events(self) -> sockets.Socket:
-        # XPUB is PUB that also tells who subscribed; to subscribers the two are the same.
-        with sockets.opened(self._context, zmq.XPUB, self.admission, self._endpoint) as socket:
-            socket.set_hwm(self._hwm)
-            socket.affinity = _EVENT_IO if self._owns_context else 0
-            socket.xpub_verboser = True
-            enter = sockets.bind if self._binds else sockets.connect
-            self.bound = enter(socket, self._endpoint, "event")
-            return socket
+    def _open_events(self) -> Outlet:
+        if self._address is not None:
+            return DirectOutlet(self._address, self._endpoint, self._hwm)
+        affinity = _EVENT_IO if self._owns_context else 0
+        return ZmqOutlet(
+            self._context, self._endpoint, hwm=self._hwm, bind=self._binds, admission=self.admission, affinity=affinity
+        )
 
     def _open_router(self, endpoint: str, what: str, limit: int) -> tuple[sockets.Socket, str]:
         with sockets.opened(self._context, zmq.ROUTER, self.admission, endpoint) as socket:
@@ -158,7 +152,22 @@ class Broadcast:
     @property
     def endpoint(self) -> str:
         """Where a consumer on this host subscribes, with the port that the OS chose; in connect mode, where we connect to."""
-        return connectable(self.bound)
+        return connectable(self._outlet.bound)
+
+    @property
+    def bound(self) -> str:
+        """What ZeroMQ calls the event endpoint."""
+        return self._outlet.bound
+
+    @property
+    def subscribers(self) -> int:
+        """Subscriptions on the event socket, as of the last `look_around`; a consumer with two topics counts twice."""
+        return self._outlet.subscriptions
+
+    @property
+    def dropped(self) -> int | None:
+        """See `Outlet`."""
+        return self._outlet.dropped
 
     @property
     def replay_endpoint(self) -> str | None:
@@ -193,28 +202,11 @@ class Broadcast:
     def send(self, batches: Sequence[Numbered]) -> None:
         """Keep batches for replay and send them, in this order."""
         self._buffer.extend(batches)
-        if self._bulk is None:
-            self._send_frames(batches)
-        elif (done := self._bulk.send(self._pub.underlying, self._topic, batches)) < FRAMES * len(batches):
-            self._send_frames(batches[done // FRAMES :], done % FRAMES)
-
-    def _send_frames(self, batches: Sequence[Numbered], done: int = 0) -> None:
-        """The same, frame by frame; the first `done` ones are out already."""
-        send, topic = self._send, self._topic
-        for seq, payload in batches:
-            if done < 1:
-                send(topic, zmq.SNDMORE)
-            if done < 2:
-                send(seq.to_bytes(8, "big"), zmq.SNDMORE)
-            send(payload)
-            done = 0
+        self._outlet.send(self._topic, batches)
 
     def look_around(self) -> None:
         """Read who subscribed; to be called now and then."""
-        for _ in range(_SUBSCRIPTIONS_AT_ONCE):
-            if not cast("int", self._pub.get(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            self.subscribers += {b"\1": 1, b"\0": -1}.get(self._pub.recv(zmq.DONTWAIT)[:1], 0)
+        self._outlet.look_around()
 
     @property
     def wants_cut(self) -> bool:
@@ -228,14 +220,14 @@ class Broadcast:
             self.send([(number, payload)])
             return
         self._buffer.extend([(number, payload)])
-        self._pub.send_multipart([snapshots.barrier_topic(self._topic, number), number.to_bytes(8, "big"), payload])
+        self._outlet.send(snapshots.barrier_topic(self._topic, number), [(number, payload)])
         snapshots.cut_at(number)
 
     def end(self, deadline: float | None = None) -> None:
-        """Close the event socket; ZeroMQ has until `deadline` (monotonic seconds) to flush. May be called again."""
+        """Close the event socket; there is time until `deadline` (monotonic seconds) to flush. May be called again."""
         if not self._ended:
             self._ended = True
-            self._flush_until = sockets.close_by(self._pub, deadline)
+            self._flush_until = self._outlet.end(deadline)
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -263,13 +255,14 @@ class Broadcast:
             self.admission.close()
         if sending or any(thread.is_alive() for thread in self._threads):
             return False
+        flushed = self._outlet.join()
         servers = list(self._servers().values())
         for server in servers:
             server.close()
         if not self._owns_context:
             return None
         self._context.term()
-        return monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
+        return flushed and monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
 
     def forget_locks(self) -> None:
         """For a forked child, in which none of the threads exists."""

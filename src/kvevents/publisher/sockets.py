@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import socket as plain
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -25,6 +27,10 @@ ZMTP heartbeats would be quicker, but came with ZMTP 3.1, and a consumer may spe
 answered."""
 FLUSH_GRACE: Final = 0.1
 """Seconds that ZeroMQ has to flush a closed socket when no more time was left."""
+BACKLOG: Final = 100
+"""Connections that wait to be taken; libzmq's default."""
+_DRAINS: Final = 16
+"""Reads of what a peer has said before a connection is closed."""
 
 _HINTS: Final = {
     errno.EADDRINUSE: "another process or rank uses it; choose another port, or port 0 to let the OS choose",
@@ -72,6 +78,43 @@ def connect(socket: Socket, endpoint: str, what: str) -> str:
     return endpoint
 
 
+def listening(address: tuple[str, int], endpoint: str, what: str) -> plain.socket:
+    """A socket that listens at an IP address without libzmq, as it would. Raises `EndpointError`."""
+    family = plain.AF_INET6 if ":" in address[0] else plain.AF_INET
+    found = plain.socket(family, plain.SOCK_STREAM)
+    try:
+        found.setsockopt(plain.SOL_SOCKET, plain.SO_REUSEADDR, 1)
+        if family == plain.AF_INET6:
+            found.setsockopt(plain.IPPROTO_IPV6, plain.IPV6_V6ONLY, 0)
+        found.setblocking(False)
+        found.bind(address)
+        found.listen(BACKLOG)
+    except OSError as error:
+        found.close()
+        number = error.errno or 0
+        raise _refusal(number, os.strerror(number), f"cannot bind the {what} socket to {endpoint}") from error
+    return found
+
+
+def keep_alive(connection: plain.socket) -> None:
+    """Have TCP notice a peer that has vanished, and send what is said at once. Raises `OSError`."""
+    connection.setsockopt(plain.IPPROTO_TCP, plain.TCP_NODELAY, 1)
+    connection.setsockopt(plain.SOL_SOCKET, plain.SO_KEEPALIVE, 1)
+    for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), KEEPALIVE, strict=True):
+        if hasattr(plain, name):
+            connection.setsockopt(plain.IPPROTO_TCP, getattr(plain, name), value)
+
+
+def hang_up(connection: plain.socket) -> None:
+    """Close a connection; what was written arrives. What was not read would have the system take that back, so it is read."""
+    with suppress(OSError):
+        connection.shutdown(plain.SHUT_WR)
+        for _ in range(_DRAINS):
+            if not connection.recv(MAX_REQUEST_BYTES):
+                break
+    connection.close()
+
+
 def close_by(socket: Socket, deadline: float | None) -> float:
     """Close, giving ZeroMQ until `deadline` (monotonic seconds; None for no time) to flush; returns when it will give up."""
     now = monotonic()
@@ -93,5 +136,8 @@ def _attempt(action: Callable[[str], Any], endpoint: str, failure: str) -> None:
     try:
         action(endpoint)
     except zmq.ZMQError as error:
-        hint = _HINTS.get(error.errno or 0, "check the endpoint")
-        raise SocketError(error.errno, f"{failure}: {zmq.strerror(error.errno or 0)}; {hint}") from error
+        raise _refusal(error.errno or 0, zmq.strerror(error.errno or 0), failure) from error
+
+
+def _refusal(number: int, reason: str, failure: str) -> SocketError:
+    return SocketError(number, f"{failure}: {reason}; {_HINTS.get(number, 'check the endpoint')}")

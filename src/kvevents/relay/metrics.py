@@ -63,6 +63,9 @@ class RelayCollector:
             yield GaugeMetricFamily(f"kvevents_relay_{name}", told, value=value(status))
         for name, (told, value) in _COUNTERS.items():
             yield CounterMetricFamily(f"kvevents_relay_{name}", told, value=value(status))
+        if status.dropped is not None:
+            told = "Batches that consumers were not sent, being too far behind; they ask for them."
+            yield CounterMetricFamily("kvevents_relay_dropped", told, value=status.dropped)
         states = GaugeMetricFamily(
             "kvevents_relay_state", "1 for the state of the relay's upstreams, the least of all.", labels=["state"]
         )

@@ -187,6 +187,7 @@ class Relay:
             digest=self._mirror.digest(),
             diverged=self._diverged,
             subscribers=self._broadcast.subscribers,
+            dropped=self._broadcast.dropped,
             buffered_batches=batches,
             buffered_bytes=size,
             history=self._buffer.history_stats(),
@@ -448,4 +449,5 @@ def _broadcast(settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) 
         snapshot_endpoint=settings.snapshot_endpoint,
         rank=settings.upstreams[0].rank,
         incarnation=incarnation,
+        direct=True,
     )

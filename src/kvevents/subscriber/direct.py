@@ -12,42 +12,26 @@ and *up*. Whatever goes wrong in any of them ends the connection, and a pause fo
 from __future__ import annotations
 
 import errno
-import importlib
-import ipaddress
 import logging
 import os
 import socket
 from enum import Enum
-from functools import cache
 from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvevents.backoff import Backoff
-from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.bulk import connections
+from kvevents.endpoints import literal_tcp
 from kvevents.stream import Source, Stream
 from kvevents.subscriber.options import SocketOptions
 from kvevents.wire.zmtp import GREETING, GREETING_BYTES, PING, READY, greeted, parse_command, pong, refused, subscription
 
 log = logging.getLogger(__name__)
 
+MAX_ANSWERS: Final = 1000
+"""Pings of a peer that are answered in a second: more are no question, and answers that nobody reads would wait for ever."""
 _CLOSED: Final = "it was closed"
 _FULL: Final = "the peer reads nothing"
-_LOCALHOST: Final = "127.0.0.1"
-"""libzmq takes the name for this, too."""
-
-
-class _Reader(Protocol):
-    """`_native.Zmtp`."""
-
-    def receive(
-        self, descriptor: int, topic: bytes, first: int, due: int, limit: int
-    ) -> tuple[list[bytes], list[list[bytes]], list[bytes], bool, bool, str | None]:
-        """What has arrived, without waiting: about 1 MiB of it, and at most `limit` messages.
-
-        Payloads of batches that were due; messages from the first other one on; commands; whether any bytes came; whether there
-        may be more; why the connection has ended, if it has.
-        """
-        ...
 
 
 class _Phase(Enum):
@@ -64,23 +48,10 @@ class _LostError(Exception):
 
 def address_of(source: Source) -> tuple[str, int] | None:
     """Where to connect to; None for what only libzmq can do: names to be looked up, keys, other transports, binding."""
-    found = None if source.bind or source.curve is not None else split_tcp(source.endpoint)
-    if found is None or _reader() is None:
+    if source.bind or source.curve is not None or "*" in source.endpoint or connections() is None:
         return None
-    host, port = found
-    try:
-        address = ipaddress.ip_address(_LOCALHOST if host == "localhost" else host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return None
-    return (str(address), port) if 0 < port <= MAX_PORT and getattr(address, "scope_id", None) is None else None
-
-
-@cache
-def _reader() -> Any:
-    try:
-        return importlib.import_module("kvevents._native").Zmtp
-    except ImportError:
-        return None
+    found = literal_tcp(source.endpoint)
+    return found if found is not None and found[1] > 0 else None
 
 
 class DirectLive:
@@ -104,6 +75,9 @@ class DirectLive:
         self._deadline = float("-inf")
         """Of the phase: the next attempt, the end of patience, the next look at whether the peer is alive."""
         self._heard_at = self._pinged_at = 0.0
+        self._answers = 0
+        """To pings, since the last full second."""
+        self._second = 0
         self._fault = ""
         """What was told last, and not mended since."""
 
@@ -186,7 +160,9 @@ class DirectLive:
             if fault:
                 raise _LostError(fault)
             self._send(READY)
-            self._reader: _Reader = _reader()(self._options.max_message_bytes)
+            found = connections()
+            assert found is not None  # noqa: S101 - or libzmq would have the connection
+            self._reader = found.arrivals(self._options.max_message_bytes)
             self._phase = _Phase.INTRODUCTION
 
     def _introduce(self, stream: Stream[Any], now: float) -> None:
@@ -221,7 +197,7 @@ class DirectLive:
         if came:
             self._heard(now)
         for each in commands:
-            self._obey(*parse_command(each))
+            self._obey(*parse_command(each), now)
         if end is not None:
             raise _LostError(end)
         if now >= self._deadline:
@@ -232,8 +208,12 @@ class DirectLive:
         self._heard_at = now
         self._deadline = now + self._options.heartbeat_ms / 1000
 
-    def _obey(self, name: bytes, data: bytes) -> None:
+    def _obey(self, name: bytes, data: bytes, now: float) -> None:
         if name == b"PING":
+            self._answers = self._answers + 1 if int(now) == self._second else 1
+            self._second = int(now)
+            if self._answers > MAX_ANSWERS:
+                raise _LostError(f"the peer pings more than {MAX_ANSWERS} times a second")
             self._send(pong(data))
         elif name == b"ERROR":
             raise _LostError(refused(name, data))

@@ -1,4 +1,4 @@
-"""The bytes by which a SUB socket and a publisher agree to talk, for a connection that is read without libzmq.
+"""The bytes by which a subscriber and a publisher agree to talk, for connections without libzmq.
 
 ZMTP 3 (https://rfc.zeromq.org/spec/23/ for 3.0, https://rfc.zeromq.org/spec/37/ for 3.1) with the mechanism NULL, that is
 without keys: both sides send a greeting, then a READY command with what they are; then one subscribes. What a publisher sends
@@ -7,7 +7,7 @@ after that is read by the native module (`_native.Zmtp`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 MORE: Final = 0x01
@@ -18,12 +18,15 @@ GREETING_BYTES: Final = 64
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 """Signature, version 3.1, mechanism, not a server, filler."""
 PUBLISHERS: Final = frozenset({b"PUB", b"XPUB"})
-"""Socket types that a SUB socket may talk to."""
+SUBSCRIBERS: Final = frozenset({b"SUB", b"XSUB"})
+"""Socket types that may talk to each other."""
 MAX_SHOWN: Final = 40
 """Bytes of what a peer says that a sentence repeats."""
 MAX_CONTEXT: Final = 16
 """Bytes of a PING that its PONG repeats."""
 _MOST_SHORT: Final = 255
+_USELESS: Final = ("takes no events", "publishes nothing")
+_WISHES: Final = (b"\x00", b"\x01")
 
 
 def message(frames: Sequence[bytes]) -> bytes:
@@ -43,6 +46,8 @@ def _frame(flags: int, body: bytes) -> bytes:
 
 
 READY: Final = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03SUB")
+"""Of a subscriber, and of a publisher."""
+PUBLISHER_READY: Final = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x04XPUB")
 PING: Final = command(b"PING", bytes(2))
 """Without a time after which the peer should give us up."""
 
@@ -50,6 +55,18 @@ PING: Final = command(b"PING", bytes(2))
 def subscription(topic: bytes, minor: int) -> bytes:
     """To be sent what begins with a topic; peers before ZMTP 3.1 know no command for that."""
     return command(b"SUBSCRIBE", topic) if minor >= 1 else message([b"\x01" + topic])
+
+
+def wish_of_message(frames: Sequence[bytes]) -> tuple[bool, bytes] | None:
+    """Whether what begins with a topic is wanted or no longer, and the topic; None for a message that says nothing of that."""
+    if len(frames) != 1 or frames[0][:1] not in _WISHES:
+        return None
+    return frames[0][0] == 1, frames[0][1:]
+
+
+def wish_of_command(name: bytes, data: bytes) -> tuple[bool, bytes] | None:
+    """The same, of a command."""
+    return (name == b"SUBSCRIBE", data) if name in {b"SUBSCRIBE", b"CANCEL"} else None
 
 
 def pong(data: bytes) -> bytes:
@@ -77,14 +94,14 @@ def parse_command(body: bytes) -> tuple[bytes, bytes]:
     return body[1:end], body[end:]
 
 
-def refused(name: bytes, data: bytes) -> str:
-    """Why the peer's first command is not the READY of a publisher; empty where it is."""
+def refused(name: bytes, data: bytes, kinds: Collection[bytes] = PUBLISHERS) -> str:
+    """Why the peer's first command is not the READY of a socket of one of these types; empty where it is."""
     if name == b"ERROR":
         return f"the peer refuses: {_shown(data[1:])}"
     if name != b"READY":
         return "the peer does not say what it is"
     kind = properties(data).get(b"socket-type", b"")
-    return "" if kind in PUBLISHERS else f"the peer is a {_shown(kind)} socket, and publishes nothing"
+    return "" if kind in kinds else f"the peer is a {_shown(kind)} socket, and {_USELESS[b'PUB' in kinds]}"
 
 
 def properties(data: bytes) -> dict[bytes, bytes]:

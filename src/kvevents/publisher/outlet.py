@@ -1,0 +1,111 @@
+"""The event socket of a stream: batches of one sender, to all who subscribe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, cast
+
+import zmq
+import zmq.backend
+
+from kvevents.admission import Admission
+from kvevents.bulk import FRAMES, bulk
+from kvevents.publisher import sockets
+from kvevents.publisher.kept import Numbered
+
+_SUBSCRIPTIONS_AT_ONCE: Final = 1000
+
+
+class Outlet(Protocol):
+    """For one sending thread, which alone calls `send`, `look_around` and `end`."""
+
+    bound: str
+    """The endpoint, with the port that the system chose; in connect mode, where it connects to."""
+
+    @property
+    def subscriptions(self) -> int:
+        """As of the last `look_around`; a consumer with two topics counts twice."""
+        ...
+
+    @property
+    def dropped(self) -> int | None:
+        """Batches that consumers were too far behind to be sent, each counted for each of them; None where nobody knows."""
+        ...
+
+    def send(self, topic: bytes, batches: Sequence[Numbered]) -> None:
+        """Send batches in order to whoever subscribed to what their topic begins with."""
+        ...
+
+    def look_around(self) -> None:
+        """To be called now and then."""
+        ...
+
+    def end(self, deadline: float | None) -> float:
+        """Send no more; what waits is flushed until `deadline` (monotonic seconds; None for no time). When it is given up."""
+        ...
+
+    def join(self) -> bool:
+        """Return when all is flushed or given up, behind `end`; whether nothing was."""
+        ...
+
+
+class ZmqOutlet:
+    """By libzmq, in any way that it can. See `Outlet`."""
+
+    dropped = None
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        *,
+        hwm: int,
+        bind: bool,
+        admission: Admission | None,
+        affinity: int,
+    ) -> None:
+        """`affinity` is the one of its I/O threads. Raises `EndpointError`."""
+        self.subscriptions = 0
+        # XPUB is PUB that also tells who subscribed; to subscribers the two are the same.
+        with sockets.opened(context, zmq.XPUB, admission, endpoint) as socket:
+            socket.set_hwm(hwm)
+            socket.affinity = affinity
+            socket.xpub_verboser = True
+            self.bound = (sockets.bind if bind else sockets.connect)(socket, endpoint, "event")
+            self._socket = socket
+        self._bulk = bulk()
+        # The backend's own send: pyzmq's send_multipart costs six times as much for three frames.
+        self._send: Callable[..., Any] = zmq.backend.Socket.send.__get__(socket)
+
+    def send(self, topic: bytes, batches: Sequence[Numbered]) -> None:
+        """Of `Outlet`."""
+        if self._bulk is None:
+            self._send_frames(topic, batches)
+        elif (done := self._bulk.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
+            self._send_frames(topic, batches[done // FRAMES :], done % FRAMES)
+
+    def _send_frames(self, topic: bytes, batches: Sequence[Numbered], done: int = 0) -> None:
+        """The same, frame by frame; the first `done` ones are out already."""
+        send = self._send
+        for seq, payload in batches:
+            if done < 1:
+                send(topic, zmq.SNDMORE)
+            if done < 2:
+                send(seq.to_bytes(8, "big"), zmq.SNDMORE)
+            send(payload)
+            done = 0
+
+    def look_around(self) -> None:
+        """Of `Outlet`."""
+        for _ in range(_SUBSCRIPTIONS_AT_ONCE):
+            if not cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            self.subscriptions += {b"\1": 1, b"\0": -1}.get(self._socket.recv(zmq.DONTWAIT)[:1], 0)
+
+    def end(self, deadline: float | None) -> float:
+        """Of `Outlet`."""
+        return sockets.close_by(self._socket, deadline)
+
+    def join(self) -> bool:
+        """Of `Outlet`: whoever ends the context waits, and learns it."""
+        return True
