@@ -2,8 +2,9 @@
 
 Both are given the same bursts, in one run, interleaved: CPU and wall time for a batch, for each size of batch, burst and policy
 of fsync. SQLite is in WAL mode, a burst is one transaction; "always" is `synchronous=FULL`, "interval" is NORMAL with a
-checkpoint a second, "never" is OFF. Then what a process finds after a kill: a state of a million blocks and 10,000 batches, how
-long until they are read; how long a snapshot takes; how large the files are.
+checkpoint a second, "never" is OFF. Then the files alone as a relay has them in the long run, with a snapshot whenever one is
+due, so that what is freed and what is taken are in it. Then what a process finds after a kill: a state of a million blocks and
+10,000 batches, how long until they are read; how long a snapshot takes; how large the files are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ BYTES: Final = 24_000_000
 """Written in one measurement, or fewer where the disk is asked for each burst."""
 MOST_BURSTS: Final = 3_000
 MOST_SYNCED: Final = 200
+STEADY_BURST: Final = 64
+STEADY_BEGINS: Final = 200_000_000
+"""Bytes until files are freed, and files that were freed are used, if they are."""
+STEADY_BYTES: Final = 270_000_000
+"""Measured behind that: four times what makes a snapshot due."""
+STEADY_BEHIND: Final = 40_000_000
+"""By which snapshots are behind, as a relay's are by its replay buffer."""
+STEADY_PART: Final = 1_000_000
 PART: Final = 25_000_000
 PARTS: Final = 4
 """A snapshot of a million live blocks is about 100 MB."""
@@ -182,6 +191,42 @@ def fresh(folder: Path, store: str, size: int, burst: int, policy: FsyncPolicy) 
         shutil.rmtree(place)
 
 
+def steady(folder: Path, size: int, policy: FsyncPolicy) -> tuple[Cost, int]:
+    """Of appending bursts with a snapshot whenever one is due, and the bytes of all files at most; the files' only."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    payloads = [os.urandom(size) for _ in range(STEADY_BURST)]
+    begins, ends, part = STEADY_BEGINS // size, (STEADY_BEGINS + STEADY_BYTES) // size, os.urandom(STEADY_PART)
+    try:
+        with Journal(place / "journal", JournalSettings(fsync=policy)) as journal:
+            journal.begin(1)
+            cpu = wall = 0.0
+            first = most = 0
+            while first < ends:
+                if not cpu and first >= begins:
+                    cpu, wall, begins = time.process_time(), time.perf_counter(), first
+                journal.append([Relayed(first + at, 0, 1, first + at, payload) for at, payload in enumerate(payloads)])
+                journal.tick()
+                first += STEADY_BURST
+                if journal.needs_compaction:
+                    most = max(most, journal.stats().bytes)
+                    journal.snapshot(first - STEADY_BEHIND // size, [part])
+            batches = (first - begins) / 1e6
+            return Cost((time.process_time() - cpu) / batches, (time.perf_counter() - wall) / batches), most
+    finally:
+        shutil.rmtree(place)
+
+
+def print_steady(folder: Path, runs: int) -> None:
+    print("in the long run, files only:")
+    for size in list(SIZES)[1:]:
+        for policy in POLICIES[:2]:
+            found = [steady(folder, size, policy) for _ in range(runs)]
+            cpu, wall = (statistics.median(values) for values in zip(*(each for each, _ in found), strict=True))
+            most = max(most for _, most in found)
+            taken = f"{most / MIB:.0f} MiB at most"
+            print(f"{SIZES[size]:<12} {STEADY_BURST:>5} {policy:<9} {cpu:>8.1f} us {wall:>6.1f} us   {taken}")
+
+
 class Restart(NamedTuple):
     """What is found after a kill."""
 
@@ -241,6 +286,7 @@ def main() -> int:
     print(f"{machine()}, SQLite {sqlite3.sqlite_version}")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         print_costs(Path(folder), options.runs)
+        print_steady(Path(folder), options.runs)
         met = print_restarts(Path(folder), options.runs)
     return 0 if met else 1
 

@@ -48,6 +48,18 @@ class WatchedDisk(Disk):
         self._note("write", b"".join(parts), file)
         return super().write(file, parts)
 
+    def open(self, name: str, folder: int) -> int:
+        self._note("open")
+        return super().open(name, folder)
+
+    def note(self, file: int, data: bytes) -> None:
+        self._note("note", data, file)
+        super().note(file, data)
+
+    def shorten(self, file: int, size: int) -> None:
+        self._note("shorten")
+        super().shorten(file, size)
+
     def sync(self, file: int) -> None:  # noqa: ARG002 - the real disk need not be asked
         self._note("sync")
 
@@ -99,9 +111,12 @@ def asks(journal: Journal, what: Literal["needs_compaction", "wants_snapshot"]) 
 
 
 def crash(journal: Journal) -> None:
-    """Let go of the folder as the system does for a killed process."""
+    """Let go of the folder as the system does for a killed process: nothing is tidied up."""
     keeping = journal._keeping
-    keeping._abandon()
+    if keeping.writer is not None:
+        for file in keeping.writer.let_go():
+            os.close(file)
+    keeping.writer = None
     if keeping.folder is not None:
         keeping.folder.close()
     keeping.state = "closed"

@@ -16,7 +16,7 @@ from kvevents.errors import UsageError
 from kvevents.relay.journal import Journal, JournalSettings
 from relay_journal_cases import TINY, Model, TornError, WatchedDisk, asks, crash, open_journal
 
-WRITES = {"create", "write", "cut", "reserve"}
+WRITES = {"create", "open", "write", "note", "cut", "shorten", "reserve"}
 ALL = WRITES | {"sync", "sync_folder", "rename", "remove"}
 PART = 7
 

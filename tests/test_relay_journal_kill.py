@@ -14,16 +14,22 @@ KILLS = 8
 LIFE = 5
 CHILD = """
 import sys
-from kvevents.relay.journal import Journal
+from kvevents.relay.journal import Disk, Journal
 from relay_journal_cases import TINY, payload_of
-journal = Journal(sys.argv[1], TINY)
+class Counting(Disk):
+    reused = 0
+    def open(self, name, folder):
+        self.reused += name.endswith(".spare.tmp")
+        return super().open(name, folder)
+disk = Counting()
+journal = Journal(sys.argv[1], TINY, disk=disk)
 found = journal.recover()
 assert not found.unclean, found.because
 journal.resume() if found.resumable else journal.begin(5)
 while True:
     first = journal.next_number
     journal.append([(number, 0, 1, number, payload_of(number, number % 300)) for number in range(first, first + first % 4 + 1)])
-    print(journal.next_number - 1, flush=True)
+    print(journal.next_number - 1, disk.reused, flush=True)
     journal.tick()
     if journal.wants_snapshot:
         number = max(0, journal.next_number - 20)
@@ -32,19 +38,21 @@ while True:
 
 
 def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """Numbers go on without a gap through every life, and each payload is that of its number."""
+    """Numbers go on without a gap through every life, and each payload is that of its number; also where segments were written
+    over."""
     dice = random.Random(11)
-    path, acknowledged, compacted = tmp_path / "journal", -1, 0
+    path, acknowledged, compacted, reused = tmp_path / "journal", -1, 0, 0
     for _ in range(KILLS):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, cwd=Path(__file__).parent)
         assert child.stdout is not None
         for _ in range(dice.randint(1, 120)):
-            acknowledged = int(child.stdout.readline())
+            acknowledged, count = map(int, child.stdout.readline().split())
+            reused += count
         child.kill()
         rest = child.stdout.read().splitlines(keepends=True)
         child.wait()
         child.stdout.close()
-        acknowledged = max([acknowledged, *(int(line) for line in rest if line.endswith(b"\n"))])
+        acknowledged = max([acknowledged, *(int(line.split()[0]) for line in rest if line.endswith(b"\n"))])
         journal = open_journal(path, TINY)
         found = journal.recover()
         assert found.resumable, found.because
@@ -58,3 +66,4 @@ def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
         compacted += found.snapshot is not None
         journal.close()
     assert compacted > 1
+    assert reused > 1

@@ -149,6 +149,60 @@ def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
         run.journal.close()
 
 
+def written_over(run: Run) -> None:
+    """A history in which segments are written over, in two lives: with the same frames at the same places as before, with
+    others, half full, and closed."""
+    for number in range(60):
+        if number == 40:
+            run.take(_again)
+        run.take(lambda journal, model: _burst(journal, model, [100], 0))
+        if number % 7 == 6:
+            run.take(lambda journal, model: _snapshot(journal, model, 3, False))
+        if number % 10 == 5:
+            run.take(lambda journal, model: _mark(journal, model, b"a mark"))
+        if number % 20 == 19:
+            run.take(lambda journal, model: _burst(journal, model, [350, 200, 100], 1))
+    run.journal.close()
+
+
+@pytest.mark.parametrize("part", [0.0, 0.4, 1.0])
+def test_a_kill_at_each_call_while_segments_are_written_over(folders: Callable[[], Path], part: float) -> None:
+    """Before it, in its middle and behind it: nothing that was acknowledged is lost, and nothing is found that was not told."""
+    whole = Run(folders())
+    whole.begin()
+    whole.disk.calls.clear()
+    written_over(whole)
+    calls = whole.disk.calls
+    assert min(calls.count(call) for call in ("open", "note", "shorten", "rename", "remove")) > 1
+    assert calls.count("open") > 8, "segments are written over"
+    for kill_at in range(0, len(calls), 1 if part == 0.4 else 3):
+        run = Run(folders())
+        run.begin()
+        run.disk.calls.clear()
+
+        def kill(call: str, data: bytes, disk: WatchedDisk = run.disk, at: int = kill_at) -> None:
+            if len(disk.calls) > at:
+                raise TornError(int(part * len(data)), Killed())
+
+        run.disk.before = kill
+        with pytest.raises(Killed):
+            written_over(run)
+        run.disk.before = willing
+        crash(run.journal)
+        told, number = run.model, run.model.next_number
+        journal = open_journal(run.folder)
+        found = journal.recover()
+        assert not found.unclean, (kill_at, found.because)
+        last = len(told.records) - 1 if found.next_number == number else found.next_number - 1
+        assert found.next_number in {number, number - 1, number - 3}
+        assert told.has(found.snapshot)
+        above = -1 if found.snapshot is None else found.snapshot.number
+        assert list(found.records()) == told.records[above + 1 : last + 1]
+        journal.resume()
+        assert not list(run.folder.glob("*.tmp"))
+        crash(journal)
+
+
 def small(folder: Path) -> list[Model]:
     """A journal of three segments with a snapshot in between, and the model after each step."""
     run = Run(folder, replace(TINY, segment_bytes=250))
@@ -200,10 +254,28 @@ def files(folder: Path) -> list[Path]:
     return sorted(each for each in folder.iterdir() if each.suffix in {".segment", ".snapshot"})
 
 
-def test_a_last_segment_cut_off_anywhere_is_what_was_told_until_there(folders: Callable[[], Path]) -> None:
-    """Every length of the last file: one that ends inside of a frame is as if that frame had not been begun."""
+def test_a_last_segment_that_lost_its_end_makes_the_journal_unclean(folders: Callable[[], Path]) -> None:
+    """Every length of the last file, and none: what was acknowledged is missing, also where it ends between two frames."""
     origin = folders()
     models = small(origin)
+    last = [each for each in files(origin) if each.suffix == ".segment"][-1]
+    data = last.read_bytes()
+    for size in range(len(data)):
+        put(last, data[:size])
+        found, _ = recovered(origin, models)
+        assert found.unclean, size
+        assert not found.clean
+    last.unlink()
+    found, _ = recovered(origin, models)
+    assert found.because == f"{last.name}, of which something was acknowledged, is missing"
+
+
+def test_a_last_segment_cut_off_anywhere_is_what_was_told_until_there(folders: Callable[[], Path]) -> None:
+    """Every length of a last file of which nothing is known to be acknowledged: one that ends inside of a frame is as if that
+    frame had not been begun."""
+    origin = folders()
+    models = small(origin)
+    (origin / "end").unlink()
     last = [each for each in files(origin) if each.suffix == ".segment"][-1]
     data, seen = last.read_bytes(), set()
     for size in range(len(data) + 1):
@@ -220,6 +292,7 @@ def test_what_was_cut_off_is_gone_on_over(folders: Callable[[], Path]) -> None:
     """A torn end is cut off when the journal is resumed: a kill after that finds no damage."""
     origin = folders()
     models = small(origin)
+    (origin / "end").unlink()
     last = files(origin)[-1]
     put(last, last.read_bytes()[:-3])
     journal = open_journal(origin)
@@ -249,7 +322,7 @@ def test_a_flipped_bit_anywhere_never_gives_wrong_data(folders: Callable[[], Pat
     """One bit of every byte of every file: what is recovered was told, and all of it, or the journal says that it is not."""
     origin = folders()
     models = small(origin)
-    for path in files(origin):
+    for path in (*files(origin), origin / "end"):
         data = path.read_bytes()
         for at in range(len(data)):
             put(path, data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
@@ -265,20 +338,18 @@ def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         origin = Path(folder, "journal")
         models = small(origin)
-        last, cut = files(origin)[-1], False
-        for path in data.draw(st.lists(st.sampled_from(files(origin)), min_size=1, max_size=2, unique=True)):
+        changed = data.draw(st.lists(st.sampled_from([*files(origin), origin / "end"]), min_size=1, max_size=2, unique=True))
+        unknown = {files(origin)[-1], origin / "end"} == set(changed)
+        for path in changed:
             content = bytearray(path.read_bytes())
             if data.draw(st.booleans()):
                 path.unlink()
-                cut |= path == last
                 continue
-            size = len(content)
             for _ in range(data.draw(st.integers(1, 4))):
                 begin = data.draw(st.integers(0, len(content)))
                 end = data.draw(st.integers(begin, min(len(content), begin + 40)))
                 content[begin:end] = data.draw(st.binary(max_size=40))
             put(path, bytes(content))
-            cut |= path == last and len(content) < size
         found, step = recovered(origin, models)
-        # A last frame that is too short looks torn: nobody can tell that from a kill.
-        assert found.unclean or step == len(models) - 1 or cut or found.incarnation is None
+        # What is behind an end that nobody knows looks torn: nobody can tell that from a kill.
+        assert found.unclean or step == len(models) - 1 or unknown or found.incarnation is None

@@ -1,7 +1,8 @@
 """The folder of a journal: its lock, its files, and the note that they tell everything.
 
 `lock` is held by the process that uses the folder. `whole` is there while the files hold everything that was sent. It is made
-in advance and taken away when the disk refuses, since taking away works on a disk that is full.
+in advance and taken away when the disk refuses, since taking away works on a disk that is full. `end` tells where the newest
+segment ends (see `frames`). Segments that wait to be written over are called as what a killed process leaves.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import BinaryIO, Final, NamedTuple
 
 from kvevents.errors import JournalError
 from kvevents.relay.journal.disk import SICK, Disk
-from kvevents.relay.journal.frames import KINDS
+from kvevents.relay.journal.frames import KINDS, NOTHING, Acknowledged
 
 _LOCK: Final = "lock"
 _WHOLE: Final = "whole"
+END: Final = "end"
 _CONTENT: Final = b"the files beside this one tell everything that was sent\n"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(rf"(\d{{16}})\.({'|'.join(KINDS.values())})")
@@ -40,6 +42,11 @@ class Kept(NamedTuple):
 def name_of(ordinal: int, kind: int) -> str:
     """How a file is called; names sort as ordinals do."""
     return f"{ordinal:016}.{KINDS[kind]}"
+
+
+def spare_of(name: str) -> str:
+    """How a file of that name is called while it waits to be written over."""
+    return f"{name.partition('.')[0]}.spare.tmp"
 
 
 def boot_id() -> bytes:
@@ -86,7 +93,7 @@ class Folder:
         return sorted(kept)
 
     def leftovers(self) -> list[str]:
-        """Names of files that a killed process had not finished."""
+        """Names of files that a killed process had not finished, or was to write over."""
         return [name for name in self._names() if _LEFT.fullmatch(name)]
 
     def read(self, name: str) -> BinaryIO:
@@ -120,6 +127,14 @@ class Folder:
                 return file.read() == _CONTENT
         except OSError:
             return False
+
+    def acknowledged(self) -> Acknowledged:
+        """Where the newest segment ends, as far as that is known."""
+        try:
+            with self.read(END) as file:
+                return Acknowledged.unpack(file.read())
+        except OSError:
+            return NOTHING
 
     def make_whole(self) -> None:
         """Note that they do."""

@@ -10,8 +10,23 @@ All little-endian. Each CRC goes on from the one before it (a frame's from that 
 header's), so a frame that is missing, moved or of another file is found as surely as one with a flipped bit. A segment's header
 repeats the last CRC of the segment before, so a file that lost its end is found too.
 
-The head has a CRC of its own since a killed writer leaves the beginning of a frame: a head that holds, and less than the body
-it announces, or less than a head. That was never acknowledged, and is cut off. Anything else is damage to what was.
+Where the newest segment ends is told by a file of its own, `end`, and not by its size, since a segment may be written over one
+that is not needed any more, and then stale bytes follow::
+
+    end      ordinal of the segment u64, bytes of it that were acknowledged u64, CRC-32 of these u32
+
+It is written when a frame has been, and before it is acknowledged. So whatever is before that end must hold, and be there, or
+it was damaged. Behind it a kill leaves a frame that holds, where it came between the two writes, or the beginning of one and
+then stale bytes: the first that does not hold was never acknowledged, and is cut off. A stale frame that happens to begin where
+a new one would does not hold, as its CRC goes on from another header's, with a nonce of its own. Where `end` does not hold, or
+is of a segment before, because the kill came first, nothing but the header is known to be acknowledged.
+
+With "always" no file is written over, and all that follows the last frame is the beginning of another one: a head that holds,
+and less than the body it announces, or less than a head. There anything else is damage, also behind `end`. That is not fsynced,
+only written later than what it tells of is on the disk: a loss of power may leave an older one, and never one that promises
+what is not there. With the other policies a loss of power is known by the boot id, and `end` is not asked.
+
+All segments but the newest end where their files do, and are cut there before the next one is begun.
 """
 
 from __future__ import annotations
@@ -42,6 +57,7 @@ DETACHED: Final = 2
 
 _HEADER: Final = struct.Struct("<8sHHBBHQQQI16s8s")
 _CRC: Final = struct.Struct("<I")
+_ACKNOWLEDGED: Final = struct.Struct("<QQ")
 _HEAD: Final = struct.Struct("<IB3x")
 _CHECKS: Final = struct.Struct("<II")
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
@@ -108,6 +124,28 @@ class Newer(NamedTuple):
     version: int
 
 
+class Acknowledged(NamedTuple):
+    """How much of which segment: what the file `end` holds."""
+
+    ordinal: int
+    end: int
+
+    @staticmethod
+    def pack(ordinal: int, end: int) -> bytes:
+        """As bytes, of one that need not be made for it: each frame is followed by them."""
+        data = _ACKNOWLEDGED.pack(ordinal, end)
+        return data + _CRC.pack(crc32(data))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Acknowledged:
+        """From such bytes; of none where they do not hold."""
+        body, check = data[: _ACKNOWLEDGED.size], data[_ACKNOWLEDGED.size :]
+        return cls(*_ACKNOWLEDGED.unpack(body)) if check == _CRC.pack(crc32(body)) else NOTHING
+
+
+NOTHING: Final = Acknowledged(-1, 0)
+
+
 def _holds_whatever(data: bytes, file: BinaryIO) -> bool:
     """Whether a header of another version is whole: its length stands where ours does, and its CRC at its end."""
     (length,) = struct.unpack_from("<H", data, len(MAGIC) + 2)
@@ -126,15 +164,18 @@ def head_of(kind: int, body: Sequence[bytes], chain: int) -> tuple[bytes, int]:
 class Frames:
     """Iterates over the frames of a file, behind its header, as (kind, body); ends with the first that does not hold.
 
-    What it found is in `torn` and `damage` then; `end` and `chain` are of the last frame that holds.
+    What it found is in `torn` and `damage` then; `end` and `chain` are of the last frame that holds. What is short before
+    `acknowledged` is damage; what does not hold behind that is none where the file may be `reused`.
     """
 
-    def __init__(self, file: BinaryIO, chain: int) -> None:
+    def __init__(self, file: BinaryIO, chain: int, acknowledged: int = 0, *, reused: bool = False) -> None:
         self._file = file
+        self._acknowledged = acknowledged
+        self._reused = reused
         self.end = HEADER_BYTES
         self.chain = chain
         self.torn = 0
-        """Bytes at the end of the file that a killed writer left."""
+        """Bytes that a killed writer left of a frame; none of one whose head it did not finish in a reused file."""
         self.damage: str | None = None
         self._before = (self.end, chain)
 
@@ -159,21 +200,33 @@ class Frames:
     def _next(self) -> tuple[int, bytes] | None:
         head = self._file.read(HEAD_BYTES)
         if len(head) < HEAD_BYTES:
-            self.torn = len(head)
+            self._short(len(head))
             return None
         length, kind = _HEAD.unpack_from(head)
         first, second = _CHECKS.unpack_from(head, _HEAD.size)
         if crc32(head[: _HEAD.size], self.chain) != first or length > MAX_FRAME_BYTES:
-            self.damage = f"the head of the frame at byte {self.end} does not hold"
+            self._broken(f"the head of the frame at byte {self.end} does not hold", 0)
             return None
         body = self._file.read(length)
         if len(body) < length:
-            self.torn = HEAD_BYTES + len(body)
+            self._short(HEAD_BYTES + len(body))
             return None
         if crc32_of((body,), first) != second:
-            self.damage = f"the frame at byte {self.end} does not hold"
+            self._broken(f"the frame at byte {self.end} does not hold", HEAD_BYTES + length)
             return None
         self._before = (self.end, self.chain)
         self.end += HEAD_BYTES + length
         self.chain = second
         return kind, body
+
+    def _short(self, size: int) -> None:
+        if self.end < self._acknowledged:
+            self.damage = f"it ends at byte {self.end + size}, and was written up to {self._acknowledged}"
+        else:
+            self.torn = size
+
+    def _broken(self, what: str, size: int) -> None:
+        if self._reused and self.end >= self._acknowledged:
+            self.torn = size
+        else:
+            self.damage = what

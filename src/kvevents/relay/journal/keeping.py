@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -191,11 +191,13 @@ class Keeping:
         if writer is None or self.state != "disk" or self._compaction is not None:
             return False
         try:
-            writer.roll()
+            stays = writer.turn()
         except OSError as error:
             self._give_up(error)
             return False
-        self._begin_compaction(writer, end, parts, writer.covered(end.number))
+        doomed = writer.covered(end.number)
+        errand = writer.compacting(end, parts, doomed, reuse=True)
+        self._begin_compaction(writer, errand, end.number, doomed, self._since - stays)
         return True
 
     def come_back(self, told: Told, end: End, parts: Sequence[bytes], tail: Iterable[Frame]) -> bool:
@@ -215,17 +217,20 @@ class Keeping:
             self._give_up(error)
             return False
         self._dirty_since = self._now
-        self._begin_compaction(writer, end, parts, there)
+        self._begin_compaction(writer, writer.compacting(end, parts, there), end.number, there, self._since)
         return True
 
-    def _begin_compaction(self, writer: Writer, end: End, parts: Sequence[bytes], doomed: list[str]) -> None:
-        future = self._clerk.submit(writer.compacting(end, parts, doomed))
-        self._compaction = _Compaction(future, writer, end.number, doomed, self._since)
+    def _begin_compaction(
+        self, writer: Writer, errand: Callable[[], Compacted], number: int, doomed: list[str], since: int
+    ) -> None:
+        self._compaction = _Compaction(self._clerk.submit(errand), writer, number, doomed, since)
         self._settle()
 
     def _end_compaction(self, compaction: _Compaction) -> None:
         error, stale = compaction.future.exception(), compaction.writer is not self.writer
         if stale:
+            if error is None:
+                compaction.writer.folder.remove(each.name for each in compaction.future.result().spares)
             return
         if isinstance(error, OSError):
             if self.state == "memory":

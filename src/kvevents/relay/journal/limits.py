@@ -25,6 +25,9 @@ TAIL_BURST_BYTES: Final = 8 * MIB
 """The same in bytes, about."""
 PROBE_BYTES: Final = MIB
 """Room that a full disk must have again, besides that of the last snapshot, before another one is tried."""
+SPARES: Final = 3
+"""Segments that are kept to be written over when a snapshot has made them needless. Until the next one, `compact_bytes` later,
+two are begun, or three; more would only lie there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ class JournalSettings:
     fsync_interval: float = 1.0
     """Seconds between two, with "interval"."""
     segment_bytes: int = 32 * MIB
-    """Size from which the next burst begins a new file. What a snapshot covers is freed by whole files."""
+    """Size from which the next burst begins a new file. What a snapshot covers is freed by whole files, or, but with "always",
+    written over: up to `SPARES` of them wait for that."""
     compact_bytes: int = 64 * MIB
     """Bytes behind the last snapshot from which another one is wanted, or twice its size, if that is more."""
     limit_bytes: int = 8192 * MIB
-    """Of all files together. Beyond it the journal goes to memory, as with a full disk: whoever shares the disk goes on."""
+    """Of all files together. Beyond it the journal goes to memory, as with a full disk: whoever shares the disk goes on. Files
+    that wait to be written over go first, and are not kept where all take more than half of this."""
     retry_first: float = 1.0
     """Seconds until a disk that failed is tried again; doubling."""
     retry_most: float = 60.0
@@ -67,3 +72,13 @@ class JournalSettings:
     def wanted_beyond(self, snapshot_bytes: int) -> int:
         """Bytes behind a snapshot of this size from which another one is wanted; never more than half of `limit_bytes`."""
         return min(max(self.compact_bytes, 2 * snapshot_bytes), self.limit_bytes // 2)
+
+    @property
+    def fair_size(self) -> int:
+        """Bytes of a segment from which a snapshot ends it, and it pays to write it over: a quarter of a full one."""
+        return self.segment_bytes // 4
+
+    @property
+    def reuses(self) -> bool:
+        """Whether files are written over: where each burst waits for the disk, that is the cost, and not the pages."""
+        return self.fsync != "always"

@@ -1,9 +1,9 @@
 """Reading a journal back: nothing here writes, so a process that dies over it changes nothing.
 
 The newest snapshot that is whole stands for everything up to its number. Behind it the segments are walked, each from where the
-one before it ended, until one ends that has no successor, or something does not hold. A segment that ends inside of a frame was
-being written when its process was killed: that frame was never acknowledged. Any other fault means that something is missing
-which was, and may have been sent.
+one before it ended, until one ends that has no successor, or something does not hold. Of the newest one `end` tells how much
+was acknowledged; what does not hold behind that was being written when its process was killed (`frames` has the rules). Any
+other fault means that something is missing which was acknowledged, and may have been sent: also a newest segment that is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.errors import JournalError
-from kvevents.relay.journal.folder import Folder, Kept, boot_id
+from kvevents.relay.journal.folder import Folder, Kept, boot_id, name_of
 from kvevents.relay.journal.frames import (
     BEGINS,
     DETACHED,
@@ -70,6 +70,7 @@ class _Scan:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._files = folder.files()
+        self._acknowledged = folder.acknowledged()
         self._incarnation: int | None = None
         self._segments: list[tuple[Kept, Place | None]] = []
         """Of the newest life; without a place where the header does not hold."""
@@ -176,6 +177,10 @@ class _Scan:
         for at in range(index, len(self._segments)):
             if not self._read(at, first=at == index):
                 break
+        newest = self._acknowledged.ordinal
+        if newest > self._segments[-1][0].ordinal:
+            self._damage = self._damage or f"{name_of(newest, SEGMENT)}, of which something was acknowledged, is missing"
+            self._clean = False
         if self._next < behind:
             self._damage = self._damage or f"the segments end with {self._next - 1}, before the snapshot of {behind - 1}"
             self._next = behind
@@ -200,16 +205,21 @@ class _Scan:
             return self._stop(at, 0, "it does not go on from the one before it")
         with self._folder.read(kept.name) as file:
             file.seek(HEADER_BYTES)
-            frames = Frames(file, place.chain)
+            last = at == len(self._segments) - 1
+            frames = Frames(file, place.chain, self._end_of(kept), reused=last and header.policy != _SURE)
             self._take_all(frames)
         self._kept.append((place, frames.end))
         self._chain = frames.chain
-        if frames.torn and at < len(self._segments) - 1:
+        if frames.torn and not last:
             frames.damage = "it ends inside of a frame"
         if frames.damage:
             return self._stop(at, frames.end, frames.damage)
         self._torn += frames.torn
         return True
+
+    def _end_of(self, kept: Kept) -> int:
+        """Up to where it was acknowledged, if that is known."""
+        return self._acknowledged.end if self._acknowledged.ordinal == kept.ordinal else 0
 
     def _take_all(self, frames: Frames) -> None:
         for kind, body in frames:
@@ -225,8 +235,8 @@ class _Scan:
 
     def _stop(self, at: int, end: int, reason: str) -> bool:
         """Everything from byte `end` of a segment is left aside."""
-        sizes = [kept.size for kept, _ in self._segments[at:]]
-        self._dropped += sum(sizes) - end
+        sizes = [min(kept.size, self._end_of(kept) or kept.size) for kept, _ in self._segments[at:]]
+        self._dropped += max(0, sum(sizes) - end)
         name = self._segments[at][0].name if sizes else "there is no segment"
         self._damage = f"{name}: {reason}"
         self._clean = False

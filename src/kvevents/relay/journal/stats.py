@@ -20,7 +20,7 @@ class JournalStats:
     """Whether, in memory, the files say that they do not tell everything. Where not even that could be written, a relay that
     dies now and finds them again would go on with numbers it has used: remove the folder before it starts."""
     bytes: int
-    """Of all files."""
+    """Of all files, those that wait to be written over among them."""
     segments: int
     appended: int
     """Batches that were written."""
@@ -34,7 +34,8 @@ class JournalStats:
     lag: float
     """Seconds for which the oldest bytes that the disk may not have wait for it; 0 when there are none, or nobody asks it."""
     torn_bytes: int
-    """Cut off by recovery: half a write of a killed process."""
+    """Cut off by recovery: half a write of a killed process. In a file that was written over before, all that its frame was to
+    take, if its head was finished, and none otherwise; what the file held before does not count."""
     dropped_bytes: int
-    """Left aside by recovery, since something before them was damaged."""
+    """Left aside by recovery, since something before them was damaged; what was not acknowledged does not count."""
     recovery_seconds: float
