@@ -298,6 +298,20 @@ def test_a_machine_that_was_started_anew(
     assert found.unclean is ("started anew" in found.because)
 
 
+@pytest.mark.parametrize("policy", ["always", "interval", "never"])
+def test_a_journal_that_was_closed_is_not_taken_for_that_once_it_goes_on(path: Path, policy: FsyncPolicy) -> None:
+    """The disk has the new segment, and its name, before anything is told: without them a loss of power would leave a journal
+    that was closed, and numbers that were sent would be given again."""
+    journal, model = begun(path, replace(TINY, fsync=policy))
+    journal.append(model.burst([1], 0))
+    journal.close()
+    disk = WatchedDisk()
+    journal = open_journal(path, replace(TINY, fsync=policy), disk)
+    journal.resume()
+    assert {"sync", "sync_folder"} <= set(disk.calls)
+    crash(journal)
+
+
 def test_the_boot_id_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "id").write_text("00112233-4455-6677-8899-aabbccddeeff\n")
     monkeypatch.setattr(folder, "_BOOT_ID", tmp_path / "id")

@@ -113,6 +113,8 @@ class Keeping:
                 if end < place.kept.size:
                     self._disk.cut(place.kept.name, end, folder.fd)
             writer.open(found.next_number, previous=log.chain)
+            if found.clean:
+                writer.sync()  # or a loss of power would leave the end of the life before as that of this one
         except OSError as error:
             self._give_up(error)
         else:
