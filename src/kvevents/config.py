@@ -15,6 +15,7 @@ import msgspec
 from kvevents.certificates import KEY_CHARACTERS, key_bytes, read_pair
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.structs import prepared
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
@@ -112,6 +113,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         yield "allowed", self.allowed
 
 
+@prepared
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Whether, where and how KV cache events are published.
 

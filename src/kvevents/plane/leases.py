@@ -33,6 +33,7 @@ import msgspec
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import LEASE_SECONDS, Layout
+from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -72,6 +73,7 @@ def elapsed() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+@prepared
 class Holder(msgspec.Struct, frozen=True):
     """Who holds a lease, or wants to: one life of one process."""
 

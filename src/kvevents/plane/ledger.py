@@ -44,6 +44,7 @@ from kvevents.plane.records import (
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset
 from kvevents.stream.checkpoint import Fingerprint
 from kvevents.stream.state import digest_of
+from kvevents.structs import prepared
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 MAX_DEPARTED: Final = 100_000
@@ -394,6 +395,7 @@ class Ledger:
         return ledger
 
 
+@prepared
 class _Saved(msgspec.Struct, array_like=True):
     position: int
     streams: list[tuple[str, int, Standing]]

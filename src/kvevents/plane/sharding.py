@@ -22,6 +22,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvevents.structs import prepared
+
 PREFIX: Final = "shard."
 """What keys of announcements begin with, in the bucket whose entries expire; the replica's name follows."""
 PRESENT_SECONDS: Final = 6.0
@@ -35,6 +37,7 @@ RELEASE_SECONDS: Final = 10.0
 """For which the others must have held a lane before one that is not wanted for it lets it go: by then everybody asks them."""
 
 
+@prepared
 class Announcement(msgspec.Struct, frozen=True):
     """What a replica that holds a part says of itself."""
 

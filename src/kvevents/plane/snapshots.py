@@ -27,6 +27,7 @@ from kvevents.plane.layout import Layout, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.records import Key
 from kvevents.stream import Doubt
+from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -67,6 +68,7 @@ class Kept(msgspec.Struct, frozen=True):
         return {f"{self.name}.{suffix}" for suffix in _SUFFIXES}
 
 
+@prepared
 class Entry(msgspec.Struct, frozen=True):
     """Which snapshots of a lane count, the newest first: at most two."""
 
@@ -74,6 +76,7 @@ class Entry(msgspec.Struct, frozen=True):
     kept: list[Kept]
 
 
+@prepared
 class Taken(msgspec.Struct, array_like=True):
     """What a snapshot has besides the index; of the same moment."""
 

@@ -22,6 +22,7 @@ from kvevents.relay.settings import RelaySettings
 from kvevents.relay.spelling import Spelling, payloads_of
 from kvevents.relay.upstreams import Position, agreeing
 from kvevents.stream import Checkpoint
+from kvevents.structs import prepared
 from kvevents.wire import decode_batch
 
 CHUNK: Final = 1_000
@@ -44,6 +45,7 @@ class Beginning(NamedTuple):
     seconds: float = 0.0
 
 
+@prepared
 class Mark(msgspec.Struct, frozen=True):
     """What the relay writes into its journal, again and again."""
 
@@ -185,6 +187,7 @@ def _part(plain: Mapping[int, Mirror], residents: Mapping[int, Residents]) -> No
 # --- snapshots ---------------------------------------------------------------------------------------------------------------
 
 
+@prepared
 class Aside(msgspec.Struct, frozen=True):
     """What a journal's snapshot holds besides its state."""
 

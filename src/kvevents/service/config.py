@@ -17,6 +17,7 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import MAX_HOLDERS, is_url
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.tables import SourceTable, Template
+from kvevents.structs import prepared
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0
@@ -103,6 +104,7 @@ class ShardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"shard.ask_seconds is {self.ask_seconds}; it must be above 0 and at most {MAX_ASK_SECONDS:g}")
 
 
+@prepared
 class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `kvevents serve` can be told."""
 

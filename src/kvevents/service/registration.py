@@ -10,6 +10,7 @@ import msgspec
 from kvevents.config import Curve
 from kvevents.errors import ConfigError
 from kvevents.stream import Source
+from kvevents.structs import prepared
 
 DEFAULT_GROUP: Final = "default"
 """Tenant, or routing group, of those who name none."""
@@ -47,6 +48,7 @@ class Wall(NamedTuple):
         return SEPARATOR.join(parts)
 
 
+@prepared
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One data-parallel rank of one engine, and whose prompts may find it."""
 

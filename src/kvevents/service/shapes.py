@@ -11,6 +11,7 @@ from msgspec import Meta, Struct, field
 
 from kvevents.routing import scoring
 from kvevents.service.registration import DEFAULT_GROUP, MAX_NAME_BYTES
+from kvevents.structs import prepared
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
@@ -50,6 +51,7 @@ class Media(Struct, frozen=True, kw_only=True):
     """Tokens of its span."""
 
 
+@prepared
 class Scoped(Struct, frozen=True, kw_only=True):
     """Whose prompts these are."""
 

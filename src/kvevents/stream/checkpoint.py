@@ -11,6 +11,7 @@ from kvevents.errors import SnapshotError
 from kvevents.stream.deliveries import Batch, Gap, RawBatch, Reset
 from kvevents.stream.state import Anchor, digest_of
 from kvevents.stream.trust import KEPT_BY_CHECKPOINT, Doubt
+from kvevents.structs import prepared
 from kvevents.wire import MAX_SEQ
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
@@ -29,6 +30,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether it came live rather than by replay."""
 
 
+@prepared
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How far a stream was handed out, for `Subscriber.add(source, resume=...)` in a later process.
 

@@ -33,6 +33,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.fetch import AskError
 from kvevents.service.discovery.places import Place, at_host, bracketed, check_endpoint
 from kvevents.service.discovery.tables import MAX_RANKS
+from kvevents.structs import prepared
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Description:
     """Why it publishes nothing at all."""
 
 
+@prepared
 class _VllmSource(Struct):
     endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -67,6 +69,7 @@ class _LocalSource(Struct):
     dp_rank: int
 
 
+@prepared
 class _ServerInfo(Struct):
     kv_events: _Descriptor | UnsetType | None = UNSET
     kv_events_config: str | None = None
@@ -193,6 +196,7 @@ class _Model(Struct):
     parent: str | None = None
 
 
+@prepared
 class _Models(Struct):
     data: list[_Model]
 

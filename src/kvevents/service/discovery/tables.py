@@ -13,6 +13,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.fetch import BaseUrl
 from kvevents.service.discovery.places import Place, at_host, check_endpoint
 from kvevents.service.registration import DEFAULT_GROUP, Registration
+from kvevents.structs import prepared
 
 MAX_RANKS: Final = 1_024
 """Data-parallel ranks of one engine, whoever claims them; the largest known deployments have a few hundred."""
@@ -91,6 +92,7 @@ ANY: Final = Template()
 """Nothing is said beside where it is."""
 
 
+@prepared
 class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: its endpoint, or the URL of its HTTP server, where it tells its endpoints itself.
 

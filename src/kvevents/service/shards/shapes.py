@@ -9,6 +9,7 @@ from msgspec import Meta, Struct, field
 
 from kvevents.service.registration import Registration, Wall
 from kvevents.service.shapes import Name, Rank, Scoped, SourceView, State
+from kvevents.structs import prepared
 
 Lane: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
 BlockKey: TypeAlias = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
@@ -40,6 +41,7 @@ class Found(Struct, frozen=True, array_like=True):
     reason: str
 
 
+@prepared
 class Part(Struct, frozen=True, kw_only=True):
     """The answer to a question, of the lanes that the replica shows."""
 
@@ -67,6 +69,7 @@ class Described(Struct, frozen=True, kw_only=True):
     hidden: bool
 
 
+@prepared
 class Members(Struct, frozen=True, kw_only=True):
     """The ranks of some lanes."""
 
@@ -85,6 +88,7 @@ class Expectation(Scoped, frozen=True, kw_only=True):
     seconds: Annotated[float, Meta(gt=0, le=60)]
 
 
+@prepared
 class Noted(Struct, frozen=True, kw_only=True):
     """What became of an expectation."""
 

@@ -1,0 +1,69 @@
+"""Structs are known to msgspec before two threads can decode them for the first time at the same time."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import kvevents
+
+ROOT = Path(kvevents.__file__).parent
+ALONE = {"cli", "sim", "compat", "testing"}
+"""Parts that read what they are given before they begin another thread."""
+
+VARIABLES = {"kind"}
+"""In `shards/peers.py`, whose callers name `Part`, `Members` and `Noted`."""
+
+
+def decoded() -> list[tuple[str, str]]:
+    """Module and name of whatever is named to `decode` or `convert` inside of functions; `cls` is the class around it."""
+    found: set[tuple[str, str]] = set()
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] in ALONE:
+            continue
+        module = ".".join(["kvevents", *(part for part in parts if part != "__init__")])
+        _Calls(module, found).visit(ast.parse(path.read_text()))
+    return sorted(found)
+
+
+class _Calls(ast.NodeVisitor):
+    def __init__(self, module: str, found: set[tuple[str, str]]) -> None:
+        self._module, self._found, self._class = module, found, ""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before, self._class = self._class, node.name
+        self.generic_visit(node)
+        self._class = before
+
+    def visit_Call(self, node: ast.Call) -> None:
+        named = ast.unparse(node.func)
+        kinds = [each.value for each in node.keywords if each.arg == "type"] if named.endswith(".decode") else []
+        kinds += node.args[1:2] if named.endswith("convert") else []
+        for kind in kinds:
+            name = ast.unparse(kind)
+            self._found.add((self._module, self._class if name == "cls" else name))
+        self.generic_visit(node)
+
+
+CODE = """
+import gc, importlib, msgspec, sys
+for line in sys.stdin:
+    module, name = line.split()
+    kind = getattr(importlib.import_module(module), name, None)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        known = any(type(each).__name__ == "StructInfo" for each in gc.get_referents(kind))
+        print(module, name, known)
+"""
+
+
+def test_every_struct_that_is_decoded_is_prepared() -> None:
+    """As soon as its module is imported, that is without any use."""
+    told = "\n".join(f"{module} {name}" for module, name in decoded() if name.isidentifier())
+    done = subprocess.run([sys.executable, "-c", CODE], input=told, capture_output=True, text=True, check=True, timeout=60)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) > 15
+    assert [row for row in rows if row[2] != "True"] == []
+    assert {name for _, name in decoded() if name.islower()} - {"float"} == VARIABLES
