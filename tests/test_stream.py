@@ -291,6 +291,35 @@ def test_a_later_probe_settles_a_doubted_identity(wire: Wire) -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
+def test_a_proof_that_the_publisher_has_forgotten_is_asked_for_no_longer(wire: Wire) -> None:
+    """A clear has ended the doubt by then: the tail of a quiet stream is looked for behind a newer batch."""
+    test_identity_that_cannot_be_checked_is_a_doubt(wire)
+    wire.feed(live_frames(TOPIC, 2, payload_of(0, 2, clear=True)), live(3))
+    wire.later(LIMITS.max_probe_interval)
+    for _ in range(LIMITS.max_fruitless):
+        assert wire.asked() == 0
+        wire.answer(replayed(3), END)
+    assert wire.stream.trust == Trust.EXACT
+    wire.later(LIMITS.max_probe_interval)
+    assert wire.asked() == 3
+    wire.answer(replayed(3), replayed(4), END)
+    assert wire.taken() == ["b2", "b3", "r4"]
+
+
+def test_a_forgotten_proof_leaves_the_identity_doubted(wire: Wire) -> None:
+    """Without a clear: what a newer batch proves is not whether it is of the life before the reconnect."""
+    test_identity_that_cannot_be_checked_is_a_doubt(wire)
+    wire.feed(live(2), live(3))
+    wire.later(LIMITS.max_probe_interval)
+    for _ in range(LIMITS.max_fruitless):
+        assert wire.asked() == 0
+        wire.answer(replayed(3), END)
+    wire.later(LIMITS.max_probe_interval)
+    assert wire.asked() == 3
+    wire.answer(replayed(3), END)
+    assert wire.stream.doubts == {Doubt.IDENTITY}
+
+
 def test_a_batch_from_after_the_reconnect_settles_no_doubted_identity(wire: Wire) -> None:
     """Nobody answered whether the life is the same, and it is not: what the next one has sent proves nothing."""
     wire.feed(live(0, life=1), live(1, life=1))

@@ -769,8 +769,11 @@ class Stream(Generic[B]):
         elif self._last_seq == anchor.seq:
             self._restart(reason)
         else:
-            # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one.
+            # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one. What one from
+            # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
             self._ask = None
+            if anchor == self._anchor:
+                self._anchor = None
 
     def _unproven(self) -> None:
         self._ask = None
