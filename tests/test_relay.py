@@ -200,6 +200,26 @@ def test_what_nobody_can_read_is_doubted_by_all_until_a_clear(made: World, paylo
 # --- trust ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 50])
+def test_who_comes_late_hears_at_once_how_far_the_relay_is_to_be_trusted(made: World, steps: int) -> None:
+    """A snapshot of what is older does not tell, and the next heartbeat may be far: there is one in what is kept, always."""
+    made.begin(buffer_steps=steps, heartbeat=600.0)
+    made.upstream.say(BlockRemoved([], heartbeat=Heartbeat("0" * 32, 600.0, "DEGRADED", "something was lost")))
+    made.turn()
+    for number in range(1, 120):
+        made.upstream.store(number)
+        if number % 7 == 0:
+            made.turn()
+        if number % 20 == 0:
+            late = made.consumer()
+            for _ in range(20):
+                late.turn()
+                assert late.trust.name != "EXACT"
+            assert late.trust.name == "DEGRADED"
+    # Once when it began, once for the news, and then by what has left the buffer, not by each batch.
+    assert made.relay.status().heartbeats <= 4 + 2 * 120 // steps
+
+
 def test_the_trust_of_the_upstream_is_heard_of_and_comes_back(made: World) -> None:
     made.begin()
     consumer = made.consumer()

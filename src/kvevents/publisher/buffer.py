@@ -218,6 +218,11 @@ class ReplayBuffer:
                 lost=history.lost or self._unsent,
             )
 
+    @property
+    def has_left(self) -> bool:
+        """Whether anything has been pushed out."""
+        return self._folded[0] >= 0
+
     def forget_lock(self) -> None:
         """For a forked child, in which the thread that held the lock does not exist."""
         self._lock = threading.Lock()

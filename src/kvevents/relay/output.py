@@ -47,6 +47,8 @@ class Output:
         self.holes = 0
         """Numbers that no batch has, in this process."""
         self.heartbeats = 0
+        self.since_beat = 0
+        """Batches behind the last heartbeat."""
         self._broadcast: Final = broadcast
         self._mirror: Final = mirror
         self._journal: Final = journal
@@ -90,6 +92,7 @@ class Output:
         reason = trust.reason[:_MAX_REASON]
         told = Heartbeat(self._mirror.digest(), self._every, trust.name, reason, self._broadcast.incarnation)
         self.say([BlockRemoved([], heartbeat=told)], rank)
+        self.since_beat = 0
 
     def cut(self, rank: int | None = 0) -> None:
         """Send a batch of nothing as the barrier of a placement snapshot."""
@@ -97,6 +100,7 @@ class Output:
         self._write(([self.number], [OWN], [0], [0], [payload]))
         self._broadcast.cut(self.number, payload)
         self.number += 1
+        self.since_beat += 1
         self._unseen = False
 
     def lose(self) -> None:
@@ -138,6 +142,7 @@ class Output:
         numbered: list[Numbered] = list(zip(numbers, payloads, strict=True))
         self._broadcast.send(numbered)
         self.number += len(payloads)
+        self.since_beat += len(payloads)
         self._unseen = False
 
     def _write(self, columns: Columns) -> None:

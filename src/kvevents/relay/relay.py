@@ -10,6 +10,8 @@ numbers. What leaves the replay buffer is collapsed into what is live, which is 
 - An upstream's *gap* leaves a number out, so that every consumer sees that something is missing, whatever it knows of relays.
   One number for several gaps that come together: each costs every consumer two answers of all that is kept, and the first one
   has said it until the stream is cleared.
+- A *heartbeat* says how far the relay itself is to be trusted. There is always one in what is kept as it was sent, so that who
+  comes late, and gets a snapshot of what is older, hears of it in the same answer.
 - The journal says how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is the
   same, and brings what was missed; otherwise there is a reset.
 
@@ -100,6 +102,8 @@ class Relay:
         self._clock: Final = clock
         self._rank: Final = settings.upstreams[0].rank
         self._shared: Final = len(settings.upstreams) > 1
+        self._limit: Final = max(1, settings.buffer_steps // 2)
+        """Deliveries of a turn: no heartbeat leaves the buffer before the next one is in it."""
         self._closed = False
         self._broken_off = False
         """Whether something that was received may not have been sent, or sent by half."""
@@ -213,11 +217,11 @@ class Relay:
         if self._broken_off:
             raise ClosedError("a turn was broken off, and what it had received may be lost: close the relay, and begin another")
         self._broken_off = True
-        deliveries = self._upstreams.receive(timeout)
+        deliveries = self._upstreams.receive(timeout, self._limit)
         self._begin(deliveries)
         self._forward(deliveries)
         now = self._clock()
-        if self._news or not deliveries or now >= self._tend_at:
+        if self._news or not deliveries or now >= self._tend_at or self._is_beat_leaving():
             self._tend(now)
         self._broken_off = False
         return len(deliveries)
@@ -341,9 +345,13 @@ class Relay:
             self._output.beat(trust, self._rank)
 
     def _pause(self, news: tuple[str, str], every: float) -> float:
-        if self._told is None or is_less(news[0], self._told[0]):
+        if self._told is None or is_less(news[0], self._told[0]) or self._is_beat_leaving():
             return 0.0
         return every if news == self._told else min(every, BEAT_AGAIN_SECONDS)
+
+    def _is_beat_leaving(self) -> bool:
+        """Whether what is kept was half renewed since the last heartbeat, and older batches are told as a snapshot."""
+        return self._output.since_beat >= max(1, len(self._buffer) // 2) and self._buffer.has_left
 
     def _keep(self, now: float) -> None:
         journal = self._journal
