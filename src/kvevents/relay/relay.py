@@ -102,8 +102,8 @@ class Relay:
         self._clock: Final = clock
         self._rank: Final = settings.upstreams[0].rank
         self._shared: Final = len(settings.upstreams) > 1
-        self._limit: Final = max(1, settings.buffer_steps // 2)
-        """Deliveries of a turn: no heartbeat leaves the buffer before the next one is in it."""
+        self._stride: Final = max(1, settings.buffer_steps // 2)
+        """Batches that are sent in a row: no heartbeat leaves the buffer before the next one is in it."""
         self._closed = False
         self._broken_off = False
         """Whether something that was received may not have been sent, or sent by half."""
@@ -217,11 +217,11 @@ class Relay:
         if self._broken_off:
             raise ClosedError("a turn was broken off, and what it had received may be lost: close the relay, and begin another")
         self._broken_off = True
-        deliveries = self._upstreams.receive(timeout, self._limit)
+        deliveries = self._upstreams.receive(timeout)
         self._begin(deliveries)
         self._forward(deliveries)
         now = self._clock()
-        if self._news or not deliveries or now >= self._tend_at or self._is_beat_leaving():
+        if self._news or not deliveries or now >= self._tend_at:
             self._tend(now)
         self._broken_off = False
         return len(deliveries)
@@ -277,7 +277,9 @@ class Relay:
         if self._checkpoints[ordinal].anchor is None:
             self._mark_at = -math.inf  # soon there is something by which the upstream can be recognised
             self._news = True
-        self._forwarding.carry(ordinal, batches)
+        for start in range(0, len(batches), self._stride):
+            self._forwarding.carry(ordinal, batches[start : start + self._stride])
+            self._repeat_beat()
 
     def _reset(self, ordinal: int, reset: Reset) -> None:
         self._news = True
@@ -345,13 +347,14 @@ class Relay:
             self._output.beat(trust, self._rank)
 
     def _pause(self, news: tuple[str, str], every: float) -> float:
-        if self._told is None or is_less(news[0], self._told[0]) or self._is_beat_leaving():
+        if self._told is None or is_less(news[0], self._told[0]):
             return 0.0
         return every if news == self._told else min(every, BEAT_AGAIN_SECONDS)
 
-    def _is_beat_leaving(self) -> bool:
-        """Whether what is kept was half renewed since the last heartbeat, and older batches are told as a snapshot."""
-        return self._output.since_beat >= max(1, len(self._buffer) // 2) and self._buffer.has_left
+    def _repeat_beat(self) -> None:
+        """Say once more what was told last, where half of what is kept came since, and what is older is told as a snapshot."""
+        if self._told and self._buffer.has_left and self._output.since_beat >= max(1, len(self._buffer) // 2):
+            self._output.beat(Trust(*self._told), self._rank)
 
     def _keep(self, now: float) -> None:
         journal = self._journal

@@ -53,9 +53,9 @@ class Upstreams:
             self.subscriber.close()
             raise
 
-    def receive(self, timeout: float, limit: int) -> list[RawDelivery]:
-        """What is new, in order, at most `limit`; empty after `timeout` seconds."""
-        deliveries = self.subscriber.receive_many(limit, timeout)
+    def receive(self, timeout: float) -> list[RawDelivery]:
+        """What is new, in order; empty after `timeout` seconds."""
+        deliveries = self.subscriber.receive_many(timeout=timeout)
         return self._new_of(deliveries) if self._known else deliveries
 
     def ordinal(self, delivery: RawDelivery) -> int:
