@@ -25,7 +25,6 @@ MAX_SHOWN: Final = 40
 MAX_CONTEXT: Final = 16
 """Bytes of a PING that its PONG repeats."""
 _MOST_SHORT: Final = 255
-_USELESS: Final = ("takes no events", "publishes nothing")
 _WISHES: Final = (b"\x00", b"\x01")
 
 
@@ -101,7 +100,7 @@ def refused(name: bytes, data: bytes, kinds: Collection[bytes] = PUBLISHERS) -> 
     if name != b"READY":
         return "the peer does not say what it is"
     kind = properties(data).get(b"socket-type", b"")
-    return "" if kind in kinds else f"the peer is a {_shown(kind)} socket, and {_USELESS[b'PUB' in kinds]}"
+    return "" if kind in kinds else f"the peer is a {_shown(kind)} socket, and must be {b' or '.join(sorted(kinds)).decode()}"
 
 
 def properties(data: bytes) -> dict[bytes, bytes]:
