@@ -55,17 +55,17 @@ def examples(count: int) -> settings:
     return settings(max_examples=asked if asked > 100 else count)
 
 
-class Trio:
-    """The oracle, an index that is given events, and one that is given the bytes they were sent as."""
+class Quartet:
+    """The oracle, an index that is given events, one that is given the bytes they were sent as, and one that is asked late."""
 
     def __init__(self, max_orphans: int) -> None:
         limits = IndexLimits(max_orphans=max_orphans)
         self.oracle = Oracle(max_orphans)
         self.by_event, self.by_payload = PrefixIndex(limits=limits), PrefixIndex(limits=limits)
-
-    @property
-    def indexes(self) -> tuple[PrefixIndex, PrefixIndex]:
-        return self.by_event, self.by_payload
+        self.unasked = PrefixIndex(limits=limits, asked=False)
+        self.indexes = (self.by_event, self.by_payload, self.unasked)
+        self.patience = 0
+        """Prompts until the third one is asked too."""
 
     def take(self, step: Step, spelling: int) -> None:
         if isinstance(step, Remove):
@@ -82,7 +82,7 @@ class Trio:
                 index.label(step.source, step.model)
         else:
             status = self.oracle.apply(step)
-            assert self.by_event.apply(step).status == status
+            assert {self.by_event.apply(step).status, self.unasked.apply(step).status} == {status}
             if isinstance(step, Batch):
                 applied = self._by_payload(step, spelled(step, spelling), raw=spelling % 2 == 0)
                 assert applied.status == status
@@ -98,16 +98,17 @@ class Trio:
 
     def check_prompt(self, tokens: list[int], scope: Scope) -> None:
         expected = self.oracle.match(tokens, scope)
-        for index in self.indexes:
+        self.patience -= 1
+        for index in self.indexes[: 3 if self.patience < 0 else 2]:
             assert answer(index.match(tokens, namespace(scope))) == expected
 
     def check_state(self) -> None:
         """Every block on every plane, every number."""
         for worker in ALL_WORKERS:
             expected = self.oracle.blocks(worker)
-            assert [blocks_of(index, worker) for index in self.indexes] == [expected, expected]
+            assert [blocks_of(index, worker) for index in self.indexes] == [expected] * 3
             if worker in self.oracle.streams:
-                assert self.by_event.digest(worker) == self.by_payload.digest(worker)
+                assert len({index.digest(worker) for index in self.indexes}) == 1
         for index in self.indexes:
             stats = index.stats()
             assert workers_of(index) == self.oracle.streams.keys()
@@ -117,17 +118,18 @@ class Trio:
 
 def adversarial(data: bytes, max_orphans: int) -> None:
     choices = Choices(data)
-    adversary, trio = Adversary(choices), Trio(max_orphans)
+    adversary, quartet = Adversary(choices), Quartet(max_orphans)
+    quartet.patience = choices.byte()
     for number, step in enumerate(adversary.steps()):
         note(step)
-        trio.take(step, choices.byte())
-        trio.check_prompt(*adversary.prompt())
+        quartet.take(step, choices.byte())
+        quartet.check_prompt(*adversary.prompt())
         if number % 8 == 7:
-            trio.check_state()
+            quartet.check_state()
     for path in (path for stream in adversary.streams for path in stream.paths[-8:]):
         tokens = [token for page in path.pages for token in page.tokens]
-        trio.check_prompt(tokens, Scope(None, path.scope.lora, path.scope.salt))
-    trio.check_state()
+        quartet.check_prompt(tokens, Scope(None, path.scope.lora, path.scope.salt))
+    quartet.check_state()
 
 
 @examples(60)
@@ -190,7 +192,8 @@ def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]
 def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
     """Two engines with block pools of their own seeds, one of them hybrid: caches fill, evict in LRU order, keep copies and are
     reset; after every step both indexes know every block, and predict what the engine itself would find."""
-    choices, trio = Choices(data), Trio(1_000_000)
+    choices, quartet = Choices(data), Quartet(1_000_000)
+    quartet.patience = choices.byte()
     size = choices.of((1, 2, 4))
     windows: tuple[int | None, ...] = choices.of(((None, 2 * size + 1), (None, 5), (None, None, 3 * size), (None,)))
     pool = 110 // size + 2  # hardly more than two of the longest requests take in one group
@@ -202,19 +205,20 @@ def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
         worker, engine, steps = choices.of(runs)
         for run in (step for step in [next(steps, None)] if step is not None):
             run()
-        trio.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
+        quartet.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
         sent[worker] += 1
         tokens, salt = Traffic(engine, choices, salts=salts, longest=30).arrive()
-        trio.check_prompt(tokens, Scope(salt=salt))
-        assert tokens_of(trio.by_event, tokens[:-1], Scope(salt=salt), worker) == engine.cached(tokens, salt) * size
-    trio.check_state()
+        quartet.check_prompt(tokens, Scope(salt=salt))
+        assert tokens_of(quartet.by_event, tokens[:-1], Scope(salt=salt), worker) == engine.cached(tokens, salt) * size
+    quartet.check_state()
 
 
+@pytest.mark.parametrize("asked", [True, False])
 @examples(15)
 @given(histories)
-def test_memory_returns_to_the_baseline_when_every_worker_is_removed(data: bytes) -> None:
+def test_memory_returns_to_the_baseline_when_every_worker_is_removed(asked: bool, data: bytes) -> None:
     choices = Choices(data)
-    index = PrefixIndex()
+    index = PrefixIndex(asked=asked)
     baseline = index.stats().bytes
     for step in Adversary(choices).steps():
         if not isinstance(step, Remove | Admit | Label):
@@ -225,9 +229,10 @@ def test_memory_returns_to_the_baseline_when_every_worker_is_removed(data: bytes
     assert index.stats().bytes <= baseline + SLACK * len(ALL_WORKERS)
 
 
-def test_memory_returns_to_the_baseline_when_every_block_is_removed() -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_memory_returns_to_the_baseline_when_every_block_is_removed(asked: bool) -> None:
     """By removals alone, in another order than that of the stores, with copies, orphans and several tiers."""
-    index = PrefixIndex()
+    index = PrefixIndex(asked=asked)
     feed = Feed(index)
     feed(store([1], [1, 2], 2), removal(1))
     baseline = index.stats().bytes
@@ -243,6 +248,43 @@ def test_memory_returns_to_the_baseline_when_every_block_is_removed() -> None:
         feed(removal(*part, medium="CPU"), removal(*part), removal(*part), removal(*(value + 10_000 for value in part)))
     assert (index.stats().blocks, waiting_of(index)) == (0, 0)
     assert index.stats().bytes <= baseline + SLACK
+
+
+# --- an index that nobody asks ----------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_one_key_are_as_many_where_keys_are_only_counted() -> None:
+    """Under more hashes than may have one key: as many are refused, the same ones, and the rest is found once somebody asks."""
+    asked, unasked = PrefixIndex(), PrefixIndex(asked=False)
+    feeds = [Feed(index) for index in (asked, unasked)]
+    for feed in feeds:
+        for value in range(30):
+            feed(store([value], [1, 2], 2), store([100 + value], [3, value], 2))
+            feed(*([removal(value // 2)] if value % 5 == 4 else []))
+    assert same_state(asked, unasked)
+    assert unasked.stats().rejected == asked.stats().rejected == {("none", "too-many-alike"): 9}
+    assert answer(unasked.match([1, 2])) == answer(asked.match([1, 2])) != {}
+    for feed in feeds:
+        feed(*map(removal, range(30)))
+    assert answer(unasked.match([1, 2])) == answer(asked.match([1, 2])) == {}
+    assert answer(unasked.match([3, 7])) == answer(asked.match([3, 7])) != {}
+
+
+@examples(30)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 3_000)), max_size=12), st.integers(0, 12))
+def test_keys_are_counted_while_caches_grow_and_shrink(steps: list[tuple[bool, int, int]], asks_at: int) -> None:
+    """Thousands of blocks come and go, of two workers that share them, until somebody asks, and afterwards."""
+    asked, unasked = PrefixIndex(), PrefixIndex(asked=False)
+    feeds = [[Feed(index, worker, 0) for worker in "ab"] for index in (asked, unasked)]
+    for number, (comes, first, count) in enumerate(steps):
+        hashes = range(100 * first, 100 * first + count)
+        event = store(hashes, [token for value in hashes for token in (value, 7)], 2) if comes else removal(*hashes)
+        for one, other in feeds:
+            (one if number % 3 else other)(event)
+        if number >= asks_at:
+            prompt = [token for value in hashes for token in (value, 7)]
+            assert answer(asked.match(prompt)) == answer(unasked.match(prompt))
+    assert all(asked.digest(worker) == unasked.digest(worker) for worker in workers_of(asked))
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ impl Stream {
     /// Asks for what a block will need that is to be placed soon.
     #[inline]
     fn ask(&self, core: &Core, block: &Block, stage: Stage) {
-        core.keys.prefetch(block.key_spot, stage);
+        core.prefetch_key(block.key_spot, stage);
         self.prefetch(block.hash_spot, stage);
     }
 

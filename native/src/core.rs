@@ -10,7 +10,8 @@ use crate::planes::{Plane, Rule};
 use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
 use crate::slab::{Record, Slab, TWIN};
 use crate::stream::{Block, Stream};
-use crate::table::{Hashes, Spot, Table};
+use crate::table::{Hashes, Spot, Stage, Table};
+use crate::tally::Tally;
 
 /// Records with one key: streams that hold a block under two hashes at once need one for each.
 pub const MAX_TWINS: usize = 16;
@@ -102,8 +103,10 @@ impl Hashes for ByHash<'_> {
 pub struct Core {
     /// All blocks.
     pub records: Slab,
-    /// The same by key.
+    /// The same by key, where these are listed.
     pub keys: Table,
+    /// Keys where they are not, since nobody has asked for any so far.
+    tally: Option<Tally>,
     /// Who holds them.
     pub sets: Sets,
     /// How they were cut, in which namespaces.
@@ -127,7 +130,12 @@ pub struct Core {
 impl Core {
     /// Heap bytes.
     pub fn bytes(&self) -> usize {
-        self.records.bytes() + self.keys.bytes() + self.sets.bytes() + self.contexts.bytes() + self.members.len() * MEMBER_BYTES
+        self.records.bytes()
+            + self.keys.bytes()
+            + self.tally.as_ref().map_or(0, Tally::bytes)
+            + self.sets.bytes()
+            + self.contexts.bytes()
+            + self.members.len() * MEMBER_BYTES
     }
 
     /// Where a key or a hash is looked for.
@@ -142,7 +150,6 @@ impl Core {
     pub fn hold(&mut self, block: &Block, plane: u16, stream: u32, guess: u32, last: &mut Move) -> Option<(u32, bool)> {
         let Block {
             key,
-            hash,
             context,
             key_spot,
             key_seat,
@@ -156,6 +163,9 @@ impl Core {
         {
             self.toggle(guess, plane, stream, last);
             return Some((guess, false));
+        }
+        if self.count_in(key_spot) {
+            return self.add(block, 0, plane, stream, last);
         }
         let records = &self.records;
         let (mut twins, mut alike) = (0, false);
@@ -182,18 +192,90 @@ impl Core {
             return None;
         }
         let flag = if alike { self.mark_twins(key) } else { 0 };
+        let made = self.add(block, flag, plane, stream, last)?;
+        self.keys
+            .insert_at(seat, key_spot, made.0, &ByKey(&self.records, self.secret));
+        Some(made)
+    }
+
+    /// A record that is new, and that one stream holds.
+    #[inline]
+    fn add(&mut self, block: &Block, flag: u32, plane: u16, stream: u32, last: &mut Move) -> Option<(u32, bool)> {
         let number = self.records.insert(Record {
-            key,
-            hash,
+            key: block.key,
+            hash: block.hash,
             set: EMPTY,
-            context: context | flag,
+            context: block.context | flag,
         })?;
         self.toggle(number, plane, stream, last);
-        self.contexts.add(context);
-        let hashes = ByKey(&self.records, self.secret);
-        self.keys.insert_at(seat, key_spot, number, &hashes);
+        self.contexts.add(block.context);
         Some((number, true))
     }
+
+    // --- keys that are counted
+
+    /// Counts keys from now on, until somebody asks for one; while there are none.
+    pub fn count_keys(&mut self) {
+        debug_assert!(self.records.is_empty());
+        self.tally = Some(Tally::default());
+    }
+
+    /// Whether keys can be asked for.
+    pub fn is_listed(&self) -> bool {
+        self.tally.is_none()
+    }
+
+    /// Counts a key in, where that is enough: where there may be too many like it, all are listed. Says whether it was.
+    #[inline]
+    fn count_in(&mut self, spot: Spot) -> bool {
+        let Some(tally) = &self.tally else { return false };
+        if tally.is_full() {
+            self.recount(self.records.len() + 1);
+        }
+        if self.tally.as_mut().is_some_and(|tally| tally.add(spot) < MAX_TWINS) {
+            return true;
+        }
+        self.list_keys();
+        false
+    }
+
+    /// Counts all keys anew, with cells for so many.
+    #[cold]
+    fn recount(&mut self, keys: usize) {
+        let mut tally = Tally::of(keys);
+        for number in self.records.numbers() {
+            tally.add(self.spot(self.records.get(number).key));
+        }
+        self.tally = Some(tally);
+    }
+
+    /// Lists all keys where they were only counted.
+    #[cold]
+    pub fn list_keys(&mut self) {
+        if self.tally.take().is_none() {
+            return;
+        }
+        let numbers: Vec<u32> = self.records.numbers().collect();
+        for number in numbers {
+            let key = self.records.get(number).key;
+            self.keys.insert(self.spot(key), number, &ByKey(&self.records, self.secret));
+            if self.twins(key, |_| true).len() > 1 {
+                self.mark_twins(key);
+            }
+        }
+    }
+
+    /// Asks for the memory that is looked at for a key, in the stages of a table.
+    #[inline]
+    pub fn prefetch_key(&self, spot: Spot, stage: Stage) {
+        match &self.tally {
+            None => self.keys.prefetch(spot, stage),
+            Some(tally) if stage == Stage::Bucket => tally.prefetch(spot),
+            Some(_) => {}
+        }
+    }
+
+    // --- keys that are listed
 
     #[cold]
     fn mark_twins(&mut self, key: u64) -> u32 {
@@ -234,9 +316,17 @@ impl Core {
     /// Forgets a block that nobody holds any more.
     #[inline]
     pub fn forget(&mut self, number: u32, record: &Record, spot: Spot) {
-        self.keys.remove(spot, number, &ByKey(&self.records, self.secret));
+        if self.is_listed() {
+            self.keys.remove(spot, number, &ByKey(&self.records, self.secret));
+        }
         self.records.remove(number);
         self.contexts.release(record.context & !TWIN, 1);
+        if let Some(tally) = &mut self.tally {
+            tally.remove(spot);
+            if tally.is_loose() {
+                self.recount(self.records.len());
+            }
+        }
     }
 
     /// The number of a plane; None when there are too many.

@@ -11,8 +11,9 @@ mod snapshots;
 
 use std::sync::atomic::AtomicUsize;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
+use crate::core::Core;
 use crate::gate::Gate;
 use crate::overlay::Overlay;
 use crate::scan::Schema;
@@ -73,6 +74,23 @@ impl Index {
             ended: Mutex::default(),
             saving: AtomicUsize::new(0),
         }
+    }
+
+    /// The same where nobody may ever ask for blocks by their keys: they are listed only when somebody does.
+    pub fn unasked(self) -> Self {
+        self.gate.write().count_keys();
+        self
+    }
+
+    /// The shared part, for whoever asks for blocks by their keys.
+    fn asked(&self) -> RwLockReadGuard<'_, Core> {
+        let core = self.gate.read();
+        if core.is_listed() {
+            return core;
+        }
+        drop(core);
+        self.gate.write().list_keys();
+        self.gate.read()
     }
 
     /// The layouts by which payloads are read.

@@ -21,6 +21,7 @@ pub mod slab;
 pub mod snapshot;
 pub mod stream;
 pub mod table;
+pub mod tally;
 pub mod tokens;
 pub mod waiting;
 pub mod zmtp;

@@ -106,6 +106,11 @@ impl Slab {
         (record.set != FREE).then_some(record)
     }
 
+    /// Numbers in use, in their order.
+    pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..self.bound()).filter(|&number| self.find(number).is_some())
+    }
+
     /// Brings a record into the cache.
     #[inline]
     pub fn prefetch(&self, number: u32) {

@@ -378,7 +378,7 @@ impl Stream {
     pub fn prefetch_key(&self, core: &Core, leaving: &Leaving) {
         let seat = self.table.seat_again(leaving.seat, leaving.spot);
         self.table.for_each_match_at(seat, |number| {
-            core.keys.prefetch(core.spot(core.records.get(number).key), Stage::Bucket);
+            core.prefetch_key(core.spot(core.records.get(number).key), Stage::Bucket);
             false
         });
     }

@@ -49,6 +49,14 @@ pub struct Spot {
     bent: u64,
 }
 
+impl Spot {
+    /// Bits that are about equally often 0 and 1.
+    #[inline]
+    pub fn low(self) -> u32 {
+        self.bent as u32
+    }
+}
+
 impl From<u64> for Spot {
     #[inline]
     fn from(hash: u64) -> Self {

@@ -51,6 +51,8 @@ class NativeIndex:
         max_fences: int,
         max_speculated: int,
         outcomes: tuple[Applied, Applied, Applied, Applied],
+        *,
+        asked: bool,
     ) -> Self: ...
     def apply_payload(self, stream: tuple[str, int] | str, incarnation: int, seq: int, payload: bytes) -> Applied:
         """Apply the payload of one batch as the engine sent it."""

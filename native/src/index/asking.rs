@@ -81,7 +81,7 @@ impl Index {
                 for (&scheme, keys) in schemes.iter().zip(&mut *keys) {
                     scope.extend(tokens, scheme, scheme.blocks(tokens.len()).min(wanted), keys);
                 }
-                let core = self.gate.read();
+                let core = self.asked();
                 depths.clear();
                 let mut goes_on = false;
                 for (&scheme, keys) in schemes.iter().zip(&*keys) {
@@ -100,7 +100,7 @@ impl Index {
     /// The same for keys that the caller has computed. None when block sizes differ and none is given.
     pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Vec<Hit>> {
         ROOM.with_borrow_mut(|room| {
-            let core = self.gate.read();
+            let core = self.asked();
             let schemes: Vec<Scheme> = core
                 .contexts
                 .schemes()
@@ -150,7 +150,7 @@ impl Index {
         if !overlay.is_due(now) {
             return;
         }
-        let core = self.gate.read();
+        let core = self.asked();
         overlay.expire(now, |worker, key| {
             let twins = core.twins(key, |_| true);
             let holds = |stream: u32| twins.iter().any(|&twin| core.sets.knows(core.records.get(twin).set, stream));

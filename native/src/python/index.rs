@@ -81,7 +81,8 @@ impl NativeIndex {
 #[pymethods]
 impl NativeIndex {
     #[new]
-    #[pyo3(signature = (layouts, wire_limits, memory_limit, max_orphans, max_fences, max_speculated, outcomes))]
+    #[pyo3(signature = (layouts, wire_limits, memory_limit, max_orphans, max_fences, max_speculated, outcomes, *, asked))]
+    #[expect(clippy::too_many_arguments, reason = "they are what Python's class was made with")]
     fn new(
         layouts: Layouts,
         wire_limits: [usize; 6],
@@ -90,6 +91,7 @@ impl NativeIndex {
         max_fences: usize,
         max_speculated: usize,
         outcomes: [Py<PyAny>; 4],
+        asked: bool,
     ) -> PyResult<Self> {
         let (peers, ours) = wire_limits_of(wire_limits);
         let schema = |limits| Schema::new(&layouts, limits).map_err(PyValueError::new_err);
@@ -100,8 +102,9 @@ impl NativeIndex {
             speculated: max_speculated,
         };
         let [applied, cleared, duplicate, void] = outcomes;
+        let index = Index::new(schema(peers)?.joining(), limits);
         Ok(Self {
-            index: Arc::new(Index::new(schema(peers)?.joining(), limits)),
+            index: Arc::new(if asked { index } else { index.unasked() }),
             plain: schema(peers)?,
             ours: schema(ours)?.joining(),
             applied,

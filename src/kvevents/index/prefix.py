@@ -42,6 +42,10 @@ class PrefixIndex(_native.NativeIndex):
     Any number of threads may ask while others apply; deliveries of one stream must be applied in order, as a subscriber hands
     them out. `memory_limit` is in bytes: above it, workers with at least the average number of blocks lose their oldest ones,
     counted as `evicted`. `clock` is for the overlay.
+
+    `asked=False` is for who wants to know what a stream holds, its digest for example, and not who holds a prompt. Keys are
+    only counted then, which takes less time; a block that several streams hold takes memory for each; and the first who does
+    ask for a prompt waits until all keys are listed. Answers are the same.
     """
 
     def __new__(
@@ -50,6 +54,7 @@ class PrefixIndex(_native.NativeIndex):
         memory_limit: int | None = None,
         limits: IndexLimits = IndexLimits(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
+        asked: bool = True,
     ) -> Self:
         """See the class. Raises `ConfigError`."""
         if memory_limit is not None and memory_limit < 1:
@@ -72,6 +77,7 @@ class PrefixIndex(_native.NativeIndex):
             limits.max_fences,
             limits.max_speculated,
             (_APPLIED, _CLEARED, _DUPLICATE, _VOID),
+            asked=asked,
         )
         self._clock = clock
         self._wire_rejected = Counter()

@@ -47,7 +47,8 @@ class Resident:
             raise MissingDependencyError(
                 "heartbeat needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
             ) from error
-        return cls(native.NativeIndex(native_layouts(), astuple(DEFAULT_WIRE_LIMITS)[:6], None, _MAX_ORPHANS, 0, 0, _OUTCOMES))
+        limits = astuple(DEFAULT_WIRE_LIMITS)[:6]
+        return cls(native.NativeIndex(native_layouts(), limits, None, _MAX_ORPHANS, 0, 0, _OUTCOMES, asked=False))
 
     def apply(self, batches: Sequence[Numbered]) -> None:
         """Take in what was sent, as it was sent, other threads running meanwhile."""

@@ -126,7 +126,7 @@ class Relay:
             undo.pop_all()
 
     def _open(self, undo: ExitStack, transport: Transport | None) -> None:
-        settings, index = self.settings, PrefixIndex()
+        settings, index = self.settings, PrefixIndex(asked=False)
         self._mirror = Mirror(index, "relay")
         self._spelling = spelling = Spelling(settings.spelling, known=settings.rewrites)
         plain = plain_mirrors(settings, index)
