@@ -11,17 +11,19 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
-.PHONY: demo test lint types unit bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
+.PHONY: demo test unit crate lint types bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## Everything that CI checks, two things at a time
-	+$(MAKE) --no-print-directory --jobs 2 lint types unit
+test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest first, the others beside it
+	+$(MAKE) --no-print-directory --jobs 2 unit crate types lint
 
 unit: $(NATIVE) $(TESTS_STAMP)  # tests wait as long as they work: two processes of them, a file to each at a time
-	+cargo test $(CARGO_FLAGS)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+crate:
+	+cargo test $(CARGO_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

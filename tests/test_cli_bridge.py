@@ -409,7 +409,7 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--to", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is there without tls_key"),
         (["--to", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "is no port"),
         (["--to", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
-        (["--to", "nats://127.0.0.1:1", "--partitions", "3", *HERE], 2, "unrecognized arguments"),
+        (["--to", "nats://127.0.0.1:1", "--partitions", "3", *HERE], 2, "no option --partitions"),
     ],
     ids=str,
 )

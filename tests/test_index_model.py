@@ -7,6 +7,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
+from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
@@ -268,6 +269,18 @@ def test_blocks_of_one_key_are_as_many_where_keys_are_only_counted() -> None:
         feed(*map(removal, range(30)))
     assert answer(unasked.match([1, 2])) == answer(asked.match([1, 2])) == {}
     assert answer(unasked.match([3, 7])) == answer(asked.match([3, 7])) != {}
+
+
+def test_snapshots_of_an_index_that_nobody_asks_are_those_of_any_other() -> None:
+    source, unasked, restored = PrefixIndex(asked=False), PrefixIndex(asked=False), PrefixIndex(asked=False)
+    Feed(source)(store(range(1, 2001), range(4000), 2), removal(*range(1500, 2001)))
+    file = BytesIO()
+    source.snapshot(file)
+    for index, read in ((unasked, unasked.absorb), (restored, restored.restore)):
+        file.seek(0)
+        read(file)
+        assert index.digest("a") == source.digest("a")
+        assert answer(index.match(list(range(4000)))) == {("a", 0): (2998, 2998, 2998, 2998)}
 
 
 @examples(30)

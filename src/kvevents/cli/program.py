@@ -13,6 +13,7 @@ from typing import Final
 from kvevents.cli import bridge, doctor, export, keypair, plane, play, publish, query, record, relay, serve, tail, top
 from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
 from kvevents.cli.console import Console, Span
+from kvevents.cli.parser import CommandParser
 from kvevents.cli.sim import group as sim
 from kvevents.cli.stopping import interrupting
 from kvevents.errors import KVEventsError
@@ -76,7 +77,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser("kvevents", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"kvevents {version()}")
     parser.set_defaults(command=None)
-    table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
     for command in COMMANDS:
         sub = table.add_parser(
             command.name,

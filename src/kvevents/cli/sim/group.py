@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvevents.cli.command import Command
+from kvevents.cli.parser import CommandParser
 from kvevents.cli.sim import compare, convert, fit
 from kvevents.cli.sim import run as live
 from kvevents.errors import KVEventsError
@@ -14,7 +15,7 @@ from kvevents.errors import KVEventsError
 COMMANDS: Final[tuple[Command, ...]] = (compare.COMMAND, live.COMMAND, convert.COMMAND, fit.COMMAND)
 
 
-class LateParser(ArgumentParser):
+class LateParser(CommandParser):
     """A parser that gets its options when it is first used: other commands, and platforms without the index, do without."""
 
     fill: Callable[[ArgumentParser], None] | None = None
