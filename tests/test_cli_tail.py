@@ -195,6 +195,18 @@ def test_exit_code_3_when_nothing_ever_arrives() -> None:
     assert heard.code == 0
 
 
+@pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
+def test_seconds_are_over_also_where_no_engine_comes(command: list[str], tmp_path: Path) -> None:
+    words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
+    with refusing() as nowhere:
+        alone, before_idle = run(*words, nowhere, "--seconds", 0.3), run(*words, nowhere, "--seconds", 0.3, "--idle", 60)
+        idle = run(*words, nowhere, "--seconds", 60, "--idle", 0.3)
+    assert [ended.code for ended in (alone, before_idle, idle)] == [0, 0, 3]
+    assert alone.err.endswith("0.3 s are over, and no engine was there\n")
+    assert before_idle.err == alone.err
+    assert "nothing arrived within 0.3 s" in idle.err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_it_cleanly(number: signal.Signals) -> None:
     with tape_of(*MIXED) as tape, Program(*tail(tape)) as program:

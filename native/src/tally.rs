@@ -15,7 +15,7 @@ pub struct Tally {
     /// None without keys; otherwise a power of two.
     cells: Vec<u8>,
     keys: usize,
-    /// Keys for which it was made.
+    /// The fewest and the most keys that it was made for.
     fits: (usize, usize),
 }
 

@@ -57,7 +57,7 @@ class Following:
         self._stop = stop
         self._idle: float | None = args.idle
         self._heard_at = time.monotonic()
-        self._until = None if args.seconds is None else self._heard_at + args.seconds
+        self._until = None if args.seconds is None else stop.began + args.seconds
 
     @property
     def batches(self) -> int:
@@ -105,6 +105,16 @@ class Following:
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):
                 return
             self._subscriber.receive(timeout=TURN)
+
+
+def waited_in_vain(args: Namespace, stop: Stop, console: Console) -> int:
+    """Say what ended the wait for an engine that never came, unless a signal did; returns the exit code."""
+    if stop.requested:
+        return OK
+    if args.seconds is None or (args.idle is not None and args.idle < args.seconds):
+        return nothing_arrived(args.endpoint, args.idle, console)
+    console.note(Span(f"{args.seconds:g} s are over, and no engine was there", "warn"))
+    return OK
 
 
 def nothing_arrived(endpoint: str, idle: float, console: Console) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvevents.cli import options
-from kvevents.cli.command import OK, Command
+from kvevents.cli.command import Command
 from kvevents.cli.console import Console
-from kvevents.cli.following import Following, nothing_arrived
+from kvevents.cli.following import Following, waited_in_vain
 from kvevents.cli.lines import plural
 from kvevents.cli.sources import find_replay, sources_of
 from kvevents.cli.stopping import Stop
@@ -79,9 +79,9 @@ def run(args: Namespace) -> int:
     if _holds_something(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or give --force to replace it")
     with Stop() as stop:
-        replay, go_on = find_replay(args, console, stop, args.idle)
+        replay, go_on = find_replay(args, console, stop)
         if not go_on:
-            return OK if stop.requested else nothing_arrived(args.endpoint, args.idle, console)
+            return waited_in_vain(args, stop, console)
         sources = sources_of(args, replay)
         if _holds_something(args.file):
             args.file.unlink()

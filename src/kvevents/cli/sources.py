@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from argparse import Namespace
@@ -45,7 +46,7 @@ def replay_candidates(endpoint: str, ranks: int = 1) -> list[str]:
     return [f"tcp://{host}:{each}" for each in ports]
 
 
-def find_replay(args: Namespace, console: Console, stop: Stop, idle: float | None) -> tuple[str | None, bool]:
+def find_replay(args: Namespace, console: Console, stop: Stop) -> tuple[str | None, bool]:
     """The replay endpoint to use, and whether to go on: waiting for an engine to start may have been stopped.
 
     An engine that is not there yet cannot be asked, so this waits for it: replay brings all that it says meanwhile.
@@ -54,7 +55,7 @@ def find_replay(args: Namespace, console: Console, stop: Stop, idle: float | Non
     if args.replay or args.no_replay:
         return args.replay, True
     candidates = [] if args.bind else replay_candidates(args.endpoint, args.ranks)
-    if candidates and not _wait_until_listening(args.endpoint, console, stop, idle):
+    if candidates and not _wait_until_listening(args, console, stop):
         return None, False
     found = first_to_answer(candidates, curve=curve)
     if found is None:
@@ -73,10 +74,11 @@ def _say_none(console: Console, candidates: list[str]) -> None:
     console.note(Span(text, "warn"))
 
 
-def _wait_until_listening(endpoint: str, console: Console, stop: Stop, idle: float | None) -> bool:
-    until = time.monotonic() + idle if idle is not None else None
+def _wait_until_listening(args: Namespace, console: Console, stop: Stop) -> bool:
+    endpoint, limits = args.endpoint, (args.idle, args.seconds)
+    until = min((stop.began + limit for limit in limits if limit is not None), default=math.inf)
     told = False
-    while not stop.requested and (until is None or time.monotonic() < until):
+    while not stop.requested and time.monotonic() < until:
         fault = _knock(endpoint)
         if fault is None:
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -37,6 +38,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.requested = False
+        self.began: Final = time.monotonic()
+        """When the command began: what `--seconds` counts from, waiting for an engine included."""
         self._raises = False
         self._tell: Callable[[], object] | None = None
         self._before: dict[signal.Signals, Any] = {}

@@ -8,9 +8,9 @@ from typing import Final, Protocol
 import msgspec
 
 from kvevents.cli import objects, options
-from kvevents.cli.command import OK, Command
+from kvevents.cli.command import Command
 from kvevents.cli.console import Console
-from kvevents.cli.following import Following, TrustWatch, nothing_arrived
+from kvevents.cli.following import Following, TrustWatch, waited_in_vain
 from kvevents.cli.lines import Detail, LineFormat
 from kvevents.cli.sources import find_replay, name_of, sources_of
 from kvevents.cli.stopping import Stop
@@ -127,9 +127,9 @@ def run(args: Namespace) -> int:
     """Follow the engine until told to stop."""
     console = Console()
     with Stop() as stop:
-        replay, go_on = find_replay(args, console, stop, args.idle)
+        replay, go_on = find_replay(args, console, stop)
         if not go_on:
-            return OK if stop.requested else nothing_arrived(args.endpoint, args.idle, console)
+            return waited_in_vain(args, stop, console)
         with Subscriber(sources_of(args, replay)) as subscriber:
             following = Following(subscriber, args, stop)
             _follow(following, _tail(args, console), TrustWatch(subscriber), console)
