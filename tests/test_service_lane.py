@@ -19,7 +19,7 @@ from kvevents.service.access import Role
 from kvevents.service.config import Limits
 from kvevents.service.http.app import App
 from kvevents.service.http.lane import FIRST_BYTES, MAX_KEPT_BYTES, Lane
-from kvevents.service.http.messages import Request, Response
+from kvevents.service.http.messages import Headers, Request, Response
 from kvevents.service.http.routing import TABLE
 from kvevents.service.http.turns import GROUP, Turns
 
@@ -90,9 +90,13 @@ class General:
         self.received += data
 
 
+def quiet() -> Turns:
+    return Turns(0.0, before=lambda: None, behind=lambda: None)
+
+
 def laned(connections: set[Any] | None = None, turns: Turns | None = None) -> tuple[Lane, Wire, EchoApp]:
     app, wire = EchoApp(), Wire()
-    lane = Lane(app, turns or Turns(0.0), set() if connections is None else connections, General, 75.0)  # type: ignore[arg-type]
+    lane = Lane(app, turns or quiet(), set() if connections is None else connections, General, 75.0)  # type: ignore[arg-type]
     lane.connection_made(wire)  # type: ignore[arg-type]
     return lane, wire, app
 
@@ -128,19 +132,53 @@ def answers(written: bytes) -> list[bytes]:
     return found
 
 
+async def test_what_is_due_before_and_behind_answers_is_done_once_in_a_turn() -> None:
+    """Before the first question is looked at, and behind the last answer; for questions that are answered later, too."""
+    done: list[str] = []
+
+    class App(WaitingApp):
+        def answer(self, endpoint: Any, request: Any) -> Any:
+            done.append("handled")
+            return super().answer(endpoint, request)
+
+    class Line(Wire):
+        def write(self, data: bytes) -> None:
+            done.append("answered")
+            super().write(data)
+
+    turns, app = Turns(0.0, before=lambda: done.append("before"), behind=lambda: done.append("behind")), App([0, 0, 1])
+    wires = Line(), Line()
+    lanes = [Lane(app, turns, set(), General, 75.0) for _ in wires]  # type: ignore[arg-type]
+    for lane, wire in zip(lanes, wires, strict=True):
+        lane.connection_made(wire)  # type: ignore[arg-type]
+        feed(lane, wire, post(b"{}"), lambda: FIRST_BYTES)
+    await asyncio.sleep(0)
+    assert done == ["before", "handled", "answered", "handled", "answered", "behind"]
+    done.clear()
+    feed(lanes[0], wires[0], post(b"{}"), lambda: FIRST_BYTES)
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+    await asyncio.sleep(0)
+    assert done == ["before", "handled", "behind", "answered", "behind"]
+
+
 BODIES = st.lists(st.binary(max_size=60) | st.integers(0, 70_000).map(lambda size: b"x" * size), min_size=1, max_size=4)
 
 
 @settings(max_examples=60)
 @given(bodies=BODIES, steps=st.lists(st.integers(1, 50_000), min_size=1, max_size=5))
 def test_requests_are_answered_in_order_however_their_bytes_are_cut(bodies: list[bytes], steps: list[int]) -> None:
-    """Pipelined, in pieces of any size, with bodies larger than the first buffer."""
+    """Pipelined, in pieces of any size, with bodies larger than the first buffer, and heads that are like the one before."""
 
     async def scenario() -> None:
         lane, wire, app = laned()
-        cuts = iter(steps * 100_000)
-        feed(lane, wire, b"".join(post(body, f"/query?n={number}") for number, body in enumerate(bodies)), lambda: next(cuts))
-        assert answers(wire.written) == [b"n=%d|%b" % (number, body) for number, body in enumerate(bodies)]
+        cuts = itertools.cycle(steps)
+        feed(
+            lane,
+            wire,
+            b"".join(post(body, f"/query?n={number // 2}") for number, body in enumerate(bodies)),
+            lambda: next(cuts),
+        )
+        assert answers(wire.written) == [b"n=%d|%b" % (number // 2, body) for number, body in enumerate(bodies)]
         assert app.service.counted == [("/query", 200)] * len(bodies)
         lane.connection_lost(None)
 
@@ -194,7 +232,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
 
     async def scenario() -> None:
         wire = Wire()
-        lane = Lane(WaitingApp([turns for _, turns in asked]), Turns(0.0), set(), General, 75.0)  # type: ignore[arg-type]
+        lane = Lane(WaitingApp([turns for _, turns in asked]), quiet(), set(), General, 75.0)  # type: ignore[arg-type]
         lane.connection_made(wire)  # type: ignore[arg-type]
         pace = itertools.cycle(steps)
         data = b"".join(post(body) for body, _ in asked)
@@ -217,7 +255,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
 
 async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
     wire = Wire()
-    lane = Lane(WaitingApp([5]), Turns(0.0), set(), General, 75.0)  # type: ignore[arg-type]
+    lane = Lane(WaitingApp([5]), quiet(), set(), General, 75.0)  # type: ignore[arg-type]
     lane.connection_made(wire)  # type: ignore[arg-type]
     question = post(b"x")
     lane.get_buffer(-1)[: len(question)] = question
@@ -266,7 +304,7 @@ async def test_who_does_not_read_answers_may_ask_no_more() -> None:
 
 async def busy_turns() -> Turns:
     """After a turn in which several were answered."""
-    turns, wire = Turns(0.0), Wire()
+    turns, wire = quiet(), Wire()
     for _ in range(2):
         turns.answer(wire, b"", 0.0)
     await asyncio.sleep(0)
@@ -379,6 +417,6 @@ def _break(*_: Any) -> Response:
 def test_errors_are_answers_in_the_words_that_they_have_elsewhere(handler: Any, status: int, reason: str) -> None:
     service: Any = SimpleNamespace(access=SimpleNamespace(role_of=lambda _: Role.ADMIN))
     endpoint = replace(TABLE["/query"]["POST"], handler=handler)
-    told = App(service).answer(endpoint, Request("POST", "/query", b"", [], b""))
+    told = App(service).answer(endpoint, Request("POST", "/query", b"", Headers([]), b""))
     assert isinstance(told, Response)
     assert (told.status, json.loads(told.body)["reason"]) == (status, reason)

@@ -27,6 +27,10 @@ class Wire:
         return False
 
 
+def nothing() -> None:
+    """Before and behind."""
+
+
 def looks(gaps: list[float]) -> list[float]:
     """For how long the loop looked, after each of some answers; each question came so long after the answer before it."""
     found: list[float] = []
@@ -39,7 +43,7 @@ def looks(gaps: list[float]) -> list[float]:
 
     async def main() -> None:
         nonlocal now
-        turns = Turns(AWAKE, clock=lambda: now, look=look)
+        turns = Turns(AWAKE, before=nothing, behind=nothing, clock=lambda: now, look=look)
         for gap in gaps:
             came_at = now + gap
             now = came_at + 0.001  # the answer takes its time, which says nothing of the next question
@@ -60,7 +64,8 @@ def test_it_looks_only_where_the_last_question_came_at_once() -> None:
 
 def test_a_loop_without_a_descriptor_sleeps() -> None:
     async def main() -> None:
-        turns = Turns(AWAKE, clock=lambda: 0.0, look=lambda *_: pytest.fail("there is nothing to look at"))
+        look = lambda *_: pytest.fail("there is nothing to look at")  # noqa: E731
+        turns = Turns(AWAKE, before=nothing, behind=nothing, clock=lambda: 0.0, look=look)
         for _ in range(3):
             turns.answer(Wire(), b"", 0.0)
             await asyncio.sleep(0)

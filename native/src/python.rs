@@ -98,6 +98,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(chained, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
     module.add_function(wrap_pyfunction!(crc32_of, module)?)?;
+    module.add_function(wrap_pyfunction!(awake::give_way, module)?)?;
     module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
     module.add_function(wrap_pyfunction!(pouring::pour, module)?)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from kvevents.config import Curve
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
+from kvevents.service.alternation import Alternation
 from kvevents.service.announcing import Announcer
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.follower import Follower, Listener, published_at
@@ -81,7 +82,9 @@ class Fleet(Listener):
         """How many of them the next look is at."""
         self._look_due = 0.0
         self._judge_due = 0.0
-        self.follower = Follower(Subscriber(decode=False, transport=ZmqTransport(options=ALWAYS_RECEIVING)), index, self)
+        transport = ZmqTransport(options=ALWAYS_RECEIVING)
+        self.alternation: Final = Alternation(transport.fileno())
+        self.follower = Follower(Subscriber(decode=False, transport=transport), index, self)
 
     def switch(self, follower: Follower, index: PrefixIndex) -> Follower:
         """Answer from another index from now on, which `follower` keeps. Returns the one before, which is to be stopped.
@@ -92,6 +95,7 @@ class Fleet(Listener):
         for member in list(self.members.values()):
             index.label(member.registration.key[0], member.registration.wall.name)
         before.listener = Listener()
+        self.alternation.news = -1
         self.index, self.follower = index, follower
         follower.listener = self
         return before
@@ -267,6 +271,10 @@ class Fleet(Listener):
 
     # --- what the follower tells
 
+    def applied(self) -> None:
+        """See `Listener`."""
+        self.alternation.answer()
+
     def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """See `Listener`."""
         now = self._clock()
@@ -334,6 +342,7 @@ class Fleet(Listener):
 
     def failed(self, error: BaseException) -> None:
         """See `Listener`."""
+        self.alternation.news = -1
         self.failure = f"{type(error).__name__}: {error}"
         for member in list(self.members.values()):
             member.judge(Trust.STALE.because(f"the service follows nothing any more: {self.failure}"), self._clock())

@@ -40,6 +40,9 @@ class _Order(Generic[T]):
 class Listener:
     """What a follower tells, from its own thread."""
 
+    def applied(self) -> None:
+        """What has come is in the index; `delivered` tells the rest, for which nobody waits."""
+
     def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """Deliveries that are in the index now: the newest batch of each stream, and every reset and gap."""
 
@@ -147,6 +150,7 @@ class Follower(threading.Thread):
 
     def _apply(self, deliveries: Sequence[RawDelivery]) -> None:
         outcomes = self._index.apply_many(deliveries)
+        self.listener.applied()
         newest: dict[tuple[str, int], RawBatch] = {}
         losses: list[Reset | Gap] = []
         count = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
@@ -25,6 +26,8 @@ Told: TypeAlias = Callable[[list[Row], str], T]
 """Makes something of the rows of a prompt, and of why they are not of the whole fleet; empty where they are."""
 ToldMany: TypeAlias = Callable[[list[list[Row]], str], T]
 """The same of several prompts."""
+MAX_UNCOUNTED: Final = 64
+"""Lookups that are not counted yet, above which who looks something up counts them."""
 _NEITHER: Final = (None, None)
 _ALONE: Final = Namespace()
 """Of prompts without LoRA and salt."""
@@ -35,6 +38,8 @@ class Lookups:
 
     What is found is given to a function that makes the answer, together with why it is not of the whole fleet, if it is not:
     at once where all of the fleet is known here, later where other replicas must be asked.
+
+    Lookups are counted, and their prompts looked at, behind their answers: by `count`.
     """
 
     def __init__(self, fleet: Fleet, metrics: Metrics, shards: Shards | None) -> None:
@@ -42,6 +47,7 @@ class Lookups:
         self._fleet: Final = fleet
         self._metrics: Final = metrics
         self._shards: Final = shards
+        self._uncounted: Final[deque[tuple[Wall, Any, list[Row]]]] = deque()
 
     def find(
         self, wall: Wall, tokens: Any, then: Told[T], *, mm: Sequence[Media] = (), expected: bool = False
@@ -52,7 +58,7 @@ class Lookups:
                 self._shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected
             )
         found = self._fleet.match(wall, tokens, mm=mm, expected=expected)
-        self._count(wall, tokens, found)
+        self._note(wall, tokens, found)
         return then(found, "")
 
     def find_many(
@@ -64,7 +70,7 @@ class Lookups:
         found = []
         for tokens in prompts:
             found.append(self._fleet.match(wall, tokens, mm=mm, expected=expected))
-            self._count(wall, tokens, found[-1])
+            self._note(wall, tokens, found[-1])
         return then(found, "")
 
     async def _find_everywhere(
@@ -73,29 +79,40 @@ class Lookups:
         self._check_works()
         found, missing = await shards.find(Question(**wall._asdict(), mm=list(mm), expected=expected), prompts)
         for tokens, rows in zip(prompts, found, strict=True):
-            self._count(wall, tokens, rows)
+            self._note(wall, tokens, rows)
         return then(found, missing)
 
     def _check_works(self) -> None:
         if self._fleet.failure is not None:
             raise UnavailableError(f"nothing is followed any more: {self._fleet.failure}", "failed", "restart the service")
 
-    def _count(self, wall: Wall, tokens: Any, found: list[Row]) -> None:
-        self._metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
-        self._look_hot(wall, tokens)
+    def _note(self, wall: Wall, tokens: Any, found: list[Row]) -> None:
+        self._uncounted.append((wall, tokens, found))
+        if len(self._uncounted) > MAX_UNCOUNTED:
+            self.count()
+
+    def count(self) -> None:
+        """Count what has been looked up. Any thread may call it: behind an answer, and before what is counted is told."""
+        while True:
+            try:
+                wall, tokens, found = self._uncounted.popleft()
+            except IndexError:
+                return
+            self._metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
+            self._look_hot(wall, tokens)
 
     def find_keys(self, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T | Awaitable[T]:
         """The same by hashes: of each block alone, or rolling."""
         if self._shards is not None:
             return self._find_keys_everywhere(self._shards, wall, keys, then, local=local)
         found = self._fleet.match_keys(wall, keys, local=local)
-        self._metrics.lookup(0, max([row.tokens for row in found], default=0))
+        self._note(wall, (), found)
         return then(found, "")
 
     async def _find_keys_everywhere(self, shards: Shards, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T:
         self._check_works()
         (found,), missing = await shards.find(Question(**wall._asdict(), keys=[keys], local=local), [])
-        self._metrics.lookup(0, max([row.tokens for row in found], default=0))
+        self._note(wall, (), found)
         return then(found, missing)
 
     def expect(self, wall: Wall, worker: tuple[str, int], asked: SelectRequest) -> None:
@@ -115,6 +132,7 @@ class Lookups:
 
     def hottest(self, wall: Wall, limit: int, then: Callable[[int, list[HotPrefix], str], T]) -> T | Awaitable[T]:
         """How many prompts were sampled, and the prefixes that they begin with most."""
+        self.count()
         nodes, sampled = self.hot.top(wall, limit), self.hot.sampled(wall)
         if self._shards is not None and nodes:
             return self._hottest_everywhere(

@@ -122,6 +122,7 @@ class Metrics:
         return page.text() + generate_latest(self._process)
 
     def _write_requests(self, page: _Page) -> None:
+        self._service.lookups.count()
         page.counter("kvevents_lookups_total", "Prompts that were looked up", {"": self.lookups})
         page.counter("kvevents_lookup_hits_total", "Of those, prompts of which somebody holds a beginning", {"": self.hits})
         depth = {"": self.depth}

@@ -21,7 +21,7 @@ from kvevents.service.config import ServiceConfig
 from kvevents.service.http.app import App
 from kvevents.service.http.lane import Lane
 from kvevents.service.http.protocol import Protocol
-from kvevents.service.http.turns import Turns
+from kvevents.service.http.turns import Turns, descriptor_of
 from kvevents.service.service import Service
 
 DRAIN_SECONDS: Final = 5
@@ -91,6 +91,7 @@ class _Server(uvicorn.Server):
 
     async def run_at(self, listening: socket.socket) -> None:
         """Serve at a socket until a signal comes."""
+        self._service.fleet.alternation.questions = descriptor_of(asyncio.get_running_loop())
         await self._service.start()
         try:
             await self.serve(sockets=[listening])
@@ -102,7 +103,10 @@ def _protocol(app: App) -> Any:
     """What uvicorn makes for each connection: the fast lane, unless requests need spans."""
     if app.traces:
         return Protocol
-    turns = Turns(app.service.config.awake_microseconds / 1e6)
+    service = app.service
+    turns = Turns(
+        service.config.awake_microseconds / 1e6, before=service.fleet.alternation.follow, behind=service.lookups.count
+    )
 
     def protocol(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> Lane:
         general = partial(Protocol, config, server_state, app_state, _loop)

@@ -295,6 +295,7 @@ class Service:
 
     def stats(self) -> StatsAnswer:
         """The service in numbers."""
+        self.lookups.count()
         members = list(self.fleet.members.values())
         stats = self.index.stats()
         tiers: Counter[str] = Counter()

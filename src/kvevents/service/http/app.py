@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from kvevents.errors import EndpointError, KVEventsError
 from kvevents.service.access import Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
-from kvevents.service.http.messages import Request, Response, Streamed, problem
+from kvevents.service.http.messages import Headers, Request, Response, Streamed, problem
 from kvevents.service.http.routing import TABLE, Endpoint
 from kvevents.service.tracing import traced
 
@@ -76,6 +76,7 @@ class App:
         if endpoint is not None:
             status = response.status if isinstance(response, Response) else 200
             self.service.metrics.request(path, status, perf_counter() - began)
+        self.service.lookups.count()
 
     async def _respond(
         self, endpoint: Endpoint | None, methods: dict[str, Endpoint] | None, scope: Scope, receive: Receive
@@ -86,9 +87,9 @@ class App:
         if endpoint is None:
             return _not_allowed(scope["method"], path, methods)
         try:
-            headers: list[tuple[bytes, bytes]] = scope["headers"]
+            headers = Headers(scope["headers"])
             self._authorize(endpoint, headers)
-            body = await self._body(receive, headers)
+            body = await self._body(receive, scope["headers"])
             request = Request(scope["method"], path, scope["query_string"], headers, body)
             return await self._handle(endpoint, request)
         except GoneError:
@@ -105,7 +106,7 @@ class App:
             return _refusal(endpoint, error)
         return response if isinstance(response, Response) else _finished(endpoint, cast("Awaitable[Response]", response))
 
-    def admits(self, endpoint: Endpoint, headers: list[tuple[bytes, bytes]]) -> bool:
+    def admits(self, endpoint: Endpoint, headers: Headers) -> bool:
         """Whether who sent these headers may ask this at all, before the body is read."""
         try:
             self._authorize(endpoint, headers)
@@ -113,10 +114,10 @@ class App:
             return False
         return True
 
-    def _authorize(self, endpoint: Endpoint, headers: list[tuple[bytes, bytes]]) -> None:
+    def _authorize(self, endpoint: Endpoint, headers: Headers) -> None:
         if endpoint.role is None:
             return
-        given = next((value for name, value in headers if name == b"authorization"), None)
+        given = headers.authorization
         role = self.service.access.role_of(given)
         if role >= endpoint.role:
             return

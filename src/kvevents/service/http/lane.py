@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.service.errors import ServiceError
+from kvevents.service.http.heads import Head
 from kvevents.service.http.messages import Request, Response, problem
-from kvevents.service.http.routing import TABLE, Endpoint
+from kvevents.service.http.routing import Endpoint
 from kvevents.service.http.turns import Turns
 
 if TYPE_CHECKING:
@@ -26,19 +27,9 @@ FIRST_BYTES: Final = 1 << 16
 """Room of a connection from the start; a request head that is longer is not for here."""
 MAX_KEPT_BYTES: Final = 1 << 20
 """Room that a connection keeps for its next request, and takes at once for a body that is only announced."""
+MAX_KEPT_HEAD_BYTES: Final = 2_048
+"""A head that a connection remembers, so as to recognise the next one."""
 _HEAD_END: Final = b"\r\n\r\n"
-_UNUSUAL: Final = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding", b"te", b"trailer"})
-"""Headers of requests that are not plain."""
-_QUICK: Final[dict[bytes, Endpoint]] = {
-    path.encode("ascii"): endpoint
-    for path, methods in TABLE.items()
-    for method, endpoint in methods.items()
-    if method == "POST" and endpoint.quick
-}
-
-
-_Asked: TypeAlias = tuple[Endpoint, bytes, list[tuple[bytes, bytes]], int]
-"""Endpoint, query string and headers of a request whose body is awaited, and where that begins."""
 
 
 class Lane(asyncio.BufferedProtocol):
@@ -57,9 +48,12 @@ class Lane(asyncio.BufferedProtocol):
         self._transport: Any = None
         self._room = memoryview(bytearray(FIRST_BYTES))
         self._have = 0
-        self._asked: _Asked | None = None
-        self._end = 0
-        """Where the body ends."""
+        self._head: Head | None = None
+        """That of the last request."""
+        self._asked: Head | None = None
+        """That of a request which is not answered yet."""
+        self._start = self._end = 0
+        """Where its body begins and ends."""
         self._closing = False
         self._waiting: asyncio.Task[None] | None = None
         """For an answer that takes other replicas; nothing more is read meanwhile."""
@@ -134,34 +128,27 @@ class Lane(asyncio.BufferedProtocol):
 
     # --- one request
 
-    def _begin(self) -> _Asked | None:
+    def _begin(self) -> Head | None:
         """Read the head; None when it is not complete, or not for here."""
         start = self._room.obj.find(_HEAD_END, 0, self._have)  # type: ignore[attr-defined]  # a bytearray
         if start < 0:
             if self._have == len(self._room):
                 self._hand_over()
             return None
-        head = bytes(self._room[:start])
-        line, _, rest = head.partition(b"\r\n")
-        method, _, target = line.partition(b" ")
-        target, _, version = target.partition(b" ")
-        path, _, query = target.partition(b"?")
-        endpoint = _QUICK.get(path)
-        headers = (
-            _headers(rest)
-            if endpoint is not None and method == b"POST" and version == b"HTTP/1.1" and _is_plain(head)
-            else None
-        )
-        length = -1 if headers is None else _length(headers)
-        if endpoint is None or headers is None or not 0 <= length <= self._app.service.config.limits.max_body_bytes:
+        text = bytes(self._room[:start])
+        head = self._head
+        if head is None or not head.recognises(text):
+            head = Head.read(text)
+            self._head = head if start <= MAX_KEPT_HEAD_BYTES else None
+        if head is None or head.length > self._app.service.config.limits.max_body_bytes:
             self._hand_over()
             return None
-        if self._have < start + 4 + length and not self._app.admits(endpoint, headers):
+        self._start, self._end = start + len(_HEAD_END), start + len(_HEAD_END) + head.length
+        if self._have < self._end and not self._app.admits(head.endpoint, head.headers):
             self._hand_over()  # nobody without a token makes the service wait for a body, and keep it
             return None
-        self._end = start + 4 + length
         self._deadline = self._loop.time() + self._request_seconds
-        return endpoint, query, headers, start + 4
+        return head
 
     def _grow(self) -> None:
         """Make room for the body, in steps, since an announced length is only a claim."""
@@ -171,10 +158,11 @@ class Lane(asyncio.BufferedProtocol):
         room[: self._have] = self._room[: self._have]
         self._room = room
 
-    def _answer(self, asked: _Asked) -> None:
+    def _answer(self, asked: Head) -> None:
         began = perf_counter()
-        endpoint, query, headers, start = asked
-        request = Request("POST", endpoint.path, query, headers, bytes(self._room[start : self._end]))
+        self._turns.ask()
+        endpoint = asked.endpoint
+        request = Request("POST", endpoint.path, asked.query, asked.headers, bytes(self._room[self._start : self._end]))
         response = self._app.answer(endpoint, request)
         if isinstance(response, Response):
             self._tell(endpoint, response, began)
@@ -230,29 +218,3 @@ class Lane(asyncio.BufferedProtocol):
             self._turns.flush()
             self._transport.write(problem(late, ((b"connection", b"close"),)).written())
         self._close()
-
-
-def _is_plain(head: bytes) -> bool:
-    """Whether lines end as they should only: what else ends one for somebody must not be read in two ways."""
-    ends = head.count(b"\r\n")
-    return head.count(b"\n") == ends == head.count(b"\r") and b"\0" not in head
-
-
-def _headers(text: bytes) -> list[tuple[bytes, bytes]] | None:
-    """Names in lower case, and values; None where anything about them is unusual."""
-    found: list[tuple[bytes, bytes]] = []
-    for line in text.split(b"\r\n"):
-        name, colon, value = line.partition(b":")
-        name, value = name.lower(), value.strip(b" \t")
-        if not colon or not name or name in _UNUSUAL or name[0] <= 32 or name[-1] <= 32:
-            return None
-        if name == b"connection" and value.lower() != b"keep-alive":
-            return None
-        found.append((name, value))
-    return found
-
-
-def _length(headers: list[tuple[bytes, bytes]]) -> int:
-    """Of the body; -1 where it is not told just once."""
-    told = [value for name, value in headers if name == b"content-length"]
-    return int(told[0]) if len(told) == 1 and told[0].isdigit() and len(told[0]) < 12 else -1

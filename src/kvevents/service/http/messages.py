@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
@@ -24,12 +24,25 @@ _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
+class Headers:
+    """What is asked of a request's headers, whose names are in lower case; of several with one name the first one counts."""
+
+    __slots__ = ("accept", "authorization", "kind")
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        told = dict(reversed(list(headers)))
+        self.authorization: Final = told.get(b"authorization")
+        self.accept: Final = told.get(b"accept")
+        self.kind: Final = (told.get(b"content-type") or JSON).partition(b";")[0].strip().lower()
+        """Media type of the body, without parameters; JSON where none is told."""
+
+
 class Request:
     """One request, its body complete."""
 
     __slots__ = ("_parameters", "body", "headers", "method", "path", "query")
 
-    def __init__(self, method: str, path: str, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    def __init__(self, method: str, path: str, query: bytes, headers: Headers, body: bytes) -> None:
         self.method = method
         self.path = path
         self.query = query
@@ -37,18 +50,10 @@ class Request:
         self.headers = headers
         self._parameters: dict[str, str] | None = None
 
-    def header(self, name: bytes) -> bytes | None:
-        """A header by its name in lower case; the first one of several."""
-        for known, value in self.headers:
-            if known == name:
-                return value
-        return None
-
     @property
     def kind(self) -> bytes:
-        """Media type of the body, without parameters; JSON where none is told."""
-        told = self.header(b"content-type") or JSON
-        return told.partition(b";")[0].strip().lower()
+        """Media type of the body."""
+        return self.headers.kind
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -108,7 +113,7 @@ class Streamed:
 
 def answer(value: Any, request: Request | None = None, *, status: int = 200) -> Response:
     """A value as JSON, or as msgpack for those who accept that alone."""
-    if request is not None and request.header(b"accept") == MSGPACK:
+    if request is not None and request.headers.accept == MSGPACK:
         return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
     return Response(_encode(value), status=status)
 

@@ -1,0 +1,73 @@
+"""`kvevents.service.lookups`: what is counted behind answers is counted before it is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvevents.service.lookups import MAX_UNCOUNTED, Lookups
+from kvevents.service.registration import Wall
+
+WALL = Wall("m", "default", "default", None, None)
+PROMPT = list(range(32))
+
+
+class Counts:
+    """In place of `Metrics`: what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def lookup(self, tokens: int, longest: int) -> None:
+        self.told.append((tokens, longest))
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+def lookups(counts: Counts) -> Lookups:
+    """Of a fleet in which one worker holds the first block of every prompt."""
+    rows = [SimpleNamespace(tokens=16)]
+    fleet: Any = SimpleNamespace(match=lambda *_, **__: rows, match_keys=lambda *_, **__: rows, block_sizes=lambda _: [16])
+    return Lookups(fleet, counts, None)  # type: ignore[arg-type]
+
+
+def test_a_lookup_is_counted_behind_its_answer(lookups: Lookups, counts: Counts) -> None:
+    def answer(found: list[Any], missing: str) -> str:
+        assert (len(found), missing, counts.told) == (1, "", [])
+        return "answer"
+
+    assert lookups.find(WALL, PROMPT, answer) == "answer"
+    assert lookups.find_keys(WALL, [1, 2], answer, local=False) == "answer"
+    assert counts.told == []
+    lookups.count()
+    assert counts.told == [(32, 16), (0, 16)]
+    lookups.count()
+    assert len(counts.told) == 2
+
+
+def test_a_lookup_whose_answer_fails_is_counted_too(lookups: Lookups, counts: Counts) -> None:
+    with pytest.raises(ZeroDivisionError):
+        lookups.find(WALL, PROMPT, lambda found, _: 1 // (len(found) - 1))
+    lookups.count()
+    assert counts.told == [(32, 16)]
+
+
+def test_the_hottest_prefixes_have_all_that_was_asked(lookups: Lookups, counts: Counts) -> None:
+    for _ in range(3):
+        lookups.find(WALL, PROMPT, lambda *_: None)
+    assert lookups.hottest(WALL, 10, lambda sampled, prefixes, _: (sampled, [each.lookups for each in prefixes])) == (3, [3])
+    assert len(counts.told) == 3
+
+
+def test_what_waits_to_be_counted_has_a_limit(lookups: Lookups, counts: Counts) -> None:
+    """Where nobody comes to count, as behind the answers of a thread."""
+    lookups.find_many(WALL, [PROMPT] * MAX_UNCOUNTED, lambda *_: None)
+    assert counts.told == []
+    lookups.find(WALL, PROMPT, lambda *_: None)
+    assert len(counts.told) == MAX_UNCOUNTED + 1
