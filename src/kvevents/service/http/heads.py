@@ -1,7 +1,7 @@
 """Heads of plain requests: read in full once for a connection, then recognised.
 
-A client that keeps its connection sends the same head again and again, in which only the length of the body differs. To compare
-it with the one before takes a tenth of reading it.
+A client that keeps its connection sends the same head again and again, in which only the length of the body differs. So it is
+compared with the one before, and read again only where it is another one.
 """
 
 from __future__ import annotations
