@@ -28,12 +28,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, NamedTuple, Self, cast
-
-import msgspec
 
 from kvevents.endpoints import should_bind
 from kvevents.errors import ClosedError
@@ -42,17 +40,18 @@ from kvevents.index import PrefixIndex
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.history import History
-from kvevents.publisher.kept import Numbered
-from kvevents.relay.beginning import Mark, begin, parts_of
+from kvevents.relay.beats import Beats
+from kvevents.relay.beginning import begin
 from kvevents.relay.forwarding import Forwarding, Passing, Rewriting, plain_mirrors
-from kvevents.relay.journal import Disk, Hole, Journal, JournalSettings, JournalStats, Record, Relayed
+from kvevents.relay.journal import Disk, Journal, JournalSettings, JournalStats
+from kvevents.relay.keeping import Keeping
 from kvevents.relay.mirror import Mirror
-from kvevents.relay.output import BACK, OWN, Output
+from kvevents.relay.output import BACK, Output
 from kvevents.relay.settings import RelaySettings
 from kvevents.relay.spelling import Spelling, payloads_of
 from kvevents.relay.status import RelayStatus
-from kvevents.relay.upstreams import Upstreams, is_less, least
-from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Trust
+from kvevents.relay.upstreams import Upstreams, least
+from kvevents.stream import Findings, Gap, RawBatch, Reset, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.subscriber import StreamStatus
 from kvevents.subscriber.transport import Transport
@@ -63,12 +62,6 @@ TURN_SECONDS: Final = 0.25
 """How long a turn waits for something to do; also how late a heartbeat can be."""
 TEND_SECONDS: Final = 0.01
 """Between two looks at everything but batches while they come, and at most until trust that fell is told."""
-MARK_SECONDS: Final = 1.0
-"""Between two notes of how far the upstreams were followed: what is asked for again after a kill, and left out."""
-BEAT_AGAIN_SECONDS: Final = 0.5
-"""Between two heartbeats at least, when trust changes quickly."""
-COLLAPSE_AGAIN_SECONDS: Final = 2.0
-"""Between two attempts to give the journal a snapshot: what cannot be told now may be later."""
 CLOSE_SECONDS: Final = 2.0
 """For consumers to get what was sent, when a relay ends."""
 
@@ -110,14 +103,9 @@ class Relay:
         self._gap_told = False
         """Whether a number was left out in this turn, and nothing was cleared since."""
         self._carried = self._diverged = 0
-        self._told: tuple[str, str] | None = None
-        """Trust as of the last heartbeat."""
         self._news = True
         """Whether something happened of which consumers or the journal should hear at once."""
-        self._beat_at = self._mark_at = self._collapse_at = self._tend_at = -math.inf
-        self._marked = -1
-        self._doubts: list[frozenset[Doubt]] = []
-        """Of upstreams, as of the last mark."""
+        self._tend_at = -math.inf
         with ExitStack() as undo:
             self._journal = _journal(settings, disk)
             if self._journal is not None:
@@ -138,21 +126,35 @@ class Relay:
         self._output = Output(self._broadcast, self._mirror, self._journal, spelling, began.number, settings.heartbeat)
         if settings.rewrites:
             self._forwarding: Forwarding = Rewriting(
-                settings, self._output, plain, began.residents, self._report, self._write_mark
+                settings,
+                self._output,
+                plain,
+                began.residents,
+                self._report,
+                lambda: self._keeping.write(),  # noqa: PLW0108 - it is made below
             )
         else:
             self._forwarding = Passing(self._output, self._report)
         self._upstreams = Upstreams(settings.upstreams, began.checkpoints, began.known, self._clock, transport)
         undo.callback(self._upstreams.close)
         self._begun = self._holed = began.resumed
-        self._checkpoints: list[Checkpoint] = list(began.checkpoints)
-        """As they were written down last."""
+        self._beats = Beats(self._output, self._buffer, self._rank, settings.heartbeat)
+        self._keeping = Keeping(
+            self._journal,
+            settings.fingerprint(),
+            self._upstreams,
+            self._forwarding,
+            spelling,
+            self._output,
+            self._buffer,
+            began.checkpoints,
+        )
         self._look()
         if began.resumed:
             # Consumers that were there before must not take what they have for the newest.
-            self._beat(self._clock())
+            self._beats.beat(self.trust(), self._clock())
         else:
-            self._mark()
+            self._keeping.mark(self._seen.upstreams)
         log.info("relaying to %s: %s", self.endpoint, began.told)
 
     # --- what is known about it
@@ -235,9 +237,9 @@ class Relay:
         if self._broadcast.wants_cut:
             self._output.cut(self._rank)
         self._heal()
-        self._beat(now)
+        self._beats.beat(self.trust(), now)
         self._output.show(self._rank)
-        self._keep(now)
+        self._keeping.tend(self._seen.upstreams, now)
 
     def _begin(self, deliveries: list[RawDelivery]) -> None:
         """A new life begins with a clear: whoever has something of another one forgets it, and no hole comes first."""
@@ -274,25 +276,23 @@ class Relay:
 
     def _carry(self, ordinal: int, batches: list[RawBatch]) -> None:
         self._carried += len(batches)
-        if self._checkpoints[ordinal].anchor is None:
-            self._mark_at = -math.inf  # soon there is something by which the upstream can be recognised
+        if self._keeping.checkpoints[ordinal].anchor is None:
+            self._keeping.soon()  # there is something by which the upstream can be recognised
             self._news = True
         for start in range(0, len(batches), self._stride):
             self._forwarding.carry(ordinal, batches[start : start + self._stride])
-            self._repeat_beat()
+            self._beats.repeat()
 
     def _reset(self, ordinal: int, reset: Reset) -> None:
         self._news = True
         log.warning("%s rank %d: %s; what it told is taken back", reset.source, reset.rank, reset.reason)
-        if self._journal is not None:
-            # Before what it leads to. From here on no checkpoint of before counts: see `upstreams.agreeing`.
-            self._journal.reset(ordinal, reset.incarnation)
+        self._keeping.reset(ordinal, reset)
         events = self._forwarding.forget(ordinal)
         self._gap_told = False
         if events:
             self._take_back(ordinal, reset.rank, events)
         self._spelling.renew()
-        self._mark_at = -math.inf  # soon, but not before what was received with it has been sent
+        self._keeping.soon()  # but not before what was received with it has been sent
 
     def _take_back(self, ordinal: int, rank: int, events: list[KVEvent]) -> None:
         if self._shared:
@@ -307,11 +307,7 @@ class Relay:
         if not self._gap_told:
             self._output.lose()
         self._gap_told = self._holed = True
-        checkpoint = self._checkpoints[ordinal]
-        if checkpoint.incarnation == gap.incarnation:
-            doubts = {**checkpoint.doubts, Doubt.LOST.name: gap.last}
-            self._checkpoints[ordinal] = msgspec.structs.replace(checkpoint, doubts=doubts)
-            self._write_mark()
+        self._keeping.lost(ordinal, gap)
 
     def _report(self, batch: RawBatch, findings: Findings) -> None:
         self._news = True
@@ -337,70 +333,6 @@ class Relay:
             self._holed = False
             self._output.say([AllBlocksCleared()], self._rank)
 
-    def _beat(self, now: float) -> None:
-        """When it is time, and when there is something else to say of trust: at once where that is less."""
-        every = self.settings.heartbeat
-        trust = self.trust()
-        told = (trust.name, trust.reason)
-        if now >= self._beat_at + self._pause(told, every):
-            self._beat_at, self._told = now, told
-            self._output.beat(trust, self._rank)
-
-    def _pause(self, news: tuple[str, str], every: float) -> float:
-        if self._told is None or is_less(news[0], self._told[0]):
-            return 0.0
-        return every if news == self._told else min(every, BEAT_AGAIN_SECONDS)
-
-    def _repeat_beat(self) -> None:
-        """Say once more what was told last, where half of what is kept came since, and what is older is told as a snapshot."""
-        if self._told and self._buffer.has_left and self._output.since_beat >= max(1, len(self._buffer) // 2):
-            self._output.beat(Trust(*self._told), self._rank)
-
-    def _keep(self, now: float) -> None:
-        journal = self._journal
-        if journal is None:
-            return
-        due = now >= self._mark_at + MARK_SECONDS and self._output.number != self._marked
-        if due or [each.doubts for each in self._seen.upstreams] != self._doubts:
-            self._mark_at = now
-            self._mark()
-        journal.tick(now)
-        if journal.wants_snapshot and now >= self._collapse_at:
-            self._collapse_at = now + COLLAPSE_AGAIN_SECONDS
-            self._collapse(journal)
-
-    def _mark(self) -> None:
-        """How far the upstreams were followed: when everything received has been sent."""
-        self._marked = self._output.number
-        self._doubts = [each.doubts for each in self._seen.upstreams]
-        self._checkpoints = self._upstreams.checkpoints()
-        self._write_mark()
-
-    def _write_mark(self) -> None:
-        if self._journal is not None:
-            mark = Mark(self.settings.fingerprint(), self._checkpoints, self._spelling.form, self._forwarding.salted)
-            self._journal.mark(msgspec.to_builtins(mark, builtin_types=(bytes,)))
-
-    def _collapse(self, journal: Journal) -> None:
-        """Have the journal begin with what has left the buffer; in memory, tell it what has not as well."""
-        last = self._output.number - 1
-        found = self._buffer.collapsed_at(last)
-        if found is None:
-            return
-        collapsed, kept = found
-        if collapsed is None and (journal.state == "disk" or self._has_history()):
-            return
-        number = -1 if collapsed is None else collapsed.number
-        parts = parts_of(collapsed, last, self._forwarding.residents())
-        partial = collapsed is not None and collapsed.partial
-        if journal.snapshot(number, parts, partial=partial, tail=_tail(kept, number, last)):
-            self._mark()
-
-    def _has_history(self) -> bool:
-        """Whether something has left the buffer."""
-        history = self._buffer.history_stats()
-        return history is None or history.batches > 0
-
     # --- the end
 
     def close(self) -> None:
@@ -409,7 +341,7 @@ class Relay:
             return
         self._closed = True
         if not self._broken_off:
-            self._mark()
+            self._keeping.mark(self._seen.upstreams)
         self._upstreams.close()
         self._broadcast.close(CLOSE_SECONDS)
         if self._journal is not None:
@@ -424,21 +356,6 @@ class Relay:
     def __repr__(self) -> str:
         state = "closed" if self._closed else str(self.trust())
         return f"<Relay at {self.endpoint}: {state}, number {self._output.number - 1}, {self._carried} carried>"
-
-
-def _tail(kept: list[Numbered], number: int, last: int) -> Iterator[Record]:
-    """What was sent after `number` up to `last`, for a journal that has missed it.
-
-    Which upstream said what is not known any more, nor needed: the mark that follows says how far each was followed.
-    """
-    after = number
-    for each, payload in kept:
-        if each > after + 1:
-            yield Hole(after + 1, each - 1)
-        yield Relayed(each, OWN, 0, 0, payload)
-        after = each
-    if last > after:
-        yield Hole(after + 1, last)
 
 
 def _journal(settings: RelaySettings, disk: Disk | None) -> Journal | None:

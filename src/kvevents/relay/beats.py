@@ -1,0 +1,44 @@
+"""When a relay says how far it is to be trusted."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.relay.output import Output
+from kvevents.relay.upstreams import is_less
+from kvevents.stream import Trust
+
+AGAIN_SECONDS: Final = 0.5
+"""Between two heartbeats at least, when trust changes quickly."""
+
+
+class Beats:
+    """The heartbeats of one relay: as often as its consumers were promised, and when there is something else to say."""
+
+    def __init__(self, output: Output, buffer: ReplayBuffer, rank: int, every: float) -> None:
+        self._output: Final = output
+        self._buffer: Final = buffer
+        self._rank: Final = rank
+        self._every: Final = every
+        self._at = -math.inf
+        self._told: tuple[str, str] | None = None
+        """Trust as of the last one."""
+
+    def beat(self, trust: Trust, now: float) -> None:
+        """When it is time, and when there is something else to say of trust: at once where that is less."""
+        told = (trust.name, trust.reason)
+        if now >= self._at + self._pause(told):
+            self._at, self._told = now, told
+            self._output.beat(trust, self._rank)
+
+    def _pause(self, news: tuple[str, str]) -> float:
+        if self._told is None or is_less(news[0], self._told[0]):
+            return 0.0
+        return self._every if news == self._told else min(self._every, AGAIN_SECONDS)
+
+    def repeat(self) -> None:
+        """Say once more what was told last, where half of what is kept came since, and what is older is told as a snapshot."""
+        if self._told and self._buffer.has_left and self._output.since_beat >= max(1, len(self._buffer) // 2):
+            self._output.beat(Trust(*self._told), self._rank)
