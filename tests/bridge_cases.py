@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import nats
@@ -30,7 +29,7 @@ from kvevents.wire.encode import batch_encoder
 from plane_cases import SECONDS, Log
 from publisher_cases import ANY
 from publisher_engine import Engine
-from service_cases import until
+from service_cases import suspend
 from test_cli import Program
 
 T = TypeVar("T")
@@ -213,9 +212,7 @@ class BridgeProcess(Program):
 
     def pause(self) -> None:
         """It does nothing from when this returns."""
-        self.process.send_signal(signal.SIGSTOP)
-        status = Path(f"/proc/{self.process.pid}/stat")
-        until("the process to stop", lambda: status.read_text().rpartition(")")[2].split()[0] == "T", SECONDS)
+        suspend(self.process)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

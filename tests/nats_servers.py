@@ -24,7 +24,7 @@ from urllib.request import urlopen
 import pytest
 
 from ports import quiet_port
-from service_cases import until
+from service_cases import suspend, until
 
 T = TypeVar("T")
 
@@ -134,9 +134,9 @@ class NatsServer:
         self.start()
 
     def pause(self) -> None:
-        """It holds its connections and does nothing, as a machine that is overloaded or suspended."""
+        """It holds its connections and does nothing, as a machine that is overloaded or suspended, from when this returns."""
         assert self._process
-        self._process.send_signal(signal.SIGSTOP)
+        suspend(self._process)
 
     def resume(self) -> None:
         assert self._process

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +35,12 @@ PAUSE = 0.01
 """Seconds between two looks at a service in another process."""
 BLOCK = 16
 MODEL = "m"
+
+
+def suspend(process: subprocess.Popen[Any]) -> None:
+    """Stop a child: none of its threads does anything from when this returns, and not only when the signal reaches it."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
 def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) -> T:
