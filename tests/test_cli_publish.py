@@ -62,6 +62,13 @@ def test_a_bad_line_is_named_and_the_others_are_published() -> None:
     assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 6 bad lines\n")
 
 
+def test_who_connects_where_it_was_to_listen_is_told_so() -> None:
+    """As engines do: an address without a wildcard is somebody else's."""
+    told = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANYWHERE, stdin=STORED.encode())
+    assert "it connects to tcp://127.0.0.1:1" in told.err
+    assert "it connects" not in run("publish", "-", *ENDS, stdin=STORED.encode()).err
+
+
 def test_a_dialect_is_spoken() -> None:
     with Program("publish", *ENDS, "--dialect", "sglang-0.5.17", "--stay") as program:
         live, replay = serving(program)

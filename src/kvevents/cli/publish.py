@@ -18,6 +18,7 @@ from kvevents.cli.lines import plural
 from kvevents.cli.serving import nobody_came, stay
 from kvevents.cli.stopping import Stop
 from kvevents.config import resolve_dialect
+from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -118,6 +119,10 @@ def run(args: Namespace) -> int:
         feed = Feed(publisher, args.dialect, args.rate, console)
         try:
             console.note(f"publishing at {publisher.endpoint}, replay {publisher.replay_endpoint}")
+            if not should_bind(args.endpoint):
+                console.note(
+                    Span(f"it connects to {args.endpoint}, as engines do without a `*`; to be listened to, write one", "warn")
+                )
             with stop.raising():
                 _wait_for_subscriber(publisher, args.wait_for_subscriber)
                 feed.run(file)

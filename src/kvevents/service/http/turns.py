@@ -43,7 +43,7 @@ class Turns:
         look: Callable[[int, float], bool] | None = None,
     ) -> None:
         self._awake_seconds: Final = awake_seconds if look is not None or _has_cpus() else 0.0
-        self._ahead: Final = before
+        self._before: Final = before
         self._behind: Final = behind
         self._clock: Final = clock
         # Not imported by name: only the index may need it, and who has none has no service either.
@@ -52,7 +52,7 @@ class Turns:
         self._descriptor = -1
         self._waiting: list[tuple[Any, bytes]] = []
         self._begun = False
-        self._answers = self._before = 0
+        self._answers = self._earlier = 0
         """Of this turn, and of the one before."""
         self._answered_at = float("-inf")
         self._stays = False
@@ -61,14 +61,14 @@ class Turns:
         """To be called before a question is answered."""
         if not self._begun:
             self._begin()
-            self._ahead()
+            self._before()
 
     def answer(self, transport: Any, data: bytes, came_at: float) -> None:
         """Write an answer to a question that had come at a moment of the clock; in order, before the next turn ends."""
         if not self._begun:
             self._begin()
         self._answers += 1
-        if self._before <= FEW:
+        if self._earlier <= FEW:
             transport.write(data)
         else:
             self._waiting.append((transport, data))
@@ -94,7 +94,7 @@ class Turns:
 
     def _end(self) -> None:
         self.flush()
-        self._before, self._answers, self._begun = self._answers, 0, False
+        self._earlier, self._answers, self._begun = self._answers, 0, False
         self._behind()
         if self._stays and self._descriptor >= 0:
             self._look(self._descriptor, self._awake_seconds)
