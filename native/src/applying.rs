@@ -12,7 +12,7 @@ use crate::pages;
 use crate::planes::{Plane, Rule, tier};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
 use crate::slab::TWIN;
-use crate::stream::{Block, Leaving, Place, Stream};
+use crate::stream::{Block, Chain, Leaving, Parent, Place, Stream};
 use crate::table::{Reach, Stage};
 use crate::waiting::{Content, Waiting};
 
@@ -101,6 +101,9 @@ impl Stream {
         work: &mut Work,
         max_waiting: usize,
     ) -> bool {
+        if writer.keeps() && writer.is_listed() {
+            self.look_into_all(writer);
+        }
         match event.kind {
             Kind::Stored => self.stored(writer, read, event, work, max_waiting),
             Kind::Removed => self.was_removed(writer, read, event),
@@ -207,14 +210,13 @@ impl Stream {
             });
         }
         let number = writer.contexts.retain(Context::keyed(size), 1);
-        let blocks = Ahead {
+        let chain = Chain {
             hashes: event.hashes.slice(&read.scratch.hashes),
             keys: event.keys.slice(&read.scratch.hashes),
             context: number,
-            ring: &mut work.ring,
-            reach: self.reach().max(writer.keys.reach()),
+            plane,
         };
-        self.place_all(writer, blocks, plane, None);
+        self.take_in(writer, &chain, &mut work.ring, None);
         writer.contexts.release(number, 1);
     }
 
@@ -228,7 +230,7 @@ impl Stream {
             let Some(awaited) = awaited else {
                 return self.run(writer, store, at, None, work);
             };
-            if let Some(found) = self.newest(writer, awaited) {
+            if let Some(found) = self.parent(writer, awaited) {
                 return self.run(writer, store, at, Some(found), work);
             }
             let content = Content {
@@ -248,13 +250,11 @@ impl Stream {
         }
     }
 
-    /// Places the blocks of an event from `first` on behind `parent`, each the parent of the next.
-    fn run(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, first: usize, parent: Option<u32>, work: &mut Work) {
-        let before = parent.map(|number| {
-            let record = writer.records.get(number);
-            (record.key, writer.contexts.get(record.context & !TWIN).salt)
-        });
-        let salt = store.salt.unwrap_or_else(|| before.map_or(0, |(_, salt)| salt));
+    /// Takes in the blocks of an event from `first` on behind `parent`, each the parent of the next.
+    fn run(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, first: usize, parent: Option<Parent>, work: &mut Work) {
+        let salt_of = |parent: Parent| writer.contexts.get(parent.context).salt;
+        let salt = store.salt.unwrap_or_else(|| parent.map_or(0, salt_of));
+        let before = parent.map(|parent| parent.key);
         let context = Context {
             scheme: store.scheme,
             lora: store.lora,
@@ -264,30 +264,56 @@ impl Stream {
         let count = store.hashes.len() - first;
         // A long event is hashed while others may read and write; what this stream holds nobody else changes meanwhile.
         self.cut_by(store.scheme.size);
-        if count > FEW_BLOCKS || pages::are_short() || self.is_tight(count) {
+        if writer.is_listed() && count > FEW_BLOCKS || pages::are_short() || self.is_tight(count) {
             let secret = writer.secret;
             writer.unlocked(|| {
                 pages::prepare();
                 self.make_room(count, secret);
-                hash_all(store, first, before.map(|(key, _)| key), context.seed(), work);
+                hash_all(store, first, before, context.seed(), work);
             });
         } else {
-            hash_all(store, first, before.map(|(key, _)| key), context.seed(), work);
+            hash_all(store, first, before, context.seed(), work);
         }
-        let blocks = Ahead {
+        let chain = Chain {
             hashes: &store.hashes[first..],
             keys: &work.keys,
             context: number,
-            ring: &mut work.ring,
-            reach: self.reach().max(writer.keys.reach()),
+            plane: store.plane,
         };
-        self.place_all(writer, blocks, store.plane, parent);
+        self.take_in(writer, &chain, &mut work.ring, parent.and_then(|parent| parent.number));
         writer.contexts.release(number, 1);
     }
 
-    /// Places blocks behind `parent`.
-    fn place_all(&mut self, writer: &mut Writer<'_>, mut blocks: Ahead<'_>, plane: u16, parent: Option<u32>) {
-        let count = blocks.hashes.len();
+    /// Takes in blocks behind one that may have a record: keeps them as they came where that may be, and places those that have to be
+    /// looked into.
+    fn take_in(&mut self, writer: &mut Writer<'_>, chain: &Chain<'_>, ring: &mut Ring, parent: Option<u32>) {
+        let mut rest = *chain;
+        while self.may_keep(writer, chain.plane) && !rest.hashes.is_empty() {
+            let kept = self.keep(writer, &rest);
+            writer.pause(kept);
+            rest = rest.behind(kept);
+            let next = rest.first();
+            if !self.place_all(writer, &next, ring, None) {
+                return;
+            }
+            rest = rest.behind(next.hashes.len());
+        }
+        self.place_all(writer, &rest, ring, parent);
+    }
+
+    /// Places blocks behind a record. False when there are too many alike, and not all of them were.
+    fn place_all(&mut self, writer: &mut Writer<'_>, chain: &Chain<'_>, ring: &mut Ring, parent: Option<u32>) -> bool {
+        let (count, plane) = (chain.hashes.len(), chain.plane);
+        if count == 0 {
+            return true;
+        }
+        let mut blocks = Ahead {
+            hashes: chain.hashes,
+            keys: chain.keys,
+            context: chain.context,
+            ring,
+            reach: self.reach().max(writer.keys.reach()),
+        };
         let mut guess = parent.map_or(u32::MAX, |parent| parent.wrapping_add(1));
         blocks.start(self, writer);
         for start in (0..count).step_by(BLOCKS_PER_HOLD) {
@@ -296,7 +322,8 @@ impl Stream {
             for at in start..end {
                 let block = blocks.next(self, core, at);
                 let Some((placed, fresh)) = self.place(core, &block, plane, guess) else {
-                    return self.counters.reject("none", "too-many-alike");
+                    self.counters.reject("none", "too-many-alike");
+                    return false;
                 };
                 guess = placed.wrapping_add(1);
                 if fresh && !self.waiting.is_empty() {
@@ -305,12 +332,13 @@ impl Stream {
             }
             writer.pause(end - start);
         }
+        true
     }
 
     /// Asks for what a block will need that is to be placed soon.
     #[inline]
     fn ask(&self, core: &Core, block: &Block, stage: Stage) {
-        core.prefetch_key(block.key_spot, stage);
+        core.keys.prefetch(block.key_spot, stage);
         self.prefetch(block.hash_spot, stage);
     }
 
@@ -356,6 +384,7 @@ impl Stream {
     }
 
     fn without_tokens(&mut self, writer: &mut Writer<'_>, hash: u64, plane: u16, max_waiting: usize) {
+        self.look_into(writer, hash);
         match self.newest(writer, hash) {
             Some(number) => self.copy(writer, hash, number, plane),
             None => {
@@ -390,6 +419,11 @@ impl Stream {
         let mut leaving = [Leaving::default(); BLOCKS_PER_HOLD];
         for chunk in hashes.chunks(BLOCKS_PER_HOLD) {
             let core: &mut Core = writer;
+            if self.has_no_records() {
+                self.remove_all_kept(core, chunk, plane);
+                writer.pause(chunk.len());
+                continue;
+            }
             let leaving = &mut leaving[..chunk.len()];
             for (place, &hash) in leaving.iter_mut().zip(chunk) {
                 *place = self.leaving(core, hash);
@@ -399,11 +433,32 @@ impl Stream {
                 leaving.iter().for_each(|each| self.prefetch_key(core, each));
             }
             for (each, &hash) in leaving.iter().zip(chunk) {
-                if !self.remove(core, each, plane) && !self.waiting.remove(hash, plane) {
-                    self.counters.unknown += 1;
+                let removed = self.remove_kept(core, hash, plane);
+                if !removed.unwrap_or_else(|| self.remove(core, each, plane)) {
+                    self.was_not_held(hash, plane);
                 }
             }
             writer.pause(chunk.len());
+        }
+    }
+
+    /// The same of hashes none of which means a block with a record.
+    fn remove_all_kept(&mut self, core: &mut Core, hashes: &[u64], plane: u16) {
+        if let Some(kept) = core.kept_of(self.number) {
+            hashes.iter().for_each(|&hash| kept.prefetch(core.secret.place(hash)));
+        }
+        for &hash in hashes {
+            if self.remove_kept(core, hash, plane) != Some(true) {
+                self.was_not_held(hash, plane);
+            }
+        }
+    }
+
+    /// Takes a copy from what waits instead.
+    #[inline]
+    fn was_not_held(&mut self, hash: u64, plane: u16) {
+        if !self.waiting.remove(hash, plane) {
+            self.counters.unknown += 1;
         }
     }
 
@@ -419,6 +474,7 @@ impl Stream {
             })
             .collect();
         self.waiting.clear(|plane| meant[plane as usize]);
+        self.look_into_all(writer);
         for (hash, number) in self.each(writer) {
             self.drop_block(writer, hash, number, |plane| meant[plane as usize]);
             writer.pause(1);

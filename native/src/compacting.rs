@@ -14,6 +14,7 @@ mod telling;
 mod tests;
 
 use crate::applying::Read;
+use crate::prefetch;
 use crate::scan::{Schema, Scratch, scan};
 
 use spelling::Sheets;
@@ -55,7 +56,7 @@ impl Compactor {
     pub fn fold_many(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
         let mut next = payloads.iter().skip(1);
         let unread = payloads.iter().position(|payload| {
-            next.next().into_iter().for_each(|next| prefetch(next));
+            next.next().into_iter().for_each(|next| prefetch::beginning(next));
             !self.fold(payload, schema)
         });
         unread.unwrap_or(payloads.len())
@@ -111,20 +112,5 @@ impl Compactor {
     /// Heap bytes, about; those of the last payload apart.
     pub fn bytes(&self) -> usize {
         self.state.bytes()
-    }
-}
-
-/// Bytes of the next payload that are asked for while one is folded: it lay in a buffer for long.
-const AHEAD: usize = 512;
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
-#[inline]
-fn prefetch(payload: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in payload.chunks(LINE).take(AHEAD / LINE) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch is a hint, and the bytes are there.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
 }

@@ -101,10 +101,10 @@ impl Contexts {
         number
     }
 
-    /// One block more of a context in use.
+    /// `count` uses more of a context in use.
     #[inline]
-    pub fn add(&mut self, number: u32) {
-        self.entries[number as usize].1 += 1;
+    pub fn add(&mut self, number: u32, count: u32) {
+        self.entries[number as usize].1 += count;
     }
 
     /// Gives back `count` uses of a context.

@@ -6,11 +6,12 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use crate::contexts::Contexts;
+use crate::kept::Kept;
 use crate::planes::{Plane, Rule};
 use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
 use crate::slab::{Record, Slab, TWIN};
 use crate::stream::{Block, Stream};
-use crate::table::{Hashes, Spot, Stage, Table};
+use crate::table::{Hashes, Spot, Table};
 use crate::tally::Tally;
 
 /// Records with one key: streams that hold a block under two hashes at once need one for each.
@@ -69,7 +70,7 @@ impl Default for Secret {
 }
 
 /// Places of records in the table of keys.
-struct ByKey<'a>(&'a Slab, Secret);
+pub struct ByKey<'a>(pub &'a Slab, pub Secret);
 
 impl Hashes for ByKey<'_> {
     #[inline]
@@ -106,7 +107,9 @@ pub struct Core {
     /// The same by key, where these are listed.
     pub keys: Table,
     /// Keys where they are not, since nobody has asked for any so far.
-    tally: Option<Tally>,
+    pub tally: Option<Tally>,
+    /// By the number of their stream, blocks that nobody has looked into. None where keys are listed, once each stream has seen that they are.
+    pub kept: Vec<Kept>,
     /// Who holds them.
     pub sets: Sets,
     /// How they were cut, in which namespaces.
@@ -133,6 +136,7 @@ impl Core {
         self.records.bytes()
             + self.keys.bytes()
             + self.tally.as_ref().map_or(0, Tally::bytes)
+            + self.kept.iter().map(Kept::bytes).sum::<usize>()
             + self.sets.bytes()
             + self.contexts.bytes()
             + self.members.len() * MEMBER_BYTES
@@ -164,7 +168,7 @@ impl Core {
             self.toggle(guess, plane, stream, last);
             return Some((guess, false));
         }
-        if self.count_in(key_spot) {
+        if self.count_in(key) {
             return self.add(block, 0, plane, stream, last);
         }
         let records = &self.records;
@@ -208,77 +212,13 @@ impl Core {
             context: block.context | flag,
         })?;
         self.toggle(number, plane, stream, last);
-        self.contexts.add(block.context);
+        self.contexts.add(block.context, 1);
         Some((number, true))
     }
 
-    // --- keys that are counted
-
-    /// Counts keys from now on, until somebody asks for one; while there are none.
-    pub fn count_keys(&mut self) {
-        debug_assert!(self.records.is_empty());
-        self.tally = Some(Tally::default());
-    }
-
-    /// Whether keys can be asked for.
-    pub fn is_listed(&self) -> bool {
-        self.tally.is_none()
-    }
-
-    /// Counts a key in, where that is enough: where there may be too many like it, all are listed. Says whether it was.
-    #[inline]
-    fn count_in(&mut self, spot: Spot) -> bool {
-        let Some(tally) = &self.tally else { return false };
-        if tally.is_full() {
-            self.recount(self.records.len() + 1);
-        }
-        if self.tally.as_mut().is_some_and(|tally| tally.add(spot) < MAX_TWINS) {
-            return true;
-        }
-        self.list_keys();
-        false
-    }
-
-    /// Counts all keys anew, with cells for so many.
+    /// Marks all records of a key as not the only one: with what.
     #[cold]
-    fn recount(&mut self, keys: usize) {
-        let mut tally = Tally::of(keys);
-        for number in self.records.numbers() {
-            tally.add(self.spot(self.records.get(number).key));
-        }
-        self.tally = Some(tally);
-    }
-
-    /// Lists all keys where they were only counted.
-    #[cold]
-    pub fn list_keys(&mut self) {
-        if self.tally.take().is_none() {
-            return;
-        }
-        let numbers: Vec<u32> = self.records.numbers().collect();
-        for number in numbers {
-            let key = self.records.get(number).key;
-            self.keys.insert(self.spot(key), number, &ByKey(&self.records, self.secret));
-            if self.twins(key, |_| true).len() > 1 {
-                self.mark_twins(key);
-            }
-        }
-    }
-
-    /// Asks for the memory that is looked at for a key, in the stages of a table.
-    #[inline]
-    pub fn prefetch_key(&self, spot: Spot, stage: Stage) {
-        match &self.tally {
-            None => self.keys.prefetch(spot, stage),
-            Some(tally) if stage == Stage::Bucket => tally.prefetch(spot),
-            Some(_) => {}
-        }
-    }
-
-    // --- keys that are listed
-
-    #[cold]
-    fn mark_twins(&mut self, key: u64) -> u32 {
+    pub fn mark_twins(&mut self, key: u64) -> u32 {
         for number in self.twins(key, |_| true) {
             self.records.get_mut(number).context |= TWIN;
         }
@@ -309,24 +249,20 @@ impl Core {
     pub fn sweep(&mut self, number: u32) {
         let record = *self.records.get(number);
         if record.set == EMPTY {
-            self.forget(number, &record, self.spot(record.key));
+            self.forget(number, &record);
         }
     }
 
     /// Forgets a block that nobody holds any more.
     #[inline]
-    pub fn forget(&mut self, number: u32, record: &Record, spot: Spot) {
+    pub fn forget(&mut self, number: u32, record: &Record) {
         if self.is_listed() {
-            self.keys.remove(spot, number, &ByKey(&self.records, self.secret));
+            self.keys
+                .remove(self.spot(record.key), number, &ByKey(&self.records, self.secret));
         }
         self.records.remove(number);
         self.contexts.release(record.context & !TWIN, 1);
-        if let Some(tally) = &mut self.tally {
-            tally.remove(spot);
-            if tally.is_loose() {
-                self.recount(self.records.len());
-            }
-        }
+        self.count_out(record.key);
     }
 
     /// The number of a plane; None when there are too many.

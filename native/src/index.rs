@@ -78,19 +78,33 @@ impl Index {
 
     /// The same where nobody may ever ask for blocks by their keys: they are listed only when somebody does.
     pub fn unasked(self) -> Self {
-        self.gate.write().count_keys();
+        // What is evicted is found by its record.
+        if self.limits.memory.is_none() {
+            self.gate.write().count_keys();
+        }
         self
     }
 
-    /// The shared part, for whoever asks for blocks by their keys.
+    /// The shared part, for whoever asks for blocks by their keys, or for all of a stream. The first one must not hold a stream, nor what is
+    /// locked behind one: all blocks are looked into then.
     fn asked(&self) -> RwLockReadGuard<'_, Core> {
-        let core = self.gate.read();
-        if core.is_listed() {
-            return core;
+        loop {
+            let core = self.gate.read();
+            if core.is_listed() && !core.keeps() {
+                return core;
+            }
+            drop(core);
+            self.look_into_all();
         }
-        drop(core);
+    }
+
+    #[cold]
+    fn look_into_all(&self) {
         self.gate.write().list_keys();
-        self.gate.read()
+        for (_, stream) in self.streams() {
+            stream.lock().look_into_all(&mut self.gate.write());
+        }
+        self.gate.write().looked_into();
     }
 
     /// The layouts by which payloads are read.

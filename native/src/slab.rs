@@ -1,6 +1,7 @@
 //! Records of blocks, found by number.
 
 use crate::pages::Piece;
+use crate::prefetch;
 
 /// What the index knows about one block.
 #[derive(Clone, Copy, Debug)]
@@ -114,13 +115,7 @@ impl Slab {
     /// Brings a record into the cache.
     #[inline]
     pub fn prefetch(&self, number: u32) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let record = self.get(number);
-            // SAFETY: a prefetch is a hint, and the record is there.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(record).cast()) };
-        }
+        prefetch::line(self.get(number));
     }
 
     /// Stores a record, and tells its number; None when there are as many as numbers.

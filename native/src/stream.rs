@@ -1,5 +1,7 @@
 //! The blocks of one stream by the engine's own hashes.
 
+mod keeping;
+
 use std::collections::HashMap;
 
 use hashbrown::HashTable;
@@ -11,6 +13,8 @@ use crate::sets::{EMPTY, Move};
 use crate::slab::{Record, TWIN};
 use crate::table::{Reach, Seat, Spot, Stage, Table};
 use crate::waiting::Queue;
+
+pub use keeping::{Chain, Parent};
 
 /// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
 pub const MAX_SAME_HASH: usize = 1 << 16;
@@ -246,7 +250,7 @@ impl Stream {
             .map(|entry| entry.number)
     }
 
-    /// The block that `hash` means, the most recently stored one of several.
+    /// The record of the block that `hash` means, the most recently stored one of several.
     #[inline]
     pub fn newest(&self, core: &Core, hash: u64) -> Option<u32> {
         if !self.several.is_empty()
@@ -271,6 +275,11 @@ impl Stream {
             hash_seat,
             ..
         } = *block;
+        self.look_into(core, hash);
+        if core.is_crowded(key) {
+            core.list_keys();
+            self.look_into_all(core);
+        }
         let seat = self.table.seat_again(hash_seat, hash_spot);
         let (mut known, mut own) = (None, None);
         self.table.for_each_match_at(seat, |number| {
@@ -297,20 +306,28 @@ impl Stream {
             return None;
         }
         let (number, fresh) = core.hold(block, plane, self.number, guess, &mut self.added)?;
-        if fresh || core.records.get(number).hash == hash {
-            let hashes = ByHash(&core.records, core.secret);
-            self.table.insert_at(seat, hash_spot, number, &hashes);
-        } else {
-            let place = core.secret.place(hash);
-            self.foreign
-                .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
-        }
+        self.enter(core, block, number, fresh);
         self.blocks += 1;
         self.count_in(core, hash, key, plane);
         if let Some(other) = known {
             self.several.entry(hash).or_insert_with(|| vec![other]).push(number);
         }
         Some((number, known.is_none()))
+    }
+
+    /// Enters a record under the hash of its block.
+    #[inline]
+    fn enter(&mut self, core: &Core, block: &Block, number: u32, fresh: bool) {
+        let hash = block.hash;
+        if fresh || core.records.get(number).hash == hash {
+            let seat = self.table.seat_again(block.hash_seat, block.hash_spot);
+            let hashes = ByHash(&core.records, core.secret);
+            self.table.insert_at(seat, block.hash_spot, number, &hashes);
+        } else {
+            let place = core.secret.place(hash);
+            self.foreign
+                .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
+        }
     }
 
     /// Makes a block the newest of its hash.
@@ -378,7 +395,7 @@ impl Stream {
     pub fn prefetch_key(&self, core: &Core, leaving: &Leaving) {
         let seat = self.table.seat_again(leaving.seat, leaving.spot);
         self.table.for_each_match_at(seat, |number| {
-            core.prefetch_key(core.spot(core.records.get(number).key), Stage::Bucket);
+            core.keys.prefetch(core.spot(core.records.get(number).key), Stage::Bucket);
             false
         });
     }
@@ -420,7 +437,7 @@ impl Stream {
         self.table.remove_at(seat, spot, number, &ByHash(&core.records, core.secret));
         self.blocks -= 1;
         if rest == EMPTY {
-            core.forget(number, &record, core.spot(record.key));
+            core.forget(number, &record);
         }
         true
     }
@@ -500,7 +517,7 @@ impl Stream {
         }
     }
 
-    /// Every block as (hash, record).
+    /// Every block with a record as (hash, record).
     pub fn each(&self, core: &Core) -> Vec<(u64, u32)> {
         let own = self.table.iter().map(|number| (core.records.get(number).hash, number));
         own.chain(self.foreign.iter().map(|entry| (entry.hash, entry.number)))
@@ -520,7 +537,7 @@ impl Stream {
 
     // --- snapshots
 
-    /// The record of every block, in no order.
+    /// The record of every block that has one, in no order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
     }
@@ -615,6 +632,9 @@ impl Stream {
             std::mem::replace(&mut self.table, Table::dense()),
             std::mem::take(&mut self.foreign),
         );
+        for entry in writer.take_all_kept(number) {
+            writer.contexts.release(entry.context, 1);
+        }
         for record in table.iter().chain(foreign.iter().map(|entry| entry.number)) {
             let set = writer.records.get(record).set;
             let without = writer.sets.without(set, number);

@@ -11,7 +11,7 @@
 
 mod segment;
 
-use std::ptr;
+use crate::prefetch;
 
 use segment::{Bucket, SEGMENT, Segment, WIDE};
 
@@ -47,14 +47,6 @@ fn bent(hash: u64) -> u64 {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spot {
     bent: u64,
-}
-
-impl Spot {
-    /// Bits that are about equally often 0 and 1.
-    #[inline]
-    pub fn low(self) -> u32 {
-        self.bent as u32
-    }
 }
 
 impl From<u64> for Spot {
@@ -204,11 +196,8 @@ impl Table {
     #[inline]
     pub fn seat_ahead(&self, spot: Spot) -> Option<Seat> {
         let seat = self.seat(spot)?;
-        #[cfg(target_arch = "x86_64")]
         if let Some(next) = self.segments[seat.segment as usize].behind(seat.home as usize) {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: a prefetch is a hint, and the bucket is there.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(next.cast()) };
+            prefetch::line(next);
         }
         Some(seat)
     }
@@ -226,19 +215,15 @@ impl Table {
     /// In a large table each of them is a cache miss that the next one needs.
     #[inline]
     pub fn prefetch(&self, spot: Spot, stage: Stage) {
-        #[cfg(target_arch = "x86_64")]
         if let Some(entry) = self.directory.get(self.entry(spot.bent)) {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let wanted: *const i8 = match stage {
-                Stage::Directory => ptr::from_ref(entry).cast(),
-                Stage::Segment => ptr::from_ref(&self.segments[*entry as usize]).cast(),
+            match stage {
+                Stage::Directory => prefetch::line(entry),
+                Stage::Segment => prefetch::line(&self.segments[*entry as usize]),
                 Stage::Bucket => {
                     let segment = &self.segments[*entry as usize];
-                    segment.bucket(segment.home(spot.bent)).cast()
+                    prefetch::line(segment.bucket(segment.home(spot.bent)));
                 }
-            };
-            // SAFETY: a prefetch is a hint, and all of these are there.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(wanted) };
+            }
         }
     }
 

@@ -1,6 +1,7 @@
-//! Keys that are counted where nobody asks for blocks by their keys: a byte for some, rather than a place in a table for each.
+//! Keys that are counted where nobody asks for blocks by their keys: a byte for some, rather than a place in a table for each. Callers give
+//! the place of a key, 64 bits that are about uniform.
 
-use crate::table::Spot;
+use crate::prefetch;
 
 /// Cells of the smallest one.
 const LEAST: usize = 1 << 10;
@@ -35,10 +36,10 @@ impl Tally {
         }
     }
 
-    /// Whether there are as many keys as it was made for: for one more, another one is needed.
+    /// Whether it was made for so many keys more; for those that it was not, another one is needed.
     #[inline]
-    pub fn is_full(&self) -> bool {
-        self.keys >= self.fits.1
+    pub fn has_room(&self, keys: usize) -> bool {
+        self.keys + keys <= self.fits.1
     }
 
     /// Whether there are fewer keys than it was made for: a smaller one does.
@@ -47,38 +48,40 @@ impl Tally {
         self.keys < self.fits.0
     }
 
-    /// Counts a key in, not into a full one: how often it was before, at most.
+    /// How often a key was counted in, at most.
     #[inline]
-    pub fn add(&mut self, spot: Spot) -> usize {
+    pub fn often(&self, place: u64) -> usize {
+        let at = place as usize & self.cells.len().wrapping_sub(1);
+        self.cells.get(at).map_or(0, |&count| count.into())
+    }
+
+    /// Counts a key in, for which there is room.
+    #[inline]
+    pub fn add(&mut self, place: u64) {
         self.keys += 1;
-        let cell = self.cell(spot);
-        let before = *cell;
-        *cell = before.wrapping_add(1);
-        before.into()
+        let cell = self.cell(place);
+        *cell = cell.wrapping_add(1);
     }
 
     /// Counts a key out that was counted in.
     #[inline]
-    pub fn remove(&mut self, spot: Spot) {
+    pub fn remove(&mut self, place: u64) {
         self.keys -= 1;
-        let cell = self.cell(spot);
+        let cell = self.cell(place);
         *cell = cell.wrapping_sub(1);
     }
 
     #[inline]
-    fn cell(&mut self, spot: Spot) -> &mut u8 {
+    fn cell(&mut self, place: u64) -> &mut u8 {
         let mask = self.cells.len() - 1;
-        &mut self.cells[spot.low() as usize & mask]
+        &mut self.cells[place as usize & mask]
     }
 
     /// Asks for the memory of a key.
     #[inline]
-    pub fn prefetch(&self, spot: Spot) {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(cell) = self.cells.get(spot.low() as usize & self.cells.len().wrapping_sub(1)) {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: a prefetch is a hint, and the cell is there.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(cell).cast()) };
+    pub fn prefetch(&self, place: u64) {
+        if let Some(cell) = self.cells.get(place as usize & self.cells.len().wrapping_sub(1)) {
+            prefetch::line(cell);
         }
     }
 
@@ -94,8 +97,8 @@ mod tests {
 
     use super::*;
 
-    fn spot(key: u64) -> Spot {
-        Spot::from(key.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+    fn place(key: u64) -> u64 {
+        key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 13
     }
 
     proptest! {
@@ -103,18 +106,14 @@ mod tests {
         #[test]
         fn a_count_is_an_upper_bound(keys in prop::collection::vec(0..2_000_u64, 1..500), gone in any::<u64>()) {
             let mut tally = Tally::of(keys.len());
-            keys.iter().for_each(|&key| _ = tally.add(spot(key)));
+            keys.iter().for_each(|&key| tally.add(place(key)));
             let is_gone = |at: usize| gone >> (at % 64) & 1 != 0;
             let mut kept = Vec::new();
             for (at, &key) in keys.iter().enumerate() {
-                if is_gone(at) { tally.remove(spot(key)) } else { kept.push(key) }
+                if is_gone(at) { tally.remove(place(key)) } else { kept.push(key) }
             }
             let often = |key: u64| kept.iter().filter(|&&other| other == key).count();
-            let told: Vec<(usize, usize)> = kept.iter().map(|&key| {
-                let before = tally.add(spot(key));
-                tally.remove(spot(key));
-                (before, often(key))
-            }).collect();
+            let told: Vec<(usize, usize)> = kept.iter().map(|&key| (tally.often(place(key)), often(key))).collect();
             prop_assert!(told.iter().all(|(told, often)| told >= often));
             prop_assert!(2 * told.iter().filter(|(told, often)| told == often).count() >= kept.len());
         }
@@ -125,10 +124,12 @@ mod tests {
     fn what_was_made_fits_for_a_while() {
         let filled = |made: usize, keys: usize| {
             let mut tally = Tally::of(made);
-            (0..keys as u64)
-                .take_while(|&key| !tally.is_full() && tally.add(spot(key)) < 255)
-                .count();
-            (tally.is_full(), tally.is_loose())
+            for key in 0..keys as u64 {
+                if tally.has_room(1) {
+                    tally.add(place(key));
+                }
+            }
+            (!tally.has_room(1), tally.is_loose())
         };
         for keys in [1, 100, 1_000, 100_000] {
             assert_eq!(filled(keys, keys), (false, false), "{keys}");

@@ -244,6 +244,15 @@ impl Blocks {
         }
     }
 
+    /// Asks for the memory that the removal of these hashes needs.
+    #[inline]
+    pub fn prefetch_leaving(&self, hashes: &[u64]) {
+        if !self.stretches.is_empty() {
+            hashes.iter().for_each(|&hash| self.stretches.prefetch(hash));
+        }
+        self.prefetch(hashes.iter());
+    }
+
     /// The block that `hash` means, in the tree.
     #[inline]
     pub fn seek(&mut self, hash: u64) -> Option<u32> {

@@ -520,10 +520,12 @@ impl State {
     #[inline]
     fn removed_at(&mut self, hashes: &[u64], place: usize) -> Result<(), &'static str> {
         let (exact, plane) = self.manners.meant(place);
-        self.blocks.prefetch(hashes.iter().take(FIRST));
-        for &hash in hashes {
-            if !self.blocks.remove(hash, exact, plane) && !self.waiting.is_empty() {
-                self.waiting.remove_where(hash, |manner| plane >> manner & 1 != 0);
+        for some in hashes.chunks(FIRST) {
+            self.blocks.prefetch_leaving(some);
+            for &hash in some {
+                if !self.blocks.remove(hash, exact, plane) && !self.waiting.is_empty() {
+                    self.waiting.remove_where(hash, |manner| plane >> manner & 1 != 0);
+                }
             }
         }
         self.check()

@@ -136,20 +136,24 @@ impl Index {
         for (_, keys) in prompts {
             overlay.add(worker.clone(), keys, until);
         }
-        self.expire(&mut overlay, now);
+        drop(overlay);
+        drop(self.overlay_at(now));
     }
 
     /// The overlay, in which what is over by `now` has ended.
     pub(super) fn overlay_at(&self, now: f64) -> MutexGuard<'_, Overlay> {
+        let overlay = self.overlay.lock();
+        if !overlay.is_due(now) {
+            return overlay;
+        }
+        drop(overlay);
+        drop(self.asked());
         let mut overlay = self.overlay.lock();
         self.expire(&mut overlay, now);
         overlay
     }
 
     fn expire(&self, overlay: &mut Overlay, now: f64) {
-        if !overlay.is_due(now) {
-            return;
-        }
         let core = self.asked();
         overlay.expire(now, |worker, key| {
             let twins = core.twins(key, |_| true);

@@ -112,7 +112,7 @@ impl Index {
     pub fn bytes(&self) -> (usize, usize) {
         let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
         let core = self.gate.read();
-        (core.bytes() + streams, core.records.len())
+        (core.bytes() + streams, core.records.len() + core.unlooked())
     }
 
     /// Blocks of a stream on each of their planes, and all planes.
@@ -120,6 +120,7 @@ impl Index {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());
         };
+        drop(self.asked());
         let stream = stream.lock();
         let core = self.gate.read();
         let mut found = Vec::new();
@@ -143,7 +144,7 @@ impl Index {
         let stream = self.stream(source, rank)?;
         let stream = stream.lock();
         let core = self.gate.read();
-        stream.newest(&core, hash).map(|number| core.records.get(number).key)
+        stream.parent(&core, hash).map(|found| found.key)
     }
 
     /// The overlay in numbers.

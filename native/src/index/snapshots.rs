@@ -81,6 +81,7 @@ impl Index {
 
     /// Writes a snapshot, of these workers alone where some are given.
     pub fn save<W: Write>(&self, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
+        drop(self.asked());
         self.saving.fetch_add(1, Ordering::Relaxed);
         let saved = snapshot::save(self, out, workers);
         self.saving.fetch_sub(1, Ordering::Relaxed);

@@ -12,6 +12,7 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
 use crate::core::Secret;
+use crate::hashed;
 
 use super::super::slots::Slots;
 use super::NONE;
@@ -189,8 +190,6 @@ pub struct Stretches {
     secret: Secret,
 }
 
-/// Entries of a table whose room is kept, since chains come and go.
-const KEPT: usize = 448;
 /// What the allocator takes for each piece of memory, about.
 const PIECE_BYTES: usize = 16;
 
@@ -251,6 +250,12 @@ impl Stretches {
         }
         let found = self.table.find(self.secret.place(hash), |named| whole(named.0) == hash);
         found.map(|named| named.1)
+    }
+
+    /// Asks for what the removal of a hash needs.
+    #[inline]
+    pub fn prefetch(&self, hash: u64) {
+        hashed::prefetch(&self.table, self.secret.place(hash));
     }
 
     /// Takes the copy of a block in a manner of `plane`, and the block if it was the last of a stretch and nothing hangs there: the
@@ -339,6 +344,7 @@ impl Stretches {
     #[inline]
     fn enter(&mut self, number: u32, hashes: &[u64]) -> usize {
         let secret = self.secret;
+        hashed::reserve(&mut self.table, hashes.len(), |named| secret.place(whole(named.0)));
         for (at, &hash) in hashes.iter().enumerate() {
             let same = |named: &Named| whole(named.0) == hash;
             match self
@@ -370,20 +376,8 @@ impl Stretches {
 
     #[inline]
     fn shrink(&mut self) {
-        let (length, capacity) = (self.table.len(), self.table.capacity());
-        if length == 0 || (capacity > KEPT && length * 8 < capacity) {
-            self.shrink_to(length);
-        }
-    }
-
-    #[cold]
-    fn shrink_to(&mut self, length: usize) {
-        if length == 0 {
-            self.table = HashTable::new();
-        } else {
-            let secret = self.secret;
-            self.table.shrink_to(length * 2, |named| secret.place(whole(named.0)));
-        }
+        let secret = self.secret;
+        hashed::shrink(&mut self.table, |named| secret.place(whole(named.0)));
     }
 
     fn hang(&mut self, stretch: u32) {

@@ -1,0 +1,101 @@
+//! What `hashbrown`'s tables do not do of themselves: stay small, and have their entries asked for ahead.
+
+use hashbrown::HashTable;
+
+use crate::prefetch;
+
+/// Entries whose room stays, since they come and go.
+const STAYS: usize = 448;
+/// Room for each entry from which on there is to be less.
+const LOOSE: usize = 8;
+
+/// Asks for what a table has at the place of a hash: the first entry with the same tag, which nearly always is the one.
+#[inline]
+pub fn prefetch<T>(table: &HashTable<T>, place: u64) {
+    if let Some(found) = table.find(place, |_| true) {
+        prefetch::line(found);
+    }
+}
+
+/// Has room for `count` more.
+#[inline]
+pub fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
+    if table.capacity() - table.len() < count {
+        renew(table, count, place_of);
+    }
+}
+
+/// Makes a table anew: as large as it is, where it is only full of marks that entries have left which are gone. By itself it would
+/// become twice as large.
+#[cold]
+fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
+    let (needed, whole) = (table.len() + count, table.num_buckets() / 8 * 7);
+    let room = if needed * 4 <= whole * 3 {
+        whole
+    } else {
+        needed.max(whole + 1)
+    };
+    let mut fresh = HashTable::with_capacity(room);
+    for entry in table.drain() {
+        fresh.insert_unique(place_of(&entry), entry, &place_of);
+    }
+    *table = fresh;
+}
+
+/// Gives memory back that is not needed any more.
+#[inline]
+pub fn shrink<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
+    let (length, capacity) = (table.len(), table.capacity());
+    if length == 0 || (capacity > STAYS && length * LOOSE < capacity) {
+        shrink_to(table, length, place_of);
+    }
+}
+
+#[cold]
+fn shrink_to<T>(table: &mut HashTable<T>, length: usize, place_of: impl Fn(&T) -> u64) {
+    if length == 0 {
+        *table = HashTable::new();
+    } else {
+        table.shrink_to(length * 2, place_of);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place_of(value: &u64) -> u64 {
+        value.wrapping_mul(0x9E37_79B9_7F4A_7C15)
+    }
+
+    /// However many come and go, a table takes memory by what it has, nothing is lost, and with the last one all of it is given back.
+    #[test]
+    fn a_table_that_is_used_stays_small() {
+        let mut table: HashTable<u64> = HashTable::new();
+        for live in [100_u64, 5_000, 70_000, 9_000, 1] {
+            for value in 0..5 * live {
+                reserve(&mut table, 1, place_of);
+                table.insert_unique(place_of(&value), value, place_of);
+                if let Some(gone) = value.checked_sub(live) {
+                    let found = table.find_entry(place_of(&gone), |&other| other == gone);
+                    found.expect("it was put there").remove();
+                    shrink(&mut table, place_of);
+                }
+                // A place takes an entry and a tag; the rest is what vectors need.
+                assert!(
+                    table.allocation_size() <= table.len().max(STAYS) * 9 * 4 + 64,
+                    "{} {table:?}",
+                    table.len()
+                );
+            }
+            assert!((4 * live..5 * live).all(|value| table.find(place_of(&value), |&other| other == value).is_some()));
+            for value in 4 * live..5 * live {
+                let found = table.find_entry(place_of(&value), |&other| other == value);
+                found.expect("it was put there").remove();
+                shrink(&mut table, place_of);
+                assert!(table.allocation_size() <= table.len().max(STAYS) * 9 * (2 * LOOSE) + 64);
+            }
+            assert_eq!((table.len(), table.allocation_size()), (0, 0));
+        }
+    }
+}
