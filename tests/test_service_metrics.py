@@ -188,6 +188,24 @@ def test_requests_and_lookups_are_counted(service: Service) -> None:
         assert value(service, name, **wanted) == pytest.approx(count), name
 
 
+def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop counts them, and a scrape is answered in another thread."""
+    metrics = service.metrics
+    metrics.request("/query", 200, 0.0003)
+    statuses = iter(range(400, 500))
+
+    def interrupted(**told: object) -> str:
+        status = next(statuses)
+        metrics.request(f"/{status}", status, 0.0003)
+        return labels(**told)
+
+    monkeypatch.setattr("kvevents.service.metrics.labels", interrupted)
+    samples(service)
+    monkeypatch.undo()
+    assert len(metrics.requests) > 1
+    assert len([name for name, _ in samples(service) if name == "kvevents_http_requests_total"]) == len(metrics.requests)
+
+
 def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
     """`/v1/match_many` looks up in a thread of its own."""
 

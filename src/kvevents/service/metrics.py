@@ -84,7 +84,7 @@ class Metrics:
         ProcessCollector(registry=self._process)
         self._lock = threading.Lock()
         self.requests: dict[tuple[str, int], int] = {}
-        """By path and status."""
+        """By path and status. Copied to be read elsewhere than in the event loop, as `seconds` is: it grows meanwhile."""
         self.seconds: dict[str, Tally] = {}
         """By path, from a request's headers to its answer."""
         self.depth = Tally(_DEPTHS)
@@ -127,9 +127,9 @@ class Metrics:
         page.counter("kvevents_lookup_hits_total", "Of those, prompts of which somebody holds a beginning", {"": self.hits})
         depth = {"": self.depth}
         page.histogram("kvevents_hit_depth_ratio", "Share of a looked up prompt's tokens that the best worker holds", depth)
-        requests = {labels(path=path, status=status): count for (path, status), count in self.requests.items()}
+        requests = {labels(path=path, status=status): count for (path, status), count in dict(self.requests).items()}
         page.counter("kvevents_http_requests_total", "Requests by path and status", requests)
-        seconds = {labels(path=path): tally for path, tally in self.seconds.items()}
+        seconds = {labels(path=path): tally for path, tally in dict(self.seconds).items()}
         page.histogram("kvevents_http_request_duration_seconds", "From a request's headers to the end of its answer", seconds)
 
 
