@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 TURN_SECONDS: Final = 0.25
 """How long a turn waits for something to do; also how late a heartbeat can be."""
-TEND_SECONDS: Final = 0.01
+TEND_SECONDS: Final = 0.05
 """Between two looks at everything but batches while they come, and at most until trust that fell is told."""
 CLOSE_SECONDS: Final = 2.0
 """For consumers to get what was sent, when a relay ends."""
