@@ -6,16 +6,17 @@ import random
 from typing import Any
 
 import pytest
+from benchmarks.simulation.foretelling import WINDOWED, Foreteller, History, recorded
 
 from index_cases import Choices, Engine, Feed, Traffic, answer, blocks_of, count_of, namespace, tokens_of, waiting_of
 from index_keys import Scope, Worker
 from index_model import Oracle
-from kvevents.events import BlockStored, KVEvent
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.index import PrefixIndex
 from kvevents.recording import Stream, live_batches, recorded_streams
 from kvevents.stream import Batch, findings_of
 from kvevents.wire import decode_batch
-from wire_cases import CAPTURES, GOLDENS, Golden, batch_of, stored
+from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, stored
 
 WORKER: Worker = ("vllm", 0)
 STREAMS = recorded_streams(CAPTURES)
@@ -167,3 +168,34 @@ def test_every_request_of_a_dense_model_is_foretold() -> None:
     run = Run((None,))
     assert run.hits > 100
     assert run.wrong == run.wrong_if_dense == 0
+
+
+# --- vLLM's own block manager with sliding windows --------------------------------------------------------------------------
+
+
+HISTORIES = recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
+def test_every_request_at_vllm_with_sliding_windows_is_foretold(history: History) -> None:
+    """What vLLM 0.32.0's block manager published and then found of 200 prompts, while it evicted and was reset: each is
+    foretold to the token, where full attention alone promises too much of some."""
+    foreteller, oracle = Foreteller(), Oracle()
+    removed = cleared = 0
+    for seq, step in enumerate(history.steps):
+        foreteller.take(step)
+        if step.payload:
+            batch = decode_batch(step.payload).batch
+            oracle.apply(Batch(*WORKER, 0, seq, batch.ts, batch.events, False))
+            removed += sum(isinstance(event, BlockRemoved) for event in batch.events)
+            cleared += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
+    assert (foreteller.requests, foreteller.wrong) == (200, 0)
+    assert foreteller.hits > 80
+    assert foreteller.wrong_if_dense > 0
+    assert removed > 100
+    assert cleared > 0
+    assert blocks_of(foreteller.index, WORKER) == oracle.blocks(WORKER) != []
+
+
+def test_all_shapes_with_windows_are_recorded() -> None:
+    assert [history.shape for history in HISTORIES] == [shape.name for shape in WINDOWED]

@@ -6,17 +6,19 @@ import hashlib
 import os
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.engines import VLLM, at_hand
-from benchmarks.simulation import against_vllm
+from benchmarks.simulation import against_vllm, foretelling
 from benchmarks.simulation.comparing import Counts
 from benchmarks.simulation.histories import CASES, Case
 from benchmarks.simulation.vllm_blocks import FOREIGN, RealCache, modules, request
 
 from kvevents.sim.cache import PrefixCache
 from kvevents.sim.sequence import Sequence
+from wire_cases import DATA
 
 pytestmark = pytest.mark.skipif(
     at_hand(VLLM) is None, reason=f"the wheel of {VLLM.title} is not at hand; `python -m {against_vllm.__name__}` downloads it"
@@ -81,3 +83,16 @@ def test_the_real_cache_is_the_real_one() -> None:
     root = _sha256(os.environ.get("PYTHONHASHSEED", "vllm-none-hash"))
     digest = _sha256((root, (1, 2), (("cache_salt", "s"),)))
     assert (type(stored).__module__, stored.block_hashes) == (VLLM.module, [int.from_bytes(digest[-8:])])
+
+
+def test_the_recorded_histories_are_what_vllm_does(tmp_path: Path) -> None:
+    """`test_index_captures.py` foretells them without a wheel."""
+    foretelling.record(tmp_path / "again")
+    assert foretelling.recorded(tmp_path / "again") == foretelling.recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
+
+
+def test_every_request_is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert foretelling.main(["--histories", "2", "--seed", "1"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == len(foretelling.SHAPES)
+    assert all(", 0 foretold wrongly; " in line for line in told)
