@@ -133,7 +133,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prefix", default="", metavar="TOPIC", help="receive topics that begin with this only")
     parser.add_argument("--upstream-key", metavar="FILE", help="own CURVE keys towards the engine: a NAME.key_secret")
     parser.add_argument("--upstream-server-key", metavar="FILE|KEY", help="the engine's public key")
-    out = parser.add_argument_group("what consumers get")
+    _add_what_consumers_get(parser.add_argument_group("what consumers get"))
+    _add_what_lasts(parser.add_argument_group("what outlives the process"))
+    _add_what_operators_see(parser.add_argument_group("what operators see"))
+    logs.add_arguments(parser)
+
+
+def _add_what_consumers_get(out: options.Group) -> None:
     out.add_argument("--endpoint", type=options.endpoint, help="where to publish (default: tcp://127.0.0.1:6557)")
     out.add_argument(
         "--replay-endpoint",
@@ -162,18 +168,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--hwm", type=options.count, metavar="N", help="batches that a slow consumer may be behind (default: 100000)"
     )
     options.add_keys(out)
-    kept = parser.add_argument_group("what outlives the process")
+
+
+def _add_what_lasts(kept: options.Group) -> None:
     kept.add_argument("--journal", metavar="FOLDER", help="where; without it a restart begins anew")
     kept.add_argument(
         "--fsync",
         choices=("always", "interval", "never"),
         help="when the disk must have what was written, should the machine lose its power (default: interval, 1 s)",
     )
-    seen = parser.add_argument_group("what operators see")
+
+
+def _add_what_operators_see(seen: options.Group) -> None:
     seen.add_argument("--metrics-port", type=port, metavar="PORT", help="where Prometheus may scrape (default: nowhere)")
     seen.add_argument("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="at which address (default: 127.0.0.1)")
     seen.add_argument("--seconds", type=options.seconds, metavar="S", help="end after S seconds")
-    logs.add_arguments(parser)
 
 
 COMMAND: Final = Command(
