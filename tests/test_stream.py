@@ -74,6 +74,11 @@ class Wire:
         self.now += seconds
         self.stream.tick(self.now)
 
+    def until_due(self) -> None:
+        deadline = self.stream.deadline()
+        assert deadline is not None
+        self.later(deadline - self.now)
+
     def confirm(self, life: int = 0) -> None:
         """Repeat the live batch that is asked back since replayed ones came before it."""
         start = self.asked()
@@ -831,6 +836,9 @@ def test_a_run_that_was_read_before_the_connection_was_lost_waits_for_the_verdic
     wire.stream.connected(1.0)
     wire.stream.ask(1.0)
     wire.stream.receive_replay(replayed(3), 1.0)
+    assert wire.stream.deliveries() == []
+    for seq in (4, 5):
+        wire.stream.receive_replay(replayed(seq), 1.0)
     assert [batch.seq for batch in wire.stream.deliveries() if isinstance(batch, RawBatch)] == [4, 5]
 
 
@@ -1261,3 +1269,134 @@ def test_ranks_count_ports_up_and_share_a_name() -> None:
         ("tcp://engine:5558", "tcp://engine:5601", "tcp://engine:5557", 1),
         ("tcp://engine:5559", "tcp://engine:5602", "tcp://engine:5557", 2),
     ]
+
+
+# --- lives that begin alike -------------------------------------------------------------------------------------------------
+
+
+def numbered(seq: int, content: int) -> list[bytes]:
+    """A replayed batch, in a life that counts other things before it than the first one did."""
+    return replay_batch_frames(TOPIC, seq, payload(content))
+
+
+def reconnected_behind_a_hole() -> Wire:
+    """0 to 4 were delivered, 3 of them by replay behind the live 2; the connection was lost before that was confirmed."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(END)
+    wire.feed(live(0), live(1), live(2), live(4))
+    assert wire.asked() == 3
+    wire.answer(replayed(3))
+    assert wire.taken() == ["b0", "b1", "b2", "r3", "b4"]
+    wire.stream.disconnected()
+    wire.stream.connected(wire.now)
+    assert wire.asked() == 2, "live, and before what was replayed"
+    return wire
+
+
+def test_a_life_that_is_the_same_up_to_the_newest_batch_goes_on() -> None:
+    wire = reconnected_behind_a_hole()
+    wire.answer(replayed(2), replayed(3))
+    assert wire.stream.trust == Trust.REPLAYING, "the newest has not come"
+    wire.answer(replayed(4), replayed(5), END)
+    assert wire.taken() == ["r5"]
+
+
+def test_a_life_that_is_the_same_up_to_an_older_batch_only_is_another_one() -> None:
+    """A relay without a journal that was killed tells the same batches again, and its heartbeats stand elsewhere: some numbers
+    mean what they meant, and behind a heartbeat more or less none do."""
+    wire = reconnected_behind_a_hole()
+    wire.answer(replayed(2), numbered(3, 100), numbered(4, 3), numbered(5, 4), END)
+    assert wire.taken() == ["R1"]
+    assert wire.asked() == 0
+    assert wire.stream.trust == Trust.REPLAYING
+
+
+def test_an_answer_without_the_newest_batch_is_asked_for_again_from_there() -> None:
+    wire = reconnected_behind_a_hole()
+    wire.answer(replayed(2), replayed(3), END)
+    assert wire.asked() == 4
+    wire.answer(numbered(4, 3), END)
+    assert wire.taken() == ["R1"]
+
+
+@pytest.mark.parametrize(("newest", "delivered"), [(4, []), (100, ["R1"])], ids=["the same", "another"])
+def test_a_life_that_could_not_be_proven_at_once_is_proven_by_both_batches(newest: int, delivered: list[str]) -> None:
+    """Replay is mute after the reconnect. Once it answers, the batch that is newer than what is asked back counts too."""
+    wire = reconnected_behind_a_hole()
+    while Doubt.IDENTITY not in wire.stream.doubts:
+        wire.until_due()
+        wire.asked()
+    wire.feed(live(5))
+    assert wire.taken() == ["b5"]
+    assert wire.asked() == 5, "a live batch behind replayed ones"
+    wire.answer(replayed(5), END)
+    assert Doubt.IDENTITY in wire.stream.doubts
+    while (start := wire.asked()) is None:
+        wire.until_due()
+    assert start == 2
+    wire.answer(replayed(2), replayed(3), numbered(4, newest), replayed(5), END)
+    assert wire.taken() == delivered
+    assert Doubt.IDENTITY not in wire.stream.doubts
+
+
+def reconnected_with_frames_unread() -> Wire:
+    """0 to 2 were delivered; 3 to 6 came over the connection that was lost, and were read behind the news of that."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    assert wire.asked() == 0
+    wire.answer(END)
+    wire.feed(live(0), live(1), live(2))
+    wire.stream.disconnected()
+    wire.feed(live(3), live(4), live(5), live(6))
+    wire.stream.connected(wire.now)
+    assert wire.asked() == 2
+    assert wire.taken() == ["b0", "b1", "b2"]
+    return wire
+
+
+def test_frames_that_waited_are_delivered_once_the_answer_has_repeated_them() -> None:
+    wire = reconnected_with_frames_unread()
+    wire.answer(replayed(2), replayed(3), replayed(4), replayed(5))
+    assert wire.taken() == []
+    wire.answer(replayed(6), END)
+    assert wire.taken() == ["b3", "b4", "b5", "b6"]
+    assert wire.stream.trust == Trust.EXACT
+
+
+def test_of_the_frames_that_waited_an_answer_may_have_lost_some() -> None:
+    """The newest has to come; it is asked for, since the first of an answer is never lost."""
+    wire = reconnected_with_frames_unread()
+    wire.answer(replayed(2), replayed(4), END)
+    assert wire.asked() == 5
+    wire.answer(replayed(5), replayed(7), END)
+    assert wire.asked() == 6
+    wire.answer(replayed(6), END)
+    assert wire.taken() == ["b3", "b4", "b5", "b6"]
+
+
+@pytest.mark.parametrize("alike", range(3, 7))
+def test_frames_that_waited_and_are_of_a_life_that_was_like_this_one_are_dropped(alike: int) -> None:
+    """Up to some number both lives say the same; wherever they part, nothing of the old one is delivered as the new one's."""
+    wire = reconnected_with_frames_unread()
+    wire.answer(
+        *map(replayed, range(2, alike)), numbered(alike, 100), *(numbered(seq, seq - 1) for seq in range(alike + 1, 9)), END
+    )
+    assert wire.taken() == ["R1"]
+    assert wire.asked() == 0
+
+
+def test_where_replay_is_mute_the_newest_frame_that_waited_is_what_proves_the_life_later() -> None:
+    for newest, delivered in ((6, []), (100, ["R1"])):
+        wire = reconnected_with_frames_unread()
+        while Doubt.IDENTITY not in wire.stream.doubts:
+            wire.until_due()
+            wire.asked()
+        assert wire.taken() == ["b3", "b4", "b5", "b6"]
+        while (start := wire.asked()) is None:
+            wire.until_due()
+        assert start == 2
+        wire.answer(*map(replayed, range(2, 6)), numbered(6, newest), END)
+        assert wire.taken() == delivered
+        assert Doubt.IDENTITY not in wire.stream.doubts

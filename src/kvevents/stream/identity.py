@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.state import Anchor
 from kvevents.wire import Live
@@ -37,6 +39,16 @@ class Suspects:
         """Those that wait are of the connection before."""
         self._old = len(self._frames)
 
+    @property
+    def newest_old(self) -> Live | None:
+        """The last that came before the reconnect."""
+        return self._frames[self._old - 1] if self._old else None
+
+    def old_behind(self, seq: int) -> Live | None:
+        """Of those that came before the reconnect the first one behind this number."""
+        at = bisect_right(self._frames, seq, hi=self._old, key=_number)
+        return self._frames[at] if at < self._old else None
+
     def take(self) -> list[Live]:
         """All of them; none waits any more."""
         frames, self._frames = self._frames, []
@@ -47,6 +59,10 @@ class Suspects:
         """How many were of the connection before, which are dropped, and the others."""
         old = self._old
         return old, self.take()[old:]
+
+
+def _number(live: Live) -> int:
+    return live.seq
 
 
 class Evidence:

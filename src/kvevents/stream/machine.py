@@ -10,6 +10,8 @@ three things are kept apart:
 - **Order.** `_expected` is the only number that may be delivered next. Whatever comes early waits in `_pending`.
 - **Identity.** A number and its payload together identify a life: the newest batch delivered is the *anchor* that a
   replay must repeat byte for byte. A different payload under a known number means another life.
+  A life may be like the one before up to some number, though. So after a reconnect replay must also repeat what is newer than
+  the anchor and came before: the newest batch that was delivered, and each frame that waits (`_to_be_proven`).
 - **Evidence.** Replay may be answered by the next life while the last frames of the one before still wait here. So where live
   batches follow replayed ones, the stream is not exact before replay has repeated one of the live ones (`identity.py`).
 - **Completeness.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
@@ -136,6 +138,8 @@ class Stream(Generic[B]):
         self._last_payload = b""
         self._last_was_live = False
         self._anchor: Anchor | None = None
+        self._newest_before: Anchor | None = None
+        """The newest batch before the reconnect that `_anchor` is to prove, where that is an older one."""
         self._evidence = Evidence()
         self._recent = Recent(self._limits)
         self._emitted = False
@@ -259,6 +263,7 @@ class Stream(Generic[B]):
             self.disconnected()
             self.counters.reconnects += 1
             self._suspects.reconnected()
+        self._newest_before = self._last()
         anchor = self._anchor = self._anchor or self._evidence.before or self._last()
         if restored and anchor is None:
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
@@ -641,6 +646,11 @@ class Stream(Generic[B]):
         ask.useless += 1
         if ask.anchor is not None:
             # Until the anchor has come, nothing says whose batches these are.
+            if reply.seq > ask.anchor.seq > self._last_seq:
+                # This one was lost, or is gone: the next one that waits will do.
+                waiting = self._suspects.old_behind(reply.seq - 1)
+                if waiting is not None and waiting.seq == reply.seq:
+                    self._anchor = ask.anchor = Anchor(waiting.seq, waiting.payload, live=True)
             if reply.seq == ask.anchor.seq:
                 self._compare_anchor(ask, ask.anchor, reply)
             elif reply.seq > ask.anchor.seq:
@@ -677,10 +687,17 @@ class Stream(Generic[B]):
                 self._contradicted(reason)
             return
         self._brought(ask)
+        if anchor.live:
+            self._confirmed()
+            ask.proven = True
+        if anchor == self._anchor and (following := self._to_be_proven(anchor)) is not None:
+            self._anchor = ask.anchor = following
+            ask.fruitless = 0
+            return
         ask.anchor = None
         if anchor == self._anchor:
             # Any other one says nothing of the life before a reconnect.
-            self._anchor = None
+            self._anchor = self._newest_before = None
             self._doubts.discard(Doubt.IDENTITY)
         if anchor.seq == self._last_seq:
             # Of a restored one only the digest was known.
@@ -688,12 +705,21 @@ class Stream(Generic[B]):
         ask.expected_before = self._expected
         ask.fruitless = 0
         ask.beyond = False
-        if anchor.live:
-            self._confirmed()
-            ask.proven = True
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.CATCHING_UP)
             self._admit_suspects()
+
+    def _to_be_proven(self, anchor: Anchor) -> Anchor | None:
+        """What else of before a reconnect the answer must repeat, behind an anchor that it has repeated.
+
+        A life may be like another one up to some number only: a relay that was killed, and has no journal, tells the same
+        batches again, and heartbeats elsewhere. So the newest batch that was delivered counts, and each one that waits.
+        """
+        newest = self._newest_before
+        if newest is not None and newest.seq > anchor.seq:
+            return newest
+        waiting = self._suspects.old_behind(anchor.seq) if self.phase is Phase.VERIFYING else None
+        return None if waiting is None else Anchor(waiting.seq, waiting.payload, live=True)
 
     def _accept_replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         seq, payload = reply.seq, reply.payload
@@ -773,12 +799,14 @@ class Stream(Generic[B]):
             # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
             self._ask = None
             if anchor == self._anchor:
-                self._anchor = None
+                self._anchor = self._newest_before = None
 
     def _unproven(self) -> None:
         self._ask = None
         self._doubt(Doubt.IDENTITY)
         if self.phase is Phase.VERIFYING:
+            if (newest := self._suspects.newest_old) is not None:
+                self._newest_before = Anchor(newest.seq, newest.payload, live=True)
             self._enter(Phase.FOLLOWING)
             self._admit_suspects()
         if self._expected <= self._newest and self._ask is None:
