@@ -1400,3 +1400,63 @@ def test_where_replay_is_mute_the_newest_frame_that_waited_is_what_proves_the_li
         wire.answer(*map(replayed, range(2, 6)), numbered(6, newest), END)
         assert wire.taken() == delivered
         assert Doubt.IDENTITY not in wire.stream.doubts
+
+
+def life_with(marks: set[int], name: int) -> list[bytes]:
+    """Batches 0 to 19, and before some of them a mark of this life's own: what a relay tells, and its heartbeats."""
+    told: list[bytes] = []
+    for content in range(20):
+        if content in marks:
+            told.append(payload(content, life=name))
+        told.append(payload(content))
+    return told
+
+
+MARKS = st.sets(st.integers(0, 19), max_size=4)
+PLACES = st.sets(st.integers(0, 23), max_size=5)
+
+
+@given(MARKS, MARKS, st.integers(1, 20), st.integers(0, 20), PLACES, PLACES, st.booleans())
+def test_whatever_two_lives_have_in_common_no_batch_is_lost_or_comes_twice(
+    old_marks: set[int], new_marks: set[int], read: int, unread: int, holes: set[int], lost: set[int], confirmed: bool
+) -> None:
+    """Some batches of a life were read, others waited when it ended; the next one tells the same, with its marks elsewhere, and
+    its answers lose messages. Whatever is delivered as one life, every batch is in it once and in order."""
+    old, new = life_with(old_marks, 1), life_with(new_marks, 2)
+    wire = Wire()
+    by_life: list[list[bytes]] = [[]]
+
+    def take() -> None:
+        for delivery in wire.stream.deliveries():
+            if isinstance(delivery, Reset):
+                by_life.append([])
+            else:
+                assert isinstance(delivery, Batch)
+                by_life[-1].append(delivery.payload)
+
+    def serve(life: list[bytes], lost: set[int]) -> None:
+        start = wire.asked()
+        if start is not None:
+            sent = [seq for seq in range(start, len(life)) if seq == start or seq not in lost]
+            wire.answer(*(replay_batch_frames(TOPIC, seq, life[seq]) for seq in sent), END)
+        take()
+
+    wire.stream.connected(0.0)
+    serve([], set())
+    for seq in range(read):
+        if seq not in holes or seq == read - 1:
+            wire.feed(live_frames(TOPIC, seq, old[seq]))
+            if confirmed:
+                serve(old[: seq + 1], set())
+    serve(old[:read], set())
+    wire.stream.disconnected()
+    wire.feed(*(live_frames(TOPIC, seq, old[seq]) for seq in range(read, min(read + unread, len(old)))))
+    wire.stream.connected(0.0)
+    for _ in range(40):
+        serve(new, lost)
+        if not wire.stream.asking:
+            wire.until_due()
+    batches = list(map(payload, range(20)))
+    for told in by_life:
+        of_both = [each for each in told if each in batches]
+        assert of_both == batches[: len(of_both)]
