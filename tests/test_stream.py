@@ -1360,6 +1360,7 @@ def test_frames_that_waited_are_delivered_once_the_answer_has_repeated_them() ->
     wire = reconnected_with_frames_unread()
     wire.answer(replayed(2), replayed(3), replayed(4), replayed(5))
     assert wire.taken() == []
+    assert wire.stream.standing().checkpoint("engine", 3).last_seq == 2, "what waits is in no checkpoint"
     wire.answer(replayed(6), END)
     assert wire.taken() == ["b3", "b4", "b5", "b6"]
     assert wire.stream.trust == Trust.EXACT

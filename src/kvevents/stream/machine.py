@@ -646,11 +646,11 @@ class Stream(Generic[B]):
         ask.useless += 1
         if ask.anchor is not None:
             # Until the anchor has come, nothing says whose batches these are.
-            if reply.seq > ask.anchor.seq > self._last_seq:
+            if ask.reunites and reply.seq > ask.anchor.seq > self._last_seq:
                 # This one was lost, or is gone: the next one that waits will do.
                 waiting = self._suspects.old_behind(reply.seq - 1)
                 if waiting is not None and waiting.seq == reply.seq:
-                    self._anchor = ask.anchor = Anchor(waiting.seq, waiting.payload, live=True)
+                    ask.anchor = Anchor(waiting.seq, waiting.payload, live=True)
             if reply.seq == ask.anchor.seq:
                 self._compare_anchor(ask, ask.anchor, reply)
             elif reply.seq > ask.anchor.seq:
@@ -690,12 +690,13 @@ class Stream(Generic[B]):
         if anchor.live:
             self._confirmed()
             ask.proven = True
-        if anchor == self._anchor and (following := self._to_be_proven(anchor)) is not None:
-            self._anchor = ask.anchor = following
+        ask.reunites |= anchor == self._anchor
+        if ask.reunites and (following := self._to_be_proven(anchor)) is not None:
+            ask.anchor = following
             ask.fruitless = 0
             return
         ask.anchor = None
-        if anchor == self._anchor:
+        if ask.reunites:
             # Any other one says nothing of the life before a reconnect.
             self._anchor = self._newest_before = None
             self._doubts.discard(Doubt.IDENTITY)
@@ -772,6 +773,7 @@ class Stream(Generic[B]):
         start = self._expected if ask.anchor is None else ask.anchor.seq
         again = OpenAsk(start, ask.anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless)
         again.beyond = ask.beyond and ask.anchor is not None
+        again.reunites = ask.reunites
         self._ask = again
 
     def _anchor_missing(self, ask: OpenAsk, anchor: Anchor) -> None:
@@ -798,7 +800,7 @@ class Stream(Generic[B]):
             # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one. What one from
             # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
             self._ask = None
-            if anchor == self._anchor:
+            if ask.reunites or anchor == self._anchor:
                 self._anchor = self._newest_before = None
 
     def _unproven(self) -> None:

@@ -93,6 +93,8 @@ class OpenAsk:
     expected_before: int = 0
     first: bool = True
     """Whether the next batch is the first of its answer: the one that no engine drops."""
+    reunites: bool = False
+    """Whether the anchor from before a reconnect has come, and what else was there before is to come behind it."""
     proven: bool = False
     """Whether this answer began with a batch that had come live: then what it brings is of the same life."""
     beyond: bool = False
