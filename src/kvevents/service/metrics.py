@@ -84,7 +84,7 @@ class Metrics:
         ProcessCollector(registry=self._process)
         self._lock = threading.Lock()
         self.requests: dict[tuple[str, int], int] = {}
-        """By path and status. Copied to be read elsewhere than in the event loop, as `seconds` is: it grows meanwhile."""
+        """By path and status. This and `seconds` grow in the event loop: any other thread reads copies."""
         self.seconds: dict[str, Tally] = {}
         """By path, from a request's headers to its answer."""
         self.depth = Tally(_DEPTHS)

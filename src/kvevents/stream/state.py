@@ -60,7 +60,7 @@ class Ask(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """A delivered batch by which a life is recognised."""
+    """A batch by which a life is recognised: a delivered one, or one that waits for that."""
 
     seq: int
     payload: bytes
