@@ -38,6 +38,7 @@ def doctor(tape: TapePlayer, *args: object) -> dict[str, dict[str, str]]:
 
 def findings(ended: Ended) -> dict[str, dict[str, str]]:
     """Findings by check, of several the worst; the exit code must agree with them."""
+    assert ended.out, ended
     report = json.loads(ended.out)
     order = ["ok", "warn", "fail"]
     found: dict[str, dict[str, str]] = {}

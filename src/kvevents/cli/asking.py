@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Final
@@ -85,12 +85,18 @@ def first_to_answer(endpoints: Sequence[str], timeout: float = LOOKUP_SECONDS, c
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-            socket.send_multipart(replay_request_frames(BEYOND_ALL))
+            _request(socket, BEYOND_ALL)
         until = time.monotonic() + timeout
         while endpoints[0] not in answered and (left := until - time.monotonic()) > 0:
             for socket, _ in poller.poll(ceil(1000 * left)):
                 answered |= {names[socket]} if _is_answer(socket.recv_multipart()) else set()
     return next((endpoint for endpoint in endpoints if endpoint in answered), None)
+
+
+def _request(socket: Dealer, start: int) -> None:
+    # A peer that has broken the protocol by now takes nothing any more, and answers nothing.
+    with suppress(zmq.Again):
+        socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
 
 
 def _is_answer(frames: list[bytes]) -> bool:
@@ -101,7 +107,7 @@ def ask(endpoint: str, start: int, *, silence: float, seconds: float, curve: Cur
     """What `endpoint` answers to one request, up to the end marker, `silence` seconds without a message, or `seconds`."""
     reply = Reply(start)
     with dealers([endpoint], curve) as (socket,):
-        socket.send_multipart(replay_request_frames(start))
+        _request(socket, start)
         until = time.monotonic() + seconds
         for _ in range(MAX_REPLY_MESSAGES):
             wait = min(silence, until - time.monotonic())

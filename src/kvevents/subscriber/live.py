@@ -14,6 +14,7 @@ from kvevents.subscriber.sockets import Sockets, attach, drop, watch
 
 _UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN: Final = zmq.Event.DISCONNECTED
+_RETRIED: Final = zmq.Event.CONNECT_RETRIED
 
 
 class Live(Protocol):
@@ -44,6 +45,7 @@ class ZmqLive:
         self._ever_up = False
         self._announce = 0
         self._pumped_at: float | None = None
+        self._reopen_at: float | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._subscribe()
 
@@ -51,7 +53,7 @@ class ZmqLive:
         source, selector = self._source, self._selector
         self._sub = self._sockets.open(zmq.SUB, source.endpoint)
         try:
-            self._monitor = self._sub.get_monitor_socket(_UP | _DOWN)
+            self._monitor = self._sub.get_monitor_socket(_UP | _DOWN | _RETRIED)
             self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
             self._sub.subscribe(source.topic.encode())
             watch(selector, self._sub, self._link)
@@ -62,8 +64,8 @@ class ZmqLive:
             raise
 
     def deadline(self) -> float | None:
-        """None: libzmq keeps time itself."""
-        return None
+        """When a connection that libzmq has given up is to be made anew; all else libzmq keeps time of itself."""
+        return self._reopen_at
 
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`."""
@@ -85,10 +87,11 @@ class ZmqLive:
             stream.connected(now)
             changes = changes[changes.index(_UP) + 1 :] if _UP in changes else changes
         for change in changes:
+            self._reopen_at = self._unless_retried(now) if change == _DOWN else None
             if change == _DOWN:
                 stream.disconnected()
                 self._announce = 0
-            else:
+            elif change == _UP:
                 self._announce = self._options.receive_hwm + 1
         if payloads:
             stream.receive_run(payloads, now)
@@ -96,6 +99,8 @@ class ZmqLive:
             stream.receive_live(frames, now)
         if self._announce:
             self._announce_when_drained(stream, now, len(payloads) + len(messages), drained=drained)
+        if drained and self._reopen_at is not None and now >= self._reopen_at:
+            self._renew()
         return not drained
 
     def _begin_again(self, stream: Stream[Any]) -> None:
@@ -104,10 +109,21 @@ class ZmqLive:
         If it was full, its pongs waited behind the messages, and libzmq 4.3.5 ends the process when such a socket is read (its
         issues 3596 and 3937).
         """
-        self.close()
-        self._subscribe()
+        self._renew()
         stream.disconnected()
         self._announce = 0
+
+    def _unless_retried(self, now: float) -> float | None:
+        """When to connect anew unless libzmq says that it does.
+
+        It never does after a peer broke the protocol (another kind of socket, other keys, too large a message).
+        """
+        return None if self._source.bind else now + self._options.reconnect_max_ms / 1000
+
+    def _renew(self) -> None:
+        self._reopen_at = None
+        self.close()
+        self._subscribe()
 
     def _announce_when_drained(self, stream: Stream[Any], now: float, count: int, *, drained: bool) -> None:
         """`connected` comes after every message of the old connection; those are at most what the socket can hold."""

@@ -121,7 +121,7 @@ class ZmqLink:
         return not drained
 
     def send(self, ask: Ask) -> None:
-        """Send a replay request."""
+        """Send a replay request. One that cannot be sent is one that is not answered: the stream asks again."""
         if ask.fresh:
             self.end_replay()
         if self._replay is None and self._source.replay_endpoint is not None:
@@ -131,7 +131,11 @@ class ZmqLink:
             watch(self._selector, self._replay, self)
             attach(self._replay, self._source.replay_endpoint, bind=False)
         if self._replay is not None:
-            self._replay.send_multipart(replay_request_frames(ask.start), zmq.DONTWAIT)
+            try:
+                self._replay.send_multipart(replay_request_frames(ask.start), zmq.DONTWAIT)
+            except zmq.Again:
+                # libzmq never connects again to a peer that broke the protocol, as one that is no replay endpoint does.
+                self.end_replay()
 
     def end_replay(self) -> None:
         """Close the DEALER."""
