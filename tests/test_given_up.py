@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import zmq
 
 from kvevents.cli.asking import _request as request
 from kvevents.cli.asking import ask, dealers, first_to_answer
+from kvevents.events import KVEventBatch
+from kvevents.publisher import ZmqEventPublisher, connecting
 from kvevents.stream import Ask, Batch, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.wire import zmtp
-from test_subscriber_direct import DEADLINE, LIMITS, OPTIONS, PUB, Line, Peer, batch, peer, transport
+from test_subscriber_direct import DEADLINE, LIMITS, OPTIONS, PUB, Line, Peer, batch, peer
 
 __all__ = ["peer"]
 
@@ -69,32 +74,32 @@ def no_introduction(line: Line) -> None:
     assert line.is_closed()
 
 
-@pytest.fixture
-def libzmqs() -> Iterator[ZmqTransport]:
+@contextmanager
+def libzmqs(reconnect_max_ms: int = OPTIONS.reconnect_max_ms) -> Iterator[ZmqTransport]:
     """A transport whose live connections are libzmq's, as those with keys, to names and over IPC are."""
-    options = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__} | {"max_message_bytes": _MAX}
     with zmq.Context() as context:
-        yield ZmqTransport(context, type(OPTIONS)(**options))
+        yield ZmqTransport(context, replace(OPTIONS, max_message_bytes=_MAX, reconnect_max_ms=reconnect_max_ms))
 
 
 @pytest.mark.parametrize("breaks", [another_socket, other_keys, too_much, no_introduction])
 def test_who_comes_after_a_peer_that_broke_the_protocol_is_heard(
-    breaks: Callable[[Line], None], peer: Callable[..., Peer], libzmqs: ZmqTransport
+    breaks: Callable[[Line], None], peer: Callable[..., Peer]
 ) -> None:
     """Twice, so that the new connection is known to be looked after as the first one was."""
     end = time.monotonic() + DEADLINE
     source = Source(peer(breaks, breaks, publishes).endpoint, topic="kv")
-    with Subscriber(source, limits=LIMITS, transport=libzmqs) as subscriber:
+    with libzmqs() as transport, Subscriber(source, limits=LIMITS, transport=transport) as subscriber:
         while not isinstance(found := subscriber.receive(timeout=0.1), Batch):
             assert time.monotonic() < end, (found, subscriber.statuses())
         assert found.seq == 7
 
 
-def test_a_peer_that_only_closes_is_left_to_libzmq(peer: Callable[..., Peer], libzmqs: ZmqTransport) -> None:
+def test_a_peer_that_only_closes_is_left_to_libzmq(peer: Callable[..., Peer]) -> None:
     """It connects again by itself, and says so: nothing has to be made anew."""
     source = Source(peer(closes, publishes).endpoint, topic="kv")
-    with Subscriber(source, limits=LIMITS, transport=libzmqs) as subscriber:
-        (link,) = libzmqs._links
+    long = int(DEADLINE * 1000)
+    with libzmqs(reconnect_max_ms=long) as transport, Subscriber(source, limits=LIMITS, transport=transport) as subscriber:
+        (link,) = transport._links
         socket = link._live._sub  # type: ignore[attr-defined]
         end = time.monotonic() + DEADLINE
         while not isinstance(subscriber.receive(timeout=0.1), Batch):
@@ -112,7 +117,7 @@ def no_replay_endpoint(line: Line) -> None:
 def test_a_replay_request_that_cannot_be_sent_is_made_on_another_connection(peer: Callable[..., Peer]) -> None:
     """A DEALER whose connection is given up takes nothing more, at once or ever."""
     asked = peer(no_replay_endpoint, Line.stays)
-    made = transport()
+    made = ZmqTransport(options=OPTIONS)
     link = made.open(Source("tcp://127.0.0.1:1", asked.endpoint))
     try:
         link.send(Ask(0, fresh=True))
@@ -136,3 +141,28 @@ def test_asking_a_peer_that_has_broken_the_protocol_waits_for_nothing(peer: Call
     endpoint = peer(no_replay_endpoint, no_replay_endpoint).endpoint
     assert not ask(endpoint, 0, silence=0.1, seconds=1).answered
     assert first_to_answer([endpoint], timeout=0.1) is None
+
+
+def test_a_publisher_that_connects_comes_back_to_who_listens(
+    peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that connects to a router outlives whatever listened at the router's address before."""
+    monkeypatch.setattr(connecting, "CONNECT_ANEW_SECONDS", 0.05)
+    heard = threading.Event()
+
+    def router(line: Line) -> None:
+        introduces(line, zmtp.READY)
+        line.send(zmtp.command(b"SUBSCRIBE", b""))
+        assert line.read(1)
+        heard.set()
+        line.stays()
+
+    endpoint = peer(another_socket, another_socket, router).endpoint
+    publisher = ZmqEventPublisher(endpoint=endpoint, bind=False)
+    try:
+        end = time.monotonic() + DEADLINE
+        while not heard.wait(0.02):
+            assert time.monotonic() < end, publisher.stats()
+            publisher.publish(KVEventBatch(0.0, []))
+    finally:
+        publisher.shutdown(0)

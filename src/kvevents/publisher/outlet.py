@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, Final, Protocol, cast
 
 import zmq
@@ -11,6 +12,7 @@ import zmq.backend
 from kvevents.admission import Admission
 from kvevents.bulk import FRAMES, bulk
 from kvevents.publisher import sockets
+from kvevents.publisher.connecting import Connecting
 from kvevents.publisher.kept import Numbered
 
 _SUBSCRIPTIONS_AT_ONCE: Final = 1000
@@ -71,7 +73,8 @@ class ZmqOutlet:
             socket.set_hwm(hwm)
             socket.affinity = affinity
             socket.xpub_verboser = True
-            self.bound = (sockets.bind if bind else sockets.connect)(socket, endpoint, "event")
+            self._connecting = None if bind else Connecting(socket, endpoint, "event")
+            self.bound = sockets.bind(socket, endpoint, "event") if bind else endpoint
             self._socket = socket
         self._bulk = bulk()
         # The backend's own send: pyzmq's send_multipart costs six times as much for three frames.
@@ -97,6 +100,8 @@ class ZmqOutlet:
 
     def look_around(self) -> None:
         """Of `Outlet`."""
+        if self._connecting is not None:
+            self._connecting.look_after(monotonic())
         for _ in range(_SUBSCRIPTIONS_AT_ONCE):
             if not cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
@@ -104,6 +109,8 @@ class ZmqOutlet:
 
     def end(self, deadline: float | None) -> float:
         """Of `Outlet`."""
+        if self._connecting is not None:
+            self._connecting.close()
         return sockets.close_by(self._socket, deadline)
 
     def join(self) -> bool:

@@ -72,10 +72,9 @@ def bind(socket: Socket, endpoint: str, what: str) -> str:
     return cast("bytes", socket.get(zmq.LAST_ENDPOINT)).partition(b"\0")[0].decode()
 
 
-def connect(socket: Socket, endpoint: str, what: str) -> str:
-    """Connect and return the endpoint. Raises `EndpointError`."""
+def connect(socket: Socket, endpoint: str, what: str) -> None:
+    """Connect. Raises `EndpointError`."""
     _attempt(socket.connect, endpoint, f"cannot connect the {what} socket to {endpoint}")
-    return endpoint
 
 
 def listening(address: tuple[str, int], endpoint: str, what: str) -> plain.socket:
