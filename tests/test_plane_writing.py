@@ -126,7 +126,7 @@ def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
     # It is followed anew from where the log stands, which the checkpoint makes its publisher prove.
     resume = two.ledger.start(KEY, "b").resume
     assert resume is not None
-    assert resume.anchor == Fingerprint(0, digest_of(b"this life"), live=True)
+    assert resume.anchors == (Fingerprint(0, digest_of(b"this life"), live=True),)
     two.anchor(KEY)
     two.offer(Renewed(*KEY, 1, "another life"))
     two.offer(batched(0, b"that life", 1))
@@ -547,8 +547,9 @@ class Watcher:
         if checkpoint is None:
             return
         self.incarnation = checkpoint.incarnation
-        anchor = checkpoint.anchor
-        if anchor is not None and anchor.seq < len(self.life) and digest_of(self.life[anchor.seq]) == anchor.digest:
+        anchors = checkpoint.anchors
+        held = [each.seq < len(self.life) and digest_of(self.life[each.seq]) == each.digest for each in anchors]
+        if held and all(held):
             self.handed = checkpoint.last_seq + 1
             return
         self.incarnation += 1

@@ -28,6 +28,8 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
 )
+from kvevents.stream.identity import MAX_ANCHORS
+from kvevents.stream.state import digest_of
 from kvevents.wire import Rejected, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
@@ -1090,7 +1092,7 @@ def test_an_unproven_life_is_not_proven_by_its_own_batches(checkpoint: Checkpoin
     assert wire.taken() == ["b3"]
     again = kept(wire.stream)
     assert (again.last_seq, again.doubts) == (3, {"IDENTITY": 2})
-    assert again.anchor == checkpoint.anchor
+    assert again.anchors == (*checkpoint.anchors, Fingerprint(3, digest_of(payload(3, life=1)), live=True))
     later = resumed(again)
     assert later.asked() == 2
     later.answer(replayed(2, life=1))
@@ -1179,9 +1181,11 @@ ANCHOR = Fingerprint(5, bytes(32), live=True)
         ({"last_seq": 2**48}, "<= 281474976710655"),
         ({"last_seq": 1e300}, "got `float`"),
         ({"last_seq": 4}, "anchor is number 5, but it ends with 4"),
-        ({"anchor": {"seq": 5, "digest": "AAAA", "live": True}}, "length >= 32"),
-        ({"anchor": {"seq": 5, "digest": "?" * 43 + "=", "live": True}}, "base64"),
-        ({"anchor": {"seq": 5}}, "required field `digest`"),
+        ({"anchors": [{"seq": 5, "digest": "AAAA", "live": True}]}, "length >= 32"),
+        ({"anchors": [{"seq": 5, "digest": "?" * 43 + "=", "live": True}]}, "base64"),
+        ({"anchors": [{"seq": 5}]}, "required field `digest`"),
+        ({"anchors": [msgspec.to_builtins(ANCHOR)] * 2}, "not in order"),
+        ({"anchors": [msgspec.to_builtins(ANCHOR)] * (MAX_ANCHORS + 1)}, "length <= 16"),
         ({"doubts": {"EVERYTHING": 3}}, "no doubt 'EVERYTHING' is known"),
         ({"doubts": {"NO_REPLAY": 3}}, "no doubt 'NO_REPLAY' is known"),
         ({"doubts": {"LOST": None}}, "got `null`"),
@@ -1191,7 +1195,7 @@ ANCHOR = Fingerprint(5, bytes(32), live=True)
 )
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(checkpoint: object, message: str) -> None:
     """A corrupt or hostile file never becomes a position in a stream."""
-    good = Checkpoint("engine", 3, 0, 5, ANCHOR, doubts={"LOST": 3})
+    good = Checkpoint("engine", 3, 0, 5, (ANCHOR,), doubts={"LOST": 3})
     whole = {**msgspec.to_builtins(good), **checkpoint} if isinstance(checkpoint, dict) and checkpoint else checkpoint
     written = msgspec.json.encode(whole)
     with pytest.raises(SnapshotError, match=message) as caught:
@@ -1203,7 +1207,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(checkpoint: object, me
 def test_any_bytes_are_a_checkpoint_or_an_error(noise: bytes | tuple[int, bytes]) -> None:
     """Nothing else is raised, and what is accepted can be written again."""
     if isinstance(noise, tuple):
-        good = Checkpoint("engine", 3, 0, 5, ANCHOR, doubts={"LOST": 3}).encode()
+        good = Checkpoint("engine", 3, 0, 5, (ANCHOR,), doubts={"LOST": 3}).encode()
         noise = good[: noise[0]] + noise[1] + good[noise[0] + len(noise[1]) :]
     try:
         checkpoint = Checkpoint.decode(noise)
@@ -1221,9 +1225,9 @@ def test_a_checkpoint_goes_into_whatever_msgspec_writes(checkpoint: Checkpoint) 
 def test_a_state_of_a_later_moment_is_kept_with_the_doubts_of_both(checkpoint: Checkpoint) -> None:
     """A gap that the state has seen cannot be mended by a batch that it passes over; a new incarnation voids all of it."""
     doubted = msgspec.structs.replace(checkpoint, doubts={"IDENTITY": 1, "LOST": 2})
-    later = msgspec.structs.replace(checkpoint, last_seq=9, anchor=None, doubts={"LOST": 7, "REJECTED": 8})
+    later = msgspec.structs.replace(checkpoint, last_seq=9, anchors=(), doubts={"LOST": 7, "REJECTED": 8})
     both = doubted.spanning(later)
-    assert (both.last_seq, both.anchor) == (2, checkpoint.anchor)
+    assert (both.last_seq, both.anchors) == (2, checkpoint.anchors)
     assert both.doubts == {"IDENTITY": 1, "LOST": 7, "REJECTED": 8}
     wire = resumed(both)
     assert wire.asked() == 2
@@ -1461,3 +1465,97 @@ def test_whatever_two_lives_have_in_common_no_batch_is_lost_or_comes_twice(
     for told in by_life:
         of_both = [each for each in told if each in batches]
         assert of_both == batches[: len(of_both)]
+
+
+class Consumer:
+    """A consumer with its state, which may go on in another process."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.state: dict[int, bytes] = {}
+
+    def take(self) -> None:
+        for delivery in self.wire.stream.deliveries():
+            if isinstance(delivery, Reset):
+                self.state.clear()
+            elif isinstance(delivery, Batch):
+                # It passes over numbers that it knows, as `Checkpoint.spanning` demands.
+                self.state.setdefault(delivery.seq, delivery.payload)
+
+    def is_served(self, life: list[bytes]) -> None:
+        """Replay speaks, for as long as there is anything to ask, and longer."""
+        for _ in range(60):
+            if (start := self.wire.asked()) is not None:
+                self.wire.answer(*(replay_batch_frames(TOPIC, seq, life[seq]) for seq in range(start, len(life))), END)
+            self.take()
+            if not self.wire.stream.asking:
+                self.wire.until_due()
+
+    def gives_up(self) -> None:
+        """Replay is mute, until the stream goes on without it."""
+        while self.wire.stream.phase is not Phase.FOLLOWING:
+            self.wire.asked()
+            self.wire.until_due()
+        self.take()
+
+    def ends(self, how: str, before: Checkpoint) -> None:
+        """The connection, or the process too: it goes on from a checkpoint of now, or of one before with the state of now."""
+        now = kept(self.wire.stream)
+        if how == "reconnects":
+            self.wire.stream.disconnected()
+        else:
+            self.wire = restored(now if how == "restarts" else before.spanning(now))
+
+
+def test_after_more_unproven_connections_than_are_remembered_a_doubt_stays() -> None:
+    """Each needs batches of its own; those that are left do not prove all, in this process or in another one."""
+    life = list(map(payload, range(40)))
+    doubts: list[frozenset[Doubt]] = []
+    for reconnects in (MAX_ANCHORS // 2 - 1, MAX_ANCHORS // 2 + 1):
+        for end in ("reconnects", "restarts"):
+            consumer = Consumer()
+            consumer.wire.stream.connected(0.0)
+            consumer.wire.feed(live_frames(TOPIC, 0, life[0]))
+            consumer.is_served(life[:1])
+            for number in range(reconnects):
+                consumer.ends(end, kept(consumer.wire.stream))
+                consumer.wire.stream.connected(consumer.wire.now)
+                consumer.wire.feed(*(live_frames(TOPIC, seq, life[seq]) for seq in (2 * number + 1, 2 * number + 2)))
+                consumer.gives_up()
+            consumer.ends(end, kept(consumer.wire.stream))
+            consumer.wire.stream.connected(consumer.wire.now)
+            consumer.is_served(life)
+            assert list(consumer.state.values()) == life
+            doubts.append(consumer.wire.stream.doubts)
+    assert doubts == [frozenset()] * 2 + [{Doubt.IDENTITY}] * 2
+
+
+ENDS = st.sampled_from(["reconnects", "restarts", "restarts with a later state"])
+
+
+@given(st.lists(st.tuples(MARKS, st.integers(1, 6), ENDS), min_size=1, max_size=12), MARKS, st.booleans())
+def test_a_stream_that_is_exact_has_delivered_what_its_publisher_told(
+    connections: list[tuple[set[int], int, str]], last_marks: set[int], proven: bool
+) -> None:
+    """Behind a first connection, proven or not, replay is mute for several, each of which may be of another life. Whatever
+    these have in common, once replay speaks again no stream is EXACT that has lost a batch, or has one twice."""
+    consumer, seq = Consumer(), 0
+    for number, (marks, count, end) in enumerate(connections):
+        life = life_with(marks, number + 1)
+        consumer.wire.stream.connected(consumer.wire.now)
+        consumer.take()
+        before = kept(consumer.wire.stream)
+        coming = range(seq, max(seq, min(seq + count, len(life))))
+        consumer.wire.feed(*(live_frames(TOPIC, at, life[at]) for at in coming))
+        seq = coming.stop
+        if number == 0 and proven:
+            consumer.is_served(life[:seq])
+        consumer.gives_up()
+        consumer.ends(end, before)
+    life = life_with(last_marks, len(connections) + 1)
+    consumer.wire.stream.connected(consumer.wire.now)
+    consumer.is_served(life)
+    if consumer.wire.stream.trust == Trust.EXACT:
+        batches = list(map(payload, range(20)))
+        assert list(consumer.state) == list(range(len(life)))
+        assert [each for each in consumer.state.values() if each in batches] == batches

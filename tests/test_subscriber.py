@@ -663,8 +663,8 @@ def test_a_checkpoint_between_two_lives_is_of_the_one_that_was_handed_out() -> N
             taken.append(subscriber.receive(timeout=5))
             positions.append(subscriber.checkpoint("e"))
     assert [(each.incarnation, each.last_seq) for each in positions] == [(1, seq) for seq in range(-1, 20)]
-    assert positions[0].anchor is None
-    assert all(each.anchor is not None and not each.doubts for each in positions[1:])
+    assert not positions[0].anchors
+    assert all(each.anchors and not each.doubts for each in positions[1:])
     for position, checkpoint in enumerate(positions[1:], 10):
         again, _ = follow(transport, engine, checkpoint)
         assert told(again) == told([item for item in taken[position:] if item is not None])

@@ -360,7 +360,7 @@ class Ledger:
         anchor = Fingerprint(standing.last_seq, digest, True)
         told = standing.told.get(bridge) or next(reversed(standing.told.values()), None)
         doubts = {} if told is None else told.doubts
-        return Start(Checkpoint(*key, standing.incarnation, standing.last_seq, anchor, True, doubts), 0)
+        return Start(Checkpoint(*key, standing.incarnation, standing.last_seq, (anchor,), True, doubts), 0)
 
     def _digest(self, key: Key, standing: Standing) -> bytes | None:
         newest = self._newest.get(key)

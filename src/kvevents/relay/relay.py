@@ -276,7 +276,7 @@ class Relay:
 
     def _carry(self, ordinal: int, batches: list[RawBatch]) -> None:
         self._carried += len(batches)
-        if self._keeping.checkpoints[ordinal].anchor is None:
+        if not self._keeping.checkpoints[ordinal].anchors:
             self._keeping.soon()  # there is something by which the upstream can be recognised
             self._news = True
         for start in range(0, len(batches), self._stride):

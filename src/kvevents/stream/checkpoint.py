@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Final, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
 
 from kvevents.errors import SnapshotError
 from kvevents.stream.deliveries import Batch, Gap, RawBatch, Reset
+from kvevents.stream.identity import MAX_ANCHORS, Proof
 from kvevents.stream.state import Anchor, digest_of
 from kvevents.stream.trust import KEPT_BY_CHECKPOINT, Doubt
 from kvevents.structs import prepared
@@ -29,6 +31,15 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     live: bool
     """Whether it came live rather than by replay."""
 
+    @classmethod
+    def of(cls, anchor: Anchor) -> Self:
+        """What is kept of it."""
+        return cls(anchor.seq, anchor.payload if anchor.digested else digest_of(anchor.payload), anchor.live)
+
+    def anchor(self) -> Anchor:
+        """What is known of it in another process."""
+        return Anchor(self.seq, self.digest, self.live, digested=True)
+
 
 @prepared
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,16 +54,23 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: _Count
     last_seq: _Through
     """Number of the newest batch handed out, or told to be lost, in this incarnation; -1 before the first."""
-    anchor: Fingerprint | None = None
-    """What the publisher must still hold to be the same; without it the stream begins with a `Reset`."""
+    anchors: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    """What the publisher must still hold to be the same, by their numbers; without any the stream begins with a `Reset`.
+
+    It is one batch, or two for each connection since the publisher was last known to be the same.
+    """
     replay_seen: bool = False
     """Whether the replay endpoint ever held a batch: one that did and holds none now is of another life."""
     doubts: dict[str, _Through] = {}
     """Names of the doubts that stood and that outlive a process, each with the last number in doubt."""
+    proof_lost: bool = False
+    """Whether there were more anchors than are kept: a doubt about the publisher's identity stays, whatever it holds."""
 
     def __post_init__(self) -> None:
-        if self.anchor is not None and self.anchor.seq > self.last_seq:
-            raise ValueError(f"its anchor is number {self.anchor.seq}, but it ends with {self.last_seq}")
+        if self.anchors and self.anchors[0].seq > self.last_seq:
+            raise ValueError(f"its anchor is number {self.anchors[0].seq}, but it ends with {self.last_seq}")
+        if any(other.seq <= one.seq for one, other in pairwise(self.anchors)):
+            raise ValueError("its anchors are not in order")
         for unknown in self.doubts.keys() - _KEPT_NAMES:
             raise ValueError(f"no doubt {unknown!r} is known")
 
@@ -77,7 +95,12 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if later.incarnation != self.incarnation:
             return Checkpoint(self.source, self.rank, max(self.incarnation, later.incarnation), -1)
         doubts = {**self.doubts, **{name: max(last, self.doubts.get(name, -1)) for name, last in later.doubts.items()}}
-        return msgspec.structs.replace(self, doubts=doubts)
+        proof = self.proof().joined(later.proof()) if self.anchors else Proof()
+        return msgspec.structs.replace(self, anchors=_kept(proof), doubts=doubts, proof_lost=proof.is_lost)
+
+    def proof(self) -> Proof:
+        """What shows that the publisher is the same."""
+        return Proof([each.anchor() for each in self.anchors], is_lost=self.proof_lost)
 
 
 class Standing(NamedTuple):
@@ -85,42 +108,54 @@ class Standing(NamedTuple):
 
     incarnation: int
     last_seq: int
-    anchor: Anchor | None
+    proof: Proof
     replay_seen: bool
     doubts: dict[Doubt, int]
 
     def after(self, handed_out: Iterable[Batch | RawBatch | Reset | Gap], now: Standing) -> Standing:
         """How it stood after these deliveries, where `now` is how it stands after these and others that still wait.
 
-        The anchor stays where it was: whatever was noticed meanwhile, a life that still holds it is that of all that followed.
+        Anchors stay where they were, so that a life in doubt is not proven by its own batches.
         """
-        incarnation, last_seq, anchor, doubts = self.incarnation, self.last_seq, self.anchor, dict(self.doubts)
+        incarnation, last_seq, proof, doubts = (
+            self.incarnation,
+            self.last_seq,
+            self.proof.until(self.last_seq),
+            dict(self.doubts),
+        )
+        newest: Batch | RawBatch | None = None
         for delivery in handed_out:
             if isinstance(delivery, Reset):
-                incarnation, last_seq, anchor, doubts = delivery.incarnation, -1, None, {}
+                incarnation, last_seq, proof, doubts, newest = delivery.incarnation, -1, Proof(), {}, None
             elif isinstance(delivery, Gap):
                 last_seq = doubts[Doubt.LOST] = delivery.last
             else:
                 last_seq = delivery.seq
-                anchor = anchor or Anchor(last_seq, delivery.payload, not delivery.replayed)
+                newest = delivery
                 if isinstance(delivery, Batch) and any(each.costs_events for each in delivery.rejected):
                     doubts[Doubt.REJECTED] = last_seq
         if incarnation == now.incarnation:
             # What ended a doubt was handed out, or waits and will be delivered again. Reports arrive without a delivery.
             told = {Doubt.REJECTED, Doubt.REPLAY_UNCONFIRMED, Doubt.DIVERGED, Doubt.SENDER}
             doubts = {doubt: doubts.get(doubt, last) for doubt, last in now.doubts.items() if doubt in doubts or doubt in told}
-        return Standing(incarnation, last_seq, anchor, now.replay_seen, doubts)
+            proof = proof.joined(now.proof.until(last_seq))
+        if newest is not None:
+            proof.needs(Anchor(newest.seq, newest.payload, not newest.replayed))
+        return Standing(incarnation, last_seq, proof, now.replay_seen, doubts)
 
     def checkpoint(self, source: str, rank: int) -> Checkpoint:
         """To be kept."""
-        anchor = self.anchor
-        digest = None if anchor is None else anchor.payload if anchor.digested else digest_of(anchor.payload)
         return Checkpoint(
             source,
             rank,
             self.incarnation,
             self.last_seq,
-            None if anchor is None or digest is None else Fingerprint(anchor.seq, digest, anchor.live),
+            _kept(self.proof),
             self.replay_seen,
             {doubt.name: last for doubt, last in self.doubts.items()},
+            self.proof.is_lost,
         )
+
+
+def _kept(proof: Proof) -> tuple[Fingerprint, ...]:
+    return tuple(map(Fingerprint.of, proof.anchors))

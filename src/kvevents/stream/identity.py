@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final
 
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.state import Anchor
 from kvevents.wire import Live
+
+MAX_ANCHORS: Final = 16
+"""Each connection of which nothing could be proven needs two; if there are more of them in a row, a doubt stays."""
 
 
 class Suspects:
@@ -63,6 +68,65 @@ class Suspects:
 
 def _number(live: Live) -> int:
     return live.seq
+
+
+class Proof:
+    """What replay must repeat, so that all that was delivered is known to be of one life: the *anchors*.
+
+    A life may be like another one up to some number only, or from one number to another. So of each connection since replay and
+    stream agreed last, the first batch counts and the newest one.
+    """
+
+    __slots__ = ("anchors", "is_lost", "wants_next")
+
+    def __init__(self, anchors: Sequence[Anchor] = (), *, is_lost: bool = False) -> None:
+        self.anchors = list(anchors)
+        """By their numbers."""
+        self.is_lost = is_lost
+        """Whether there were more than `MAX_ANCHORS`: those that are left do not prove all."""
+        self.wants_next = False
+        """Whether the next batch is the first one of a connection of which nothing is proven."""
+
+    def needs(self, *anchors: Anchor | None) -> None:
+        """These as well, of which those count that are newer than all others; of the ones after `MAX_ANCHORS` the newest."""
+        for anchor in anchors:
+            if anchor is None or (self.anchors and anchor.seq <= self.anchors[-1].seq):
+                continue
+            if len(self.anchors) >= MAX_ANCHORS:
+                self.is_lost = True
+                self.anchors.pop()
+            self.anchors.append(anchor)
+
+    def goes_on(self, first: Anchor) -> None:
+        """The first batch of a connection of which nothing is proven."""
+        self.wants_next = False
+        self.needs(first)
+
+    @property
+    def first(self) -> Anchor | None:
+        """By which an answer is recognised."""
+        return self.anchors[0] if self.anchors else None
+
+    @property
+    def last(self) -> Anchor | None:
+        """The newest."""
+        return self.anchors[-1] if self.anchors else None
+
+    def behind(self, seq: int) -> Anchor | None:
+        """The next one."""
+        return next((anchor for anchor in self.anchors if anchor.seq > seq), None)
+
+    def joined(self, other: Proof) -> Proof:
+        """What both need, of one stream."""
+        of_both = {anchor.seq: anchor for anchor in (*other.anchors, *self.anchors)}
+        anchors = [of_both[seq] for seq in sorted(of_both)]
+        found = Proof(anchors[:MAX_ANCHORS], is_lost=self.is_lost or other.is_lost)
+        found.needs(*anchors[MAX_ANCHORS:])
+        return found
+
+    def until(self, seq: int) -> Proof:
+        """The same for what was delivered up to this number."""
+        return Proof([anchor for anchor in self.anchors if anchor.seq <= seq], is_lost=self.is_lost)
 
 
 class Evidence:

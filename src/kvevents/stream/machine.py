@@ -11,7 +11,8 @@ three things are kept apart:
 - **Identity.** A number and its payload together identify a life: the newest batch delivered is the *anchor* that a
   replay must repeat byte for byte. A different payload under a known number means another life.
   A life may be like the one before up to some number, though. So after a reconnect replay must also repeat what is newer than
-  the anchor and came before: the newest batch that was delivered, and each frame that waits (`_to_be_proven`).
+  the anchor and came before: of each connection of which nothing was proven its first and its newest batch (`Proof` in
+  `identity.py`), and each frame that waits.
 - **Evidence.** Replay may be answered by the next life while the last frames of the one before still wait here. So where live
   batches follow replayed ones, the stream is not exact before replay has repeated one of the live ones (`identity.py`).
 - **Completeness.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
@@ -49,7 +50,7 @@ from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
 from kvevents.stream.findings import Findings, findings_of
-from kvevents.stream.identity import Evidence, Suspects
+from kvevents.stream.identity import Evidence, Proof, Suspects
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.pending import Pending, Recent
 from kvevents.stream.sender import Sender
@@ -134,12 +135,9 @@ class Stream(Generic[B]):
         self._expected = 0
         self._newest = -1
         self._last_live = -1
-        self._last_seq = -1
-        self._last_payload = b""
-        self._last_was_live = False
-        self._anchor: Anchor | None = None
-        self._newest_before: Anchor | None = None
-        """The newest batch before the reconnect that `_anchor` is to prove, where that is an older one."""
+        self._last: Anchor | None = None
+        """The newest batch delivered in this life."""
+        self._proof = Proof()
         self._evidence = Evidence()
         self._recent = Recent(self._limits)
         self._emitted = False
@@ -188,8 +186,9 @@ class Stream(Generic[B]):
 
     def standing(self) -> Standing:
         """What a checkpoint keeps, once the deliveries so far were taken."""
-        anchor = self._anchor or self._last()
-        return Standing(self.incarnation, self._expected - 1, anchor, self._replay_seen, self._doubts.kept())
+        proof = self._proof.until(self._expected - 1)
+        proof.needs(self._evidence.before, self._last)
+        return Standing(self.incarnation, self._expected - 1, proof, self._replay_seen, self._doubts.kept())
 
     # --- take ------------------------------------------------------------------------------------------------------------
 
@@ -243,10 +242,9 @@ class Stream(Generic[B]):
         # Somebody may hold more than the checkpoint tells of: another life is always a reset.
         self._emitted = True
         self._replay_seen = checkpoint.replay_seen
-        if (anchor := checkpoint.anchor) is not None:
-            self._anchor = Anchor(anchor.seq, anchor.digest, anchor.live, digested=True)
-            self._last_seq, self._last_was_live = anchor.seq, anchor.live
-            self._evidence.is_open = not anchor.live
+        self._proof = checkpoint.proof()
+        self._last = self._proof.until(checkpoint.last_seq).last
+        self._evidence.is_open = self._last is not None and not self._last.live
         for name, through in checkpoint.doubts.items():
             self._doubts.add(Doubt[name], through)
 
@@ -263,13 +261,14 @@ class Stream(Generic[B]):
             self.disconnected()
             self.counters.reconnects += 1
             self._suspects.reconnected()
-        self._newest_before = self._last()
-        anchor = self._anchor = self._anchor or self._evidence.before or self._last()
+        self._proof.needs(self._evidence.before, self._last)
+        anchor = self._proof.first
         if restored and anchor is None:
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
         elif not self._can_replay:
             if self._emitted:
                 self._doubt(Doubt.IDENTITY)
+            self._proof.wants_next = anchor is not None
             self._enter(Phase.FOLLOWING)
             self._admit_suspects()
         elif anchor is None:
@@ -450,10 +449,6 @@ class Stream(Generic[B]):
 
     # --- life and identity -----------------------------------------------------------------------------------------------
 
-    def _last(self) -> Anchor | None:
-        """The newest batch delivered in this life."""
-        return Anchor(self._last_seq, self._last_payload, self._last_was_live) if self._last_seq >= 0 else None
-
     @property
     def _can_replay(self) -> bool:
         return not (Doubt.NO_REPLAY in self._doubts or Doubt.REPLAY_FOREIGN in self._doubts)
@@ -548,7 +543,7 @@ class Stream(Generic[B]):
         self._confirm_soon()
 
     def _went_back(self, live: Live) -> None:
-        if live.seq == self._last_seq and live.payload == self._last_payload:
+        if self._last is not None and live.seq == self._last.seq and self._last.is_of(live.payload):
             self.counters.duplicates += 1
             return
         before = self._last_live
@@ -646,7 +641,7 @@ class Stream(Generic[B]):
         ask.useless += 1
         if ask.anchor is not None:
             # Until the anchor has come, nothing says whose batches these are.
-            if ask.reunites and reply.seq > ask.anchor.seq > self._last_seq:
+            if ask.reunites and reply.seq > ask.anchor.seq and (self._last is None or ask.anchor.seq > self._last.seq):
                 # This one was lost, or is gone: the next one that waits will do.
                 waiting = self._suspects.old_behind(reply.seq - 1)
                 if waiting is not None and waiting.seq == reply.seq:
@@ -690,7 +685,7 @@ class Stream(Generic[B]):
         if anchor.live:
             self._confirmed()
             ask.proven = True
-        ask.reunites |= anchor == self._anchor
+        ask.reunites |= anchor == self._proof.first
         if ask.reunites and (following := self._to_be_proven(anchor)) is not None:
             ask.anchor = following
             ask.fruitless = 0
@@ -698,11 +693,9 @@ class Stream(Generic[B]):
         ask.anchor = None
         if ask.reunites:
             # Any other one says nothing of the life before a reconnect.
-            self._anchor = self._newest_before = None
-            self._doubts.discard(Doubt.IDENTITY)
-        if anchor.seq == self._last_seq:
-            # Of a restored one only the digest was known.
-            self._last_payload = reply.payload
+            if not self._proof.is_lost:
+                self._doubts.discard(Doubt.IDENTITY)
+            self._proof = Proof()
         ask.expected_before = self._expected
         ask.fruitless = 0
         ask.beyond = False
@@ -714,11 +707,11 @@ class Stream(Generic[B]):
         """What else of before a reconnect the answer must repeat, behind an anchor that it has repeated.
 
         A life may be like another one up to some number only: a relay that was killed, and has no journal, tells the same
-        batches again, and heartbeats elsewhere. So the newest batch that was delivered counts, and each one that waits.
+        batches again, and heartbeats elsewhere. So the anchors behind it count, and each batch that waits.
         """
-        newest = self._newest_before
-        if newest is not None and newest.seq > anchor.seq:
-            return newest
+        following = self._proof.behind(anchor.seq)
+        if following is not None:
+            return following
         waiting = self._suspects.old_behind(anchor.seq) if self.phase is Phase.VERIFYING else None
         return None if waiting is None else Anchor(waiting.seq, waiting.payload, live=True)
 
@@ -794,21 +787,22 @@ class Stream(Generic[B]):
         elif not ask.beyond:
             # It holds nothing as new as what came live: another life, or another stream.
             self._contradicted(reason)
-        elif self._last_seq == anchor.seq:
+        elif self._last is not None and self._last.seq == anchor.seq:
             self._restart(reason)
         else:
             # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one. What one from
             # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
             self._ask = None
-            if ask.reunites or anchor == self._anchor:
-                self._anchor = self._newest_before = None
+            if ask.reunites or anchor == self._proof.first:
+                self._proof = Proof()
 
     def _unproven(self) -> None:
         self._ask = None
         self._doubt(Doubt.IDENTITY)
         if self.phase is Phase.VERIFYING:
             if (newest := self._suspects.newest_old) is not None:
-                self._newest_before = Anchor(newest.seq, newest.payload, live=True)
+                self._proof.needs(Anchor(newest.seq, newest.payload, live=True))
+            self._proof.wants_next = True
             self._enter(Phase.FOLLOWING)
             self._admit_suspects()
         if self._expected <= self._newest and self._ask is None:
@@ -852,7 +846,7 @@ class Stream(Generic[B]):
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
         self._probed_at = self._now
         self._probes += 1
-        anchor = self._anchor or self._evidence.before or self._last()
+        anchor = self._proof.first or self._evidence.before or self._last
         self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
     def _confirm_soon(self) -> None:
@@ -867,11 +861,13 @@ class Stream(Generic[B]):
         self._expected = seq + 1
         self._newest = max(self._newest, seq)
         if replayed:
-            self.counters.healed += self._last_was_live
+            self.counters.healed += self._last is not None and self._last.live
             self._remember(seq, payload)
-        elif self._evidence.is_open:
-            self._evidence.joint = Anchor(seq, payload, live=True)
-        self._last_seq, self._last_payload, self._last_was_live = seq, payload, not replayed
+        self._last = Anchor(seq, payload, not replayed)
+        if self._proof.wants_next:
+            self._proof.goes_on(self._last)
+        if not replayed and self._evidence.is_open:
+            self._evidence.joint = self._last
         self._emitted = True
         self.counters.delivered += 1
         if self._decode is None:
@@ -885,14 +881,16 @@ class Stream(Generic[B]):
             for seq, payload in enumerate(payloads, first):
                 self._deliver(seq, payload, replayed=False)
             return
+        if self._proof.wants_next:
+            self._proof.goes_on(Anchor(first, payloads[0], live=True))
         count = len(payloads)
         name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
         self._out.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
         self._expected = first + count
-        self._newest = self._last_seq = first + count - 1
-        self._last_payload, self._last_was_live = payloads[-1], True
+        self._newest = first + count - 1
+        self._last = Anchor(self._newest, payloads[-1], live=True)
         if self._evidence.is_open:
-            self._evidence.joint = Anchor(self._last_seq, self._last_payload, live=True)
+            self._evidence.joint = self._last
         self._emitted = True
         self.counters.delivered += count
 
@@ -921,7 +919,7 @@ class Stream(Generic[B]):
         self._sender.replayed(self._now)
         if self._silent:
             self._heard()
-        last_live = Anchor(self._last_seq, self._last_payload, live=True) if self._last_was_live else None
+        last_live = self._last if self._last is not None and self._last.live else None
         self._evidence.replayed(last_live, proven=self._ask is not None and self._ask.proven)
         self._recent.add(seq, payload)
 
