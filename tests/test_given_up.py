@@ -49,6 +49,10 @@ def closes(line: Line) -> None:
     line.frame()
 
 
+def says_nothing(line: Line) -> None:
+    """A listener that ends before it has introduced itself."""
+
+
 def another_socket(line: Line) -> None:
     """The events' port and that of replay have changed places for once."""
     introduces(line, ROUTER)
@@ -94,9 +98,10 @@ def test_who_comes_after_a_peer_that_broke_the_protocol_is_heard(
         assert found.seq == 7
 
 
-def test_a_peer_that_only_closes_is_left_to_libzmq(peer: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize("ends", [closes, says_nothing])
+def test_a_peer_that_only_closes_is_left_to_libzmq(ends: Callable[[Line], None], peer: Callable[..., Peer]) -> None:
     """It connects again by itself, and says so: nothing has to be made anew."""
-    source = Source(peer(closes, publishes).endpoint, topic="kv")
+    source = Source(peer(ends, publishes).endpoint, topic="kv")
     long = int(DEADLINE * 1000)
     with libzmqs(reconnect_max_ms=long) as transport, Subscriber(source, limits=LIMITS, transport=transport) as subscriber:
         (link,) = transport._links

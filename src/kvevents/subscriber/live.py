@@ -82,12 +82,13 @@ class ZmqLive:
             messages += others
         # The monitor is read after the messages: a change that came before one of them is known by now.
         changes = before + self._changes()
+        if changes:
+            self._reopen_at = self._unless_retried(now) if changes[-1] == _DOWN else None
         if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
             self._ever_up = True
             stream.connected(now)
             changes = changes[changes.index(_UP) + 1 :] if _UP in changes else changes
         for change in changes:
-            self._reopen_at = self._unless_retried(now) if change == _DOWN else None
             if change == _DOWN:
                 stream.disconnected()
                 self._announce = 0
