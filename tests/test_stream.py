@@ -1530,6 +1530,32 @@ def test_after_more_unproven_connections_than_are_remembered_a_doubt_stays() -> 
     assert doubts == [frozenset()] * 2 + [{Doubt.IDENTITY}] * 2
 
 
+def test_a_checkpoint_amid_deliveries_has_the_anchors_of_those_that_were_handed_out() -> None:
+    """A consumer may stop between batches that became deliverable together, over connections of which none was proven."""
+    wire = Wire()
+    wire.stream.connected(0.0)
+    before = wire.stream.standing()
+    for seqs in ((0,), (1, 2, 3), (4, 5, 6)):
+        wire.stream.disconnected()
+        wire.stream.connected(wire.now)
+        wire.feed(*map(live, seqs))
+        while wire.stream.phase is not Phase.FOLLOWING:
+            wire.asked()
+            wire.until_due()
+    batches, now = wire.stream.deliveries(), wire.stream.standing()
+    found = [before.after(batches[:count], now).checkpoint("engine", 3) for count in range(8)]
+    assert [[each.seq for each in checkpoint.anchors] for checkpoint in found] == [
+        [],
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 3],
+        [0, 1, 3, 4],
+        [0, 1, 3, 4, 5],
+        [0, 1, 3, 4, 6],
+    ]
+
+
 ENDS = st.sampled_from(["reconnects", "restarts", "restarts with a later state"])
 
 
