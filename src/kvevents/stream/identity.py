@@ -21,7 +21,8 @@ class Suspects:
         self._limits = limits
         self._frames: list[Live] = []
         self._bytes = 0
-        self._old = 0
+        self._seams = [0]
+        """How many waited at each reconnect, behind 0: what was delivered may be of another connection."""
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -42,12 +43,22 @@ class Suspects:
 
     def reconnected(self) -> None:
         """Those that wait are of the connection before."""
-        self._old = len(self._frames)
+        if self._old < len(self._frames):
+            self._seams.append(len(self._frames))
 
     @property
-    def newest_old(self) -> Live | None:
-        """The last that came before the reconnect."""
-        return self._frames[self._old - 1] if self._old else None
+    def _old(self) -> int:
+        return self._seams[-1]
+
+    @property
+    def has_new(self) -> bool:
+        """Whether any came over the connection at hand."""
+        return len(self._frames) > self._old
+
+    def around_seams(self) -> list[Anchor]:
+        """The last one of each connection and the first one of the next, in order."""
+        found = [live for at in self._seams for live in self._frames[max(0, at - 1) : at + 1]]
+        return [Anchor(live.seq, live.payload, live=True) for live in found]
 
     def old_behind(self, seq: int) -> Live | None:
         """Of those that came before the reconnect the first one behind this number."""
@@ -57,7 +68,8 @@ class Suspects:
     def take(self) -> list[Live]:
         """All of them; none waits any more."""
         frames, self._frames = self._frames, []
-        self._bytes = self._old = 0
+        self._bytes = 0
+        self._seams = [0]
         return frames
 
     def take_new(self) -> tuple[int, list[Live]]:
@@ -98,9 +110,10 @@ class Proof:
             self.anchors.append(anchor)
 
     def goes_on(self, first: Anchor) -> None:
-        """The first batch of a connection of which nothing is proven."""
-        self.wants_next = False
-        self.needs(first)
+        """The first batch behind all anchors, where one is wanted."""
+        if not self.anchors or first.seq > self.anchors[-1].seq:
+            self.wants_next = False
+            self.needs(first)
 
     @property
     def first(self) -> Anchor | None:

@@ -268,9 +268,7 @@ class Stream(Generic[B]):
         elif not self._can_replay:
             if self._emitted:
                 self._doubt(Doubt.IDENTITY)
-            self._proof.wants_next = anchor is not None
-            self._enter(Phase.FOLLOWING)
-            self._admit_suspects()
+            self._go_on_unproven()
         elif anchor is None:
             # Nothing was delivered by which a life could be told: what waits from before the reconnect may be another's.
             self._restart_with_suspects("reconnected before the first batch")
@@ -800,13 +798,15 @@ class Stream(Generic[B]):
         self._ask = None
         self._doubt(Doubt.IDENTITY)
         if self.phase is Phase.VERIFYING:
-            if (newest := self._suspects.newest_old) is not None:
-                self._proof.needs(Anchor(newest.seq, newest.payload, live=True))
-            self._proof.wants_next = True
-            self._enter(Phase.FOLLOWING)
-            self._admit_suspects()
+            self._go_on_unproven()
         if self._expected <= self._newest and self._ask is None:
             self._fill()
+
+    def _go_on_unproven(self) -> None:
+        self._proof.needs(*self._suspects.around_seams())
+        self._proof.wants_next = not self._suspects.has_new
+        self._enter(Phase.FOLLOWING)
+        self._admit_suspects()
 
     def _patience_ends(self, ask: OpenAsk) -> float:
         return ask.heard_at + (self._limits.replay_timeout if ask.first else self._limits.reply_silence)
