@@ -131,7 +131,7 @@ def receiving() -> dict[str, float]:
     def together() -> None:
         nonlocal first
         assert many is not None
-        payloads, _, _ = many.receive(receiver.underlying, b"kv", first, RUN)
+        payloads, _, _ = many.receive(receiver.underlying, b"kv", first, RUN, RUN)
         first += len(payloads)
 
     def not_asking() -> None:

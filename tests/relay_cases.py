@@ -29,6 +29,9 @@ SIZE = 4
 MANY_TURNS = 150
 """Of a tenth of a second each: longer than anybody waits for an answer."""
 
+TICK = 1e-6
+"""Seconds between two batches at least."""
+
 Held = Counter[tuple[int, str]]
 
 
@@ -40,15 +43,25 @@ def block(number: int, *, parent: int | None = None, medium: str = "GPU", **fiel
 class Upstream:
     """An engine in memory that counts what it holds."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, clock: VirtualClock) -> None:
         self.engine = engine
+        self._clock = clock
         self.held: Held = Counter()
+        self.told: dict[float, Held] = {}
+        """What it held after each batch, by the batch's time: no two are of the same."""
 
     def say(self, *events: KVEvent, lost: bool = False) -> int:
         """Publish a batch; `lost` keeps it from those who listen, until they ask."""
-        for event in events:
-            self._take(event)
+        self._note(*events)
         return self.engine.publish(*events, lost=lost)
+
+    def fail_to_say(self, *events: KVEvent, payload: bytes | None = None) -> None:
+        """Nobody ever gets the batch; or bytes in its place, which nobody can read."""
+        self._note(*events)
+        if payload is None:
+            self.engine.burn_number()
+        else:
+            self.engine.publish_payload(payload)
 
     def store(self, *numbers: int, medium: str = "GPU", lost: bool = False, **fields: Any) -> int:
         return self.say(*(block(number, medium=medium, **fields) for number in numbers), lost=lost)
@@ -62,13 +75,21 @@ class Upstream:
     def restart(self, *unseen: KVEvent) -> None:
         """Another life, in which something happened before anybody was connected again."""
         self.held.clear()
+        self.engine.disconnect()
+        self.forget()
+        self.engine._next_seq = 0
         for event in unseen:
-            self._take(event)
-        self.engine.restart(list(unseen))
+            self.say(event)
+        self.engine.reconnect()
 
     def forget(self) -> None:
         """Its replay buffer is empty from here on."""
         self.engine._buffer.clear()
+
+    def _note(self, *events: KVEvent) -> None:
+        for event in events:
+            self._take(event)
+        self.told[self._clock.advance(TICK)] = self.held.copy()
 
     def _take(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
@@ -96,22 +117,23 @@ class Station(FakeEngine):
 
 
 class FakeBroadcast:
-    """In the place of sockets. `before` may end the relay: it is told `keep` and `send`, each before it is done."""
+    """In the place of sockets. `step` may end the relay: it is told `keep` and `send`, each before it is done, and `sent`."""
 
     endpoint, replay_endpoint, wants_cut, subscribers, dropped = "fake://relay", None, False, 0, None
 
-    def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, before: Callable[[str], None]) -> None:
+    def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]) -> None:
         self.incarnation = buffer.incarnation = incarnation
         self.sent: list[Numbered] = []
-        self._station, self._buffer, self._before = station, buffer, before
+        self._station, self._buffer, self._step = station, buffer, step
 
     def send(self, batches: Sequence[Numbered]) -> None:
-        self._before("keep")
+        self._step("keep")
         self._buffer.extend(batches)
         for seq, payload in batches:
-            self._before("send")
+            self._step("send")
             self.sent.append((seq, payload))
             self._station.send_raw(live_frames(b"", seq, payload))
+            self._step("sent")
 
     def look_around(self) -> None:
         """Nobody subscribes."""
@@ -173,7 +195,8 @@ class World:
         self.clock = VirtualClock()
         self._below, self._above = FakeTransport(self.clock), FakeTransport(self.clock)
         self.upstreams = [
-            Upstream(self._below.engine(f"tcp://e:{at}", f"tcp://r:{at}", buffer_steps=buffer_steps)) for at in range(count)
+            Upstream(self._below.engine(f"tcp://e:{at}", f"tcp://r:{at}", buffer_steps=buffer_steps), self.clock)
+            for at in range(count)
         ]
         self.station = Station(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
         self._above._engines[self.station.endpoint] = self.station
@@ -183,6 +206,8 @@ class World:
         self.broadcast: FakeBroadcast
         self.before: Callable[[str], None] = lambda _: None
         """Called before each step that a kill may come before: those of the disk, `keep` and `send`."""
+        self.sent: Callable[[], None] = lambda: None
+        """Called when a message is on its way."""
         self._folder = folder
         self._stack = stack
         self._consumers: list[Consumer] = []
@@ -217,7 +242,10 @@ class World:
         return self.broadcast
 
     def _step(self, name: str) -> None:
-        self.before(name)
+        if name == "sent":
+            self.sent()
+        else:
+            self.before(name)
 
     def kill(self) -> None:
         """The relay's process is gone, with whatever it had in memory."""

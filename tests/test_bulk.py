@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -16,7 +17,7 @@ from kvevents.bulk import bulk
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.outlet import ZmqOutlet
-from kvevents.subscriber.draining import _drain_run, drain_run
+from kvevents.subscriber.draining import _drain_live, drain_live
 from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"
@@ -63,7 +64,7 @@ def test_what_libzmq_refuses_is_counted_and_left_to_pyzmq() -> None:
         assert MANY.send(sender.underlying, TOPIC, [(0, b"nobody is there")]) == 0
         receiver.close()
         with pytest.raises(ValueError, match="closed"):
-            MANY.receive(0, TOPIC, 0, 1)
+            MANY.receive(0, TOPIC, 0, 1, 1)
 
 
 FRAME = st.sampled_from([b"", TOPIC, b"kv2", *map(encode_seq, range(4)), b"payload"])
@@ -73,33 +74,47 @@ MESSAGE = st.one_of(
 )
 
 
-@given(messages=st.lists(MESSAGE, max_size=6), lead=st.integers(0, 5), limit=st.integers(0, 8))
-def test_a_run_is_what_frame_by_frame_reading_finds(messages: list[list[bytes]], lead: int, limit: int) -> None:
-    """However messages are cut, the same payloads, the same message in the place of the next one, and nothing of it lost."""
+@pytest.mark.parametrize("way", [drain_live, _drain_live])
+@given(messages=st.lists(MESSAGE, max_size=6), lead=st.integers(0, 5), due=st.integers(0, 8), limit=st.integers(0, 9))
+def test_a_batch_is_a_whole_message(way: Any, messages: list[list[bytes]], lead: int, due: int, limit: int) -> None:
+    """One that goes on behind topic, number and payload is none, nor one that ends before, whatever comes behind it."""
     sent = [[TOPIC, encode_seq(seq), b"%d" % seq] for seq in range(lead)] + messages
-    found = []
-    for way in (drain_run, _drain_run):
-        with pipe() as (sender, receiver):
-            for message in sent:
-                sender.send_multipart(message)
-            payloads, odd, drained = way(receiver, TOPIC, range(limit))
-            rest = []
-            while receiver.poll(0):
-                rest.append(receiver.recv_multipart())
-            # A run that ends where the messages end may or may not have noticed.
-            found.append((payloads, odd, rest, drained or not rest))
-    assert found[0] == found[1]
+    expected: list[bytes] = []
+    for number, message in enumerate(sent[: min(due, limit)]):
+        if len(message) != 3 or message[:2] != [TOPIC, encode_seq(number)]:
+            break
+        expected.append(message[2])
+    with pipe() as (sender, receiver):
+        for message in sent:
+            sender.send_multipart(message)
+        payloads, others, drained = way(receiver, TOPIC, range(due), limit)
+        rest = []
+        while receiver.poll(0):
+            rest.append(receiver.recv_multipart())
+    assert (payloads, others, rest) == (expected, sent[len(expected) : limit], sent[limit:])
+    assert drained == (limit > len(sent))
 
 
-def test_a_run_ends_where_its_bytes_are_many() -> None:
+def test_a_call_ends_where_its_bytes_are_many() -> None:
     """So that no other thread waits long; what follows is there for the next one."""
     with pipe() as (sender, receiver):
         for seq in range(4):
             sender.send_multipart([TOPIC, encode_seq(seq), bytes(400_000)])
-        payloads, odd, drained = drain_run(receiver, TOPIC, range(4))
-        assert ([len(each) for each in payloads], odd, drained) == ([400_000] * 3, [], False)
-        payloads, odd, drained = drain_run(receiver, TOPIC, range(3, 7))
-        assert ([len(each) for each in payloads], odd, drained) == ([400_000], [], True)
+        payloads, others, drained = drain_live(receiver, TOPIC, range(4), 4)
+        assert ([len(each) for each in payloads], others, drained) == ([400_000] * 3, [], False)
+        payloads, others, drained = drain_live(receiver, TOPIC, range(3, 7), 4)
+        assert ([len(each) for each in payloads], others, drained) == ([400_000], [], True)
+
+
+def test_what_libzmq_refuses_to_read_is_raised() -> None:
+    """Here: a socket that cannot receive."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        deaf = context.socket(zmq.PUB)
+        with pytest.raises(zmq.ZMQError, match="not supported"):
+            drain_live(deaf, TOPIC, range(4), 4)
+    finally:
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,70 @@ def test_who_comes_late_hears_at_once_how_far_the_relay_is_to_be_trusted(made: W
             assert late.trust.name == "DEGRADED"
     # Once when it began, once for the news, and then by what has left the buffer, not by each batch.
     assert made.relay.status().heartbeats <= 4 + 120 // max(1, steps // 2)
+
+
+def _lost(made: World) -> None:
+    made.upstream.fail_to_say(block(1_000))
+
+
+def _unreadable(made: World) -> None:
+    made.upstream.fail_to_say(block(1_000), payload=b"\xc1")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 50])
+@pytest.mark.parametrize("harm", [_lost, _unreadable])
+def test_no_heartbeat_in_the_midst_of_a_turn_passes_over_what_came_before_it(
+    made: World, harm: Callable[[World], None], steps: int
+) -> None:
+    """Who listens looks after every message, and one that agreed, and said EXACT, would heal what is doubted."""
+    made.begin(buffer_steps=steps)
+    consumer = made.consumer()
+    for number in range(1, 120):
+        made.upstream.store(number)
+    exact(made, consumer)
+    trusts: list[str] = []
+
+    def look() -> None:
+        consumer.turn()
+        trusts.append(consumer.trust.name)
+
+    made.sent = look
+    harm(made)
+    for number in range(120, 220):
+        made.upstream.store(number)
+    made.settle()
+    assert consumer.trust.name == "DEGRADED"
+    assert "EXACT" not in trusts[trusts.index("DEGRADED") :]
+    made.upstream.clear()
+    exact(made, consumer)
+
+
+def test_what_was_lost_before_a_reset_is_doubted_until_that_is_told(made: World) -> None:
+    """They were received together, so that nobody knows any more what the life before was worth."""
+    relay = made.begin(buffer_steps=4)
+    consumer = made.consumer()
+    store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(60)]
+    trusts: list[tuple[int, str]] = []
+
+    def look() -> None:
+        consumer.turn()
+        trusts.append((len(consumer.held), consumer.trust.name))
+
+    relay._forward([RawBatch("u0", 0, 0, seq, False, store[seq]) for seq in range(20)])
+    made.settle()
+    made.sent = look
+    relay._forward(
+        [
+            Gap("u0", 0, 20, 20),
+            *(RawBatch("u0", 0, 0, seq, False, store[seq]) for seq in range(21, 40)),
+            Reset("u0", 0, 1, "another"),
+            *(RawBatch("u0", 0, 1, seq, False, store[40 + seq]) for seq in range(20)),
+        ]
+    )
+    made.settle()
+    assert (39, "DEGRADED") in trusts
+    assert not {(held, "EXACT") for held in range(21, 40)} & set(trusts)
+    assert (len(consumer.held), consumer.trust.name) == (20, "EXACT")
 
 
 def test_the_trust_of_the_upstream_is_heard_of_and_comes_back(made: World) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvevents.events import AllBlocksCleared, BlockStored
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents.stream import RawBatch
 from relay_cases import Consumer, Held, Upstream, World, block, killing, world
 from relay_journal_cases import Killed
 
@@ -45,6 +46,9 @@ HARMFUL = st.one_of(
     st.tuples(st.just("answer"), UPSTREAM),
     st.tuples(st.just("settle")),
 )
+MISSING = st.tuples(st.just("fail to say"), UPSTREAM, NUMBER, st.sampled_from([None, b"\xc1"]))
+RUSH = st.tuples(st.just("rush"), UPSTREAM, st.integers(4, 12))
+"""More than half of what a buffer keeps, in one turn."""
 HISTORIES = st.lists(HARMLESS, max_size=40)
 ROUGH = st.lists(st.one_of(HARMLESS, HARMLESS, HARMFUL), max_size=40)
 
@@ -135,6 +139,35 @@ class Play:
         self.consumers.append(self.world.consumer(heeds=heeds))
 
 
+class Witness:
+    """Looks at a consumer after every message that it gets: what it has when it says EXACT is what its engine had then."""
+
+    def __init__(self, world: World, consumer: Consumer) -> None:
+        self._world, self._consumer = world, consumer
+        self._seen = 0
+        self._due: Held | None = Counter()
+        """What the engine held after the newest batch; None where that is not one of its batches."""
+
+    def look(self) -> None:
+        self._consumer.turn()
+        for delivery in self._consumer.seen[self._seen :]:
+            self._due = self._after(delivery)
+        self._seen = len(self._consumer.seen)
+        if self._due is not None and self._consumer.trust.name == "EXACT":
+            assert self._consumer.held == self._due
+
+    def _after(self, delivery: Any) -> Held | None:
+        if not isinstance(delivery, RawBatch):
+            return None
+        batch = delivery.decode()
+        if batch.ts in self._world.upstream.told:
+            return self._world.upstream.told[batch.ts]
+        if batch.events == [AllBlocksCleared()]:
+            return Counter()
+        says_nothing = all(isinstance(event, BlockRemoved) and not event.block_hashes for event in batch.events)
+        return self._due if says_nothing else None
+
+
 OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "store": Play.store,
     "remove": Play.remove,
@@ -151,6 +184,8 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "mute": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", False),
     "answer": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", True),
     "settle": Play.settle,
+    "rush": lambda play, which, count: [play.upstream(which).say(*chain(each % 6 + 1)) for each in range(count)],
+    "fail to say": lambda play, which, number, payload: play.upstream(which).fail_to_say(*chain(number), payload=payload),
 }
 
 KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
@@ -186,3 +221,17 @@ def test_nobody_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], st
     count, options = KINDS[kind]
     with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:
         Play(made, {"buffer_steps": steps, **options}).run(history)
+
+
+@example(
+    history=[("rush", 0, 12), ("turn", 9), ("remove", 0, 4, "GPU", False), ("fail to say", 0, 5, b"\xc1"), ("rush", 0, 12)],
+    steps=8,
+)
+@given(history=st.lists(st.one_of(HARMLESS, MISSING, RUSH, RUSH), max_size=40), steps=st.sampled_from([3, 8, 10_000]))
+def test_nobody_is_exact_and_wrong_between_two_messages_of_a_turn(history: list[tuple[Any, ...]], steps: int) -> None:
+    """Nor at its end: at whatever batch of the engine's it says so."""
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal") as made:
+        play = Play(made, {"buffer_steps": steps})
+        witness = Witness(made, play.consumers[0])
+        made.sent = witness.look
+        play.run(history)

@@ -507,20 +507,22 @@ def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., D
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_a_message_with_frames_too_many_does_not_confuse_what_follows(desk: Callable[..., Desk], decode: bool) -> None:
-    """Where a message ends is not asked while all is well; frames that do not fit are noticed and counted all the same."""
-    with TapePlayer(frames(8), faults=Faults(drop={2, 5})) as tape:
+def test_a_message_that_begins_as_the_batch_that_is_due_is_none(desk: Callable[..., Desk], decode: bool) -> None:
+    """It goes on behind the payload, or ends before it: it is counted, and the batch itself follows."""
+    with TapePlayer(frames(8)) as tape:
         at = desk(source_of(tape), decode=decode)
         at.joined(tape)
-        for seq, extra in ((2, [b"x"]), (5, [b"kv", b"x"])):
-            tape.play(2)
-            tape.send_raw([b"kv", seq.to_bytes(8, "big"), payload_of(0, seq, clear=False), *extra])
+        tape.play(2)
+        at.until(lambda: len(at.taken) == 2)
+        for seq, behind in ((2, [b"x", b""]), (3, []), (4, [b"x", b"kv", b"x"])):
+            tape.send_raw([b"kv", seq.to_bytes(8, "big"), *behind])
             tape.play(1)
         tape.play()
         at.until(lambda: len(at.taken) == 8)
         taken: list[Any] = at.taken
         assert [(batch.seq, batch.payload) for batch in taken] == tape.batches()
-        assert sum(at.subscriber.status("e").counters.malformed.values()) == 2
+        assert at.subscriber.status("e").counters.malformed == {"not 3 frames": 3}
+        at.trusted(Trust.EXACT)
 
 
 # --- subscribers that restart ------------------------------------------------------------------------------------------------

@@ -24,10 +24,13 @@ class Bulk(Protocol):
         """Send messages of a topic, a number and a payload up to the first frame that is refused; how many frames were not."""
         ...
 
-    def receive(self, socket: int, topic: bytes, first: int, limit: int) -> tuple[list[bytes], list[bytes], bool]:
-        """Payloads of what is there under this topic and the numbers from `first` on, at most `limit` of them and about 1 MiB.
+    def receive(
+        self, socket: int, topic: bytes, first: int, due: int, limit: int
+    ) -> tuple[list[bytes], list[list[bytes]], bool]:
+        """What is there, without waiting: about 1 MiB of it, and at most `limit` messages.
 
-        Then the frames of what came in the place of the next one, if anything did, and whether nothing was left.
+        Payloads of what has this topic and the numbers from `first` on, at most `due` of them; messages from the first other
+        one on; whether nothing was left. All empty and something left: what only pyzmq's exception can say.
         """
         ...
 

@@ -38,6 +38,7 @@ pub(super) struct Libzmq {
     receive: Receive,
     data: Data,
     size: Size,
+    more: OnMessage,
     close: OnMessage,
     errno: Errno,
 }
@@ -75,11 +76,17 @@ impl Frame<'_> {
             }
         }
     }
+
+    /// Whether another frame of the same message follows.
+    fn has_more(&mut self) -> bool {
+        // SAFETY: it was received.
+        unsafe { (self.library.more)(&mut self.message) != 0 }
+    }
 }
 
-/// What came of trying to read a frame.
-enum Came<'a> {
-    Frame(Frame<'a>),
+/// Why a message did not come, or not whole.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ended {
     /// There is none.
     Nothing,
     /// Something that only an exception can say.
@@ -87,7 +94,7 @@ enum Came<'a> {
 }
 
 impl Libzmq {
-    fn frame(&self, socket: Socket) -> Came<'_> {
+    fn frame(&self, socket: Socket) -> Result<Frame<'_>, Ended> {
         let mut message = MaybeUninit::uninit();
         // SAFETY: libzmq initialises it.
         let message = unsafe {
@@ -97,12 +104,25 @@ impl Libzmq {
         let mut frame = Frame { library: self, message };
         // SAFETY: the socket is open, and the message initialised.
         if unsafe { (self.receive)(&mut frame.message, socket.0, DONTWAIT) } >= 0 {
-            return Came::Frame(frame);
+            return Ok(frame);
         }
         // SAFETY: it takes nothing.
         match unsafe { (self.errno)() } {
-            libc::EAGAIN => Came::Nothing,
-            _ => Came::Refused,
+            libc::EAGAIN => Err(Ended::Nothing),
+            _ => Err(Ended::Refused),
+        }
+    }
+
+    /// Puts the frames of one message into `frames`, and says why that is not all of them, if it is not.
+    fn message<'a>(&'a self, socket: Socket, frames: &mut Vec<Frame<'a>>) -> Result<(), Ended> {
+        frames.clear();
+        loop {
+            let mut frame = self.frame(socket)?;
+            let has_more = frame.has_more();
+            frames.push(frame);
+            if !has_more {
+                return Ok(());
+            }
         }
     }
 
@@ -125,8 +145,9 @@ impl Libzmq {
     }
 }
 
-/// Payloads, the frames that came in the place of the next one, and whether there was no more.
-type Run<'py> = (Vec<Bound<'py, PyBytes>>, Vec<Bound<'py, PyBytes>>, bool);
+type Frames<'py> = Vec<Bound<'py, PyBytes>>;
+/// What came of a call, as `Libzmq.receive` says.
+type Received<'py> = (Frames<'py>, Vec<Frames<'py>>, bool);
 
 #[pymethods]
 impl Libzmq {
@@ -161,6 +182,7 @@ impl Libzmq {
                 receive: std::mem::transmute::<Found, Receive>(find(c"zmq_msg_recv")?),
                 data: std::mem::transmute::<Found, Data>(find(c"zmq_msg_data")?),
                 size: std::mem::transmute::<Found, Size>(find(c"zmq_msg_size")?),
+                more: std::mem::transmute::<Found, OnMessage>(find(c"zmq_msg_more")?),
                 close: std::mem::transmute::<Found, OnMessage>(find(c"zmq_msg_close")?),
                 errno: std::mem::transmute::<Found, Errno>(find(c"zmq_errno")?),
             })
@@ -177,37 +199,47 @@ impl Libzmq {
         Ok(py.detach(|| self.put_all(socket, topic, &messages)))
     }
 
-    /// Takes messages of this topic, numbered from `first` on, at most `limit`, without waiting.
+    /// Takes what is there, at most `limit` messages and about 1 MiB, without waiting.
     ///
-    /// Their payloads; the frames of what came in the place of the next one, none if nothing did; and whether there was nothing left.
-    fn receive<'py>(&self, py: Python<'py>, socket: usize, topic: &[u8], first: u64, limit: usize) -> PyResult<Run<'py>> {
+    /// Payloads of batches with this topic, numbered from `first` on, at most `due` of them, up to the first message that is
+    /// anything else; the messages from that one on; and whether there was nothing left.
+    fn receive<'py>(
+        &self,
+        py: Python<'py>,
+        socket: usize,
+        topic: &[u8],
+        first: u64,
+        due: usize,
+        limit: usize,
+    ) -> PyResult<Received<'py>> {
         let socket = open(socket)?;
-        let (mut payloads, mut bytes) = (Vec::new(), 0);
+        let (mut payloads, mut messages, mut bytes) = (Vec::new(), Vec::<Frames<'py>>::new(), 0);
         let mut frames = Vec::with_capacity(FRAMES);
-        for number in (first..).take(limit) {
-            frames.clear();
-            let mut outcome = None;
-            while frames.len() < FRAMES && outcome.is_none() {
-                match self.frame(socket) {
-                    Came::Frame(frame) => frames.push(frame),
-                    Came::Nothing => outcome = Some(true),
-                    Came::Refused => outcome = Some(false),
-                }
+        let mut number = first;
+        while payloads.len() + messages.len() < limit && bytes < MOST_BYTES {
+            let ended = self.message(socket, &mut frames).err();
+            bytes += frames.iter_mut().map(|frame| frame.bytes().len()).sum::<usize>();
+            let is_due = ended.is_none() && messages.is_empty() && payloads.len() < due;
+            if let Some(payload) = batch(&mut frames, topic, number).filter(|_| is_due) {
+                payloads.push(PyBytes::new(py, payload));
+                number = number.wrapping_add(1);
+            } else if !frames.is_empty() {
+                messages.push(frames.iter_mut().map(|frame| PyBytes::new(py, frame.bytes())).collect());
             }
-            let due = outcome.is_none() && frames[0].bytes() == topic && frames[1].bytes() == number.to_be_bytes();
-            if !due {
-                let odd = frames.iter_mut().map(|frame| PyBytes::new(py, frame.bytes())).collect();
-                return Ok((payloads, odd, outcome.unwrap_or(false)));
-            }
-            let payload = frames[2].bytes();
-            bytes += payload.len();
-            payloads.push(PyBytes::new(py, payload));
-            if bytes >= MOST_BYTES {
-                break;
+            if let Some(ended) = ended {
+                return Ok((payloads, messages, ended == Ended::Nothing));
             }
         }
-        Ok((payloads, Vec::new(), false))
+        Ok((payloads, messages, false))
     }
+}
+
+/// The payload, if these are the frames of a batch with this topic and this number.
+fn batch<'a>(frames: &'a mut [Frame<'_>], topic: &[u8], number: u64) -> Option<&'a [u8]> {
+    let [sender, numbered, payload] = frames else {
+        return None;
+    };
+    (sender.bytes() == topic && numbered.bytes() == number.to_be_bytes()).then(|| payload.bytes())
 }
 
 fn open(address: usize) -> PyResult<Socket> {

@@ -38,7 +38,12 @@ class Beats:
             return 0.0
         return self._every if news == self._told else min(self._every, AGAIN_SECONDS)
 
-    def repeat(self) -> None:
-        """Say once more what was told last, where half of what is kept came since, and what is older is told as a snapshot."""
-        if self._told and self._buffer.has_left and self._output.since_beat >= max(1, len(self._buffer) // 2):
-            self._output.beat(Trust(*self._told), self._rank)
+    @property
+    def wants_repeat(self) -> bool:
+        """Whether half of what is kept came since the last one, and what is older is told as a snapshot."""
+        return bool(self._told and self._buffer.has_left and self._output.since_beat >= max(1, len(self._buffer) // 2))
+
+    def repeat(self, trust: Trust) -> None:
+        """Say how things are once more, out of turn."""
+        self._told = trust.name, trust.reason
+        self._output.beat(trust, self._rank)

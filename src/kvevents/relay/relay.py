@@ -65,6 +65,8 @@ TEND_SECONDS: Final = 0.05
 CLOSE_SECONDS: Final = 2.0
 """For consumers to get what was sent, when a relay ends."""
 
+_SINCE_RESET: Final = Trust("DEGRADED", "an upstream began anew, and not all that it told before has been sent on")
+
 
 class _Seen(NamedTuple):
     """What only the relay's own thread may look at, as of its last turn."""
@@ -102,6 +104,8 @@ class Relay:
         """Whether something that was received may not have been sent, or sent by half."""
         self._gap_told = False
         """Whether a number was left out in this turn, and nothing was cleared since."""
+        self._resets_ahead = 0
+        """Of what was received and not sent on yet."""
         self._carried = self._diverged = 0
         self._news = True
         """Whether something happened of which consumers or the journal should hear at once."""
@@ -257,6 +261,7 @@ class Relay:
         if not self._shared and set(map(type, deliveries)) == {RawBatch}:
             self._carry(0, cast("list[RawBatch]", deliveries))
             return
+        self._resets_ahead = sum(isinstance(delivery, Reset) for delivery in deliveries)
         run: list[RawBatch] = []
         ordinal = 0
         for delivery in deliveries:
@@ -281,10 +286,20 @@ class Relay:
             self._news = True
         for start in range(0, len(batches), self._stride):
             self._forwarding.carry(ordinal, batches[start : start + self._stride])
-            self._beats.repeat()
+            if self._beats.wants_repeat:
+                self._beats.repeat(self._trust_amid())
+
+    def _trust_amid(self) -> Trust:
+        """How far what was sent so far is to be trusted, while there is more to send.
+
+        What was found in it, and what is missing, counts already: a heartbeat that passed over it would heal what consumers
+        doubt. What was doubted before a reset, though, is known to nobody any more once that was received.
+        """
+        return _SINCE_RESET if self._resets_ahead else self._upstreams.trust()
 
     def _reset(self, ordinal: int, reset: Reset) -> None:
         self._news = True
+        self._resets_ahead -= 1
         log.warning("%s rank %d: %s; what it told is taken back", reset.source, reset.rank, reset.reason)
         self._keeping.reset(ordinal, reset)
         events = self._forwarding.forget(ordinal)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import Final
 
 import zmq
 import zmq.backend
 
-from kvevents.bulk import FRAMES, bulk
-from kvevents.wire import Live, parse_live
+from kvevents.bulk import bulk
+from kvevents.wire.framing import encode_seq
 
 _recv = zmq.backend.Socket.recv
 _get = zmq.backend.Socket.get
@@ -17,7 +16,6 @@ _DONTWAIT: Final = int(zmq.DONTWAIT)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
-_pack_seq: Final = Struct(">Q").pack
 
 
 def has_news(socket: zmq.Socket[bytes]) -> bool:
@@ -47,69 +45,25 @@ def drain(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], boo
     return messages, False
 
 
-def drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: range) -> tuple[list[bytes], list[list[bytes]], bool]:
-    """Payloads of messages with this topic and these numbers, then what came instead if anything did, and as `drain`.
+def drain_live(socket: zmq.Socket[bytes], topic: bytes, due: range, limit: int) -> tuple[list[bytes], list[list[bytes]], bool]:
+    """Payloads of batches with this topic and the numbers that are due, then messages from the first other one on; as `drain`.
 
-    It asks no message where it ends: three frames with the topic and exactly the number that was due are the batch that was
-    due. Where a message had more frames than those, the rest of it does not look like that, and `drain_live` asks. There may be
-    more with these numbers, unless something came instead.
+    What has more frames than a batch, or fewer, is none, whatever they begin with.
     """
     many = bulk()
-    if many is None or not numbers:
-        return _drain_run(socket, topic, numbers)
-    payloads, odd, drained = many.receive(socket.underlying, topic, numbers.start, len(numbers))
-    return payloads, _whole(socket, odd) if len(odd) == FRAMES else [odd] if odd else [], drained
+    if many is not None:
+        payloads, messages, drained = many.receive(socket.underlying, topic, due.start, len(due), limit)
+        if payloads or messages or drained:
+            return payloads, messages, drained
+    return _drain_live(socket, topic, due, limit)
 
 
-def _drain_run(socket: zmq.Socket[bytes], topic: bytes, numbers: range) -> tuple[list[bytes], list[list[bytes]], bool]:
-    """The same, frame by frame."""
+def _drain_live(socket: zmq.Socket[bytes], topic: bytes, due: range, limit: int) -> tuple[list[bytes], list[list[bytes]], bool]:
+    """The same by pyzmq, which raises what is to be raised."""
+    messages, drained = drain(socket, limit)
     payloads: list[bytes] = []
-    first = second = None
-    try:
-        for number in map(_pack_seq, numbers):
-            first = _recv(socket, _DONTWAIT)
-            second = _recv(socket, _DONTWAIT)
-            third = _recv(socket, _DONTWAIT)
-            if second != number or first != topic:
-                return payloads, _whole(socket, [first, second, third]), False
-            if not payloads and not int(_get(socket, _EVENTS)) & _POLLIN:
-                # The only one, as when an engine has little to say; to be told so by zmq.Again takes three times as long.
-                return [third], [], True
-            payloads.append(third)
-            first = second = None
-    except zmq.Again:
-        return payloads, [[frame for frame in (first, second) if frame is not None]] if first is not None else [], True
-    return payloads, [], False
-
-
-def drain_live(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], bool]:
-    """As `drain`, for messages of three frames, asking once a message instead of once a frame where it ends.
-
-    That question costs as much as two frames. Three frames of which the last has no successor are a whole message, or several
-    that have fewer frames each and mean nothing anyway.
-    """
-    messages: list[list[bytes]] = []
-    while len(messages) < limit:
-        frames: list[bytes] = []
-        try:
-            frames.append(_recv(socket, _DONTWAIT))
-            frames.append(_recv(socket, _DONTWAIT))
-            frames.append(_recv(socket, _DONTWAIT))
-        except zmq.Again:
-            if frames:
-                messages.append(frames)
-            return messages, True
-        messages += _whole(socket, frames)
-    return messages, False
-
-
-def _whole(socket: zmq.Socket[bytes], frames: list[bytes]) -> list[list[bytes]]:
-    """The message of these three frames; if it goes on, it is a longer one, or a good one behind one that was too short."""
-    if not _get(socket, _RCVMORE):
-        return [frames]
-    while _get(socket, _RCVMORE):
-        frames.append(_recv(socket, _DONTWAIT))
-    good = frames[-3:]
-    if len(frames) <= 5 and isinstance(parse_live(good), Live):
-        return [frames[:-3], good]
-    return [frames]
+    for number, frames in zip(due, messages, strict=False):
+        if frames[:-1] != [topic, encode_seq(number)]:
+            break
+        payloads.append(frames[-1])
+    return payloads, messages[len(payloads) :], drained

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.stream import Source, Stream
-from kvevents.subscriber.draining import drain, drain_live, drain_run, has_news
+from kvevents.subscriber.draining import drain, drain_live, has_news
 from kvevents.subscriber.sockets import Sockets, attach, drop, watch
 
 _UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
@@ -76,10 +76,7 @@ class ZmqLive:
         if _DOWN in before:
             self._begin_again(stream)
             return True
-        payloads, messages, drained = drain_run(self._sub, stream.topic, stream.coming(limit))
-        if not drained and (messages or not payloads):
-            others, drained = drain_live(self._sub, limit - len(payloads))
-            messages += others
+        payloads, messages, drained = drain_live(self._sub, stream.topic, stream.coming(limit), limit)
         # The monitor is read after the messages: a change that came before one of them is known by now.
         changes = before + self._changes()
         if changes:
