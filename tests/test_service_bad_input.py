@@ -465,10 +465,12 @@ def test_a_file_of_sources_that_changes(tmp_path: Path) -> None:
             write(path, "nonsense")
             faults = until("the fault", lambda: service.get("/v1/sources").json["faults"])
             assert str(path) in str(faults)
+            assert service.told(f"WARNING {path}: ")
             assert set(service.sources()) == {("a", 0), ("b", 0)}
             write(path, table("b", second))
             until("the second alone", lambda: set(service.sources()) == {("b", 0)})
             assert service.get("/v1/sources").json["faults"] == {}
+            assert service.told(f"INFO +no more: {path}: ")
             # What the configuration names, no client takes away for long, nor registers twice.
             assert service.register("b", second.publisher).status == 409
 

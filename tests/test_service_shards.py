@@ -274,10 +274,10 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
 def test_a_replica_that_never_answers_is_passed_over(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that it holds everything, and takes connections: others that hold the same are asked in its place."""
     monkeypatch.setattr(sharding, "PRESENT_SECONDS", 30.0)
-    monkeypatch.setattr(sharding, "RELEASE_SECONDS", 60.0)  # it is wanted for lanes too, and says that it holds them
     with planed(server, "mute") as plane, socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
         shares = plane.start("a", "b", holders=1, shard={"ask_seconds": 0.2})
         settled(shares, 1)
+        monkeypatch.setattr(sharding, "RELEASE_SECONDS", 60.0)  # it is wanted for lanes too, and says that it holds them
         ghost = Announcement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(LANES)))
         ghosts = {f"ghost-{number}" for number in range(3)}  # of those that hold as much, one is asked first
         for name in ghosts:

@@ -1,7 +1,8 @@
 """Which engines are gone: what a bridge hears of them, for how long, and whether to believe it.
 
 An engine that cannot be reached for `dead_seconds` is gone. Where more than half of a bridge's engines cannot be reached at
-once it is the network that is suspected, and nobody is said to be gone; a single engine is too few to tell, and goes.
+once it is the network that is suspected, and nobody is said to be gone; a single engine is too few to tell, and goes. When the
+network is back, connections come back one after the other: who is still away then has the same time once more.
 
 An engine of the log that no bridge names for `unnamed_seconds` was forgotten while no bridge was there to say so. Where that is
 more than half of all engines of the log at once it is a setting, or a bridge that does not come back, that is suspected.
@@ -64,9 +65,11 @@ class Members:
                 self._away_since.setdefault(key, now)
         for key in self._away_since.keys() - set(present):
             del self._away_since[key]
-        lasted = [key for key, since in self._away_since.items() if now - since > self._dead_seconds]
+        suspected = bool(self.suspects)
         self._suspect(present, now)
-        return [] if self.suspects else lasted
+        if suspected and not self.suspects:
+            self._away_since = dict.fromkeys(self._away_since, now)
+        return [] if self.suspects else [key for key, since in self._away_since.items() if now - since > self._dead_seconds]
 
     def _suspect(self, present: Collection[Key], now: float) -> None:
         """Engines are counted, whatever the number of their ranks; none before it could matter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,8 @@ from kvevents.service.discovery.static import StaticProvider
 from kvevents.service.discovery.tables import Template
 from kvevents.service.registration import Key, Registration
 from kvevents.stream import Checkpoint
+
+log = logging.getLogger(__name__)
 
 DISCOVERED = "discovery"
 """Origin of what was found."""
@@ -50,6 +53,8 @@ class Finder:
         self._providers = providers_of(config, watched)
         self._found = Discovered(waiting=tuple(provider.name for provider in self._providers))
         self._refused: list[str] = []
+        self._told: set[str] = set()
+        """What the log was told is wrong with what was found."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -61,6 +66,12 @@ class Finder:
     def _tell(self, found: Discovered) -> None:
         self._found = found
         self._refused = self._fleet.replace(DISCOVERED, found.registrations.values(), self._resume)
+        faults = {fault.sentence for each in found.faults.values() for fault in each}
+        for sentence in sorted(faults - self._told):
+            log.warning("%s", sentence)
+        for sentence in sorted(self._told - faults):
+            log.info("no more: %s", sentence)
+        self._told = faults
 
     @property
     def has_looked(self) -> bool:
