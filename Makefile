@@ -11,6 +11,9 @@ NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -n
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 
+# Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test unit crate lint types bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
@@ -21,8 +24,8 @@ test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest 
 	+$(MAKE) --no-print-directory --jobs 2 $(NATIVE) $(TESTS_STAMP) types
 	+$(MAKE) --no-print-directory --jobs 2 unit crate lint
 
-unit: $(NATIVE) $(TESTS_STAMP)  # tests wait as long as they work: two processes of them, a file to each at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+unit: $(NATIVE) $(TESTS_STAMP)  # tests wait longer than they work: three processes of them for two CPUs, a file to each at a time
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 crate:
 	+cargo test $(CARGO_FLAGS)
