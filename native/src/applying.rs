@@ -11,7 +11,6 @@ use crate::keys::{self, Scheme};
 use crate::pages;
 use crate::planes::{Plane, Rule, tier};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
-use crate::slab::TWIN;
 use crate::stream::{Block, Chain, Leaving, Parent, Place, Stream};
 use crate::table::{Reach, Stage};
 use crate::waiting::{Content, Waiting};
@@ -210,6 +209,7 @@ impl Stream {
             });
         }
         let number = writer.contexts.retain(Context::keyed(size), 1);
+        writer.list_all();
         let chain = Chain {
             hashes: event.hashes.slice(&read.scratch.hashes),
             keys: event.keys.slice(&read.scratch.hashes),
@@ -335,17 +335,10 @@ impl Stream {
         true
     }
 
-    /// Asks for what a block will need that is to be placed soon.
-    #[inline]
-    fn ask(&self, core: &Core, block: &Block, stage: Stage) {
-        core.keys.prefetch(block.key_spot, stage);
-        self.prefetch(block.hash_spot, stage);
-    }
-
     /// A block with everything that placing it needs asked for.
     pub fn asked(&self, core: &Core, hash: u64, key: u64, context: u32) -> Block {
-        let block = Block::new(core, hash, key, context);
-        self.ask(core, &block, Stage::Bucket);
+        let mut block = Block::new(core, hash, key, context);
+        self.ask(core, &mut block, Stage::Bucket);
         block
     }
 
@@ -363,7 +356,7 @@ impl Stream {
                 continue;
             };
             let parent = *core.records.get(above);
-            let salt = content.salt.unwrap_or_else(|| core.contexts.get(parent.context & !TWIN).salt);
+            let salt = content.salt.unwrap_or_else(|| core.contexts.get(parent.context()).salt);
             let context = Context {
                 scheme: content.scheme,
                 lora: content.lora,

@@ -65,6 +65,12 @@ impl Contexts {
         self.lookup.get(context).copied()
     }
 
+    /// Whether some blocks were told by their keys.
+    #[inline]
+    pub fn has_keyed(&self) -> bool {
+        self.keyed > 0
+    }
+
     /// The number of the context of blocks that were told by their keys, which are of any namespace.
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
         if self.keyed == 0 || scheme.eagle {

@@ -5,11 +5,12 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use crate::behind::Behind;
 use crate::contexts::Contexts;
 use crate::kept::Kept;
 use crate::planes::{Plane, Rule};
 use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
-use crate::slab::{Record, Slab, TWIN};
+use crate::slab::{Record, Slab};
 use crate::stream::{Block, Stream};
 use crate::table::{Hashes, Spot, Table};
 use crate::tally::Tally;
@@ -104,8 +105,10 @@ impl Hashes for ByHash<'_> {
 pub struct Core {
     /// All blocks.
     pub records: Slab,
-    /// The same by key, where these are listed.
+    /// The same by key, where these are listed, but for those that are found through the one before them.
     pub keys: Table,
+    /// Those.
+    pub behind: Behind,
     /// Keys where they are not, since nobody has asked for any so far.
     pub tally: Option<Tally>,
     /// By the number of their stream, blocks that nobody has looked into. None where keys are listed, once each stream has seen that they are.
@@ -148,10 +151,11 @@ impl Core {
         Spot::from(self.secret.place(value))
     }
 
-    /// Has the record of a block held by one more, which does not hold it yet: its number, and whether it was made for that. None when
+    /// Has the record of a block held by one more, which does not hold it yet: its number, and whether it was made for that. `next` is the
+    /// number behind the record of its parent; whoever does not know that is one of the `strangers` of `Behind`, and guesses. None when
     /// there are too many of its key.
     #[inline]
-    pub fn hold(&mut self, block: &Block, plane: u16, stream: u32, guess: u32, last: &mut Move) -> Option<(u32, bool)> {
+    pub fn hold(&mut self, block: &Block, plane: u16, stream: u32, next: u32, last: &mut Move) -> Option<(u32, bool)> {
         let Block {
             key,
             context,
@@ -159,17 +163,17 @@ impl Core {
             key_seat,
             ..
         } = *block;
-        let fits = |record: &Record| record.key == key && record.context == context;
-        if self
-            .records
-            .find(guess)
-            .is_some_and(|record| fits(record) && !self.sets.knows(record.set, stream))
-        {
-            self.toggle(guess, plane, stream, last);
-            return Some((guess, false));
+        if let Some(record) = self.records.find(next).filter(|record| record.key == key) {
+            if !record.has_twins() && record.context() == context && !self.sets.knows(record.set, stream) {
+                self.toggle(next, plane, stream, last);
+                return Some((next, false));
+            }
+            if record.is_behind() {
+                self.list(next);
+            }
         }
         if self.count_in(key) {
-            return self.add(block, 0, plane, stream, last);
+            return self.add(block, plane, stream, last);
         }
         let records = &self.records;
         let (mut twins, mut alike) = (0, false);
@@ -179,7 +183,7 @@ impl Core {
             let record = records.get(number);
             if record.key == key {
                 alike = true;
-                if record.context & !TWIN == context {
+                if record.context() == context {
                     twins += 1;
                     if !self.sets.knows(record.set, stream) {
                         found = Some(number);
@@ -195,42 +199,46 @@ impl Core {
         if twins >= MAX_TWINS {
             return None;
         }
-        let flag = if alike { self.mark_twins(key) } else { 0 };
-        let made = self.add(block, flag, plane, stream, last)?;
+        let made = self.add(block, plane, stream, last)?;
+        let number = made.0;
+        if alike {
+            self.records.get_mut(number).twin();
+            self.mark_twins(key);
+        } else if number == next && self.may_be_behind(number, context) {
+            self.records.get_mut(number).set_behind(true);
+            self.behind.records += 1;
+            return Some(made);
+        }
+        let seat = self.keys.seat_again(seat, key_spot);
         self.keys
-            .insert_at(seat, key_spot, made.0, &ByKey(&self.records, self.secret));
+            .insert_at(seat, key_spot, number, &ByKey(&self.records, self.secret));
         Some(made)
     }
 
     /// A record that is new, and that one stream holds.
     #[inline]
-    fn add(&mut self, block: &Block, flag: u32, plane: u16, stream: u32, last: &mut Move) -> Option<(u32, bool)> {
-        let number = self.records.insert(Record {
-            key: block.key,
-            hash: block.hash,
-            set: EMPTY,
-            context: block.context | flag,
-        })?;
+    fn add(&mut self, block: &Block, plane: u16, stream: u32, last: &mut Move) -> Option<(u32, bool)> {
+        let number = self.records.insert(Record::new(block.key, block.hash, block.context))?;
         self.toggle(number, plane, stream, last);
         self.contexts.add(block.context, 1);
         Some((number, true))
     }
 
-    /// Marks all records of a key as not the only one: with what.
+    /// Marks all listed records of a key as not the only one.
     #[cold]
-    pub fn mark_twins(&mut self, key: u64) -> u32 {
+    pub fn mark_twins(&mut self, key: u64) {
         for number in self.twins(key, |_| true) {
-            self.records.get_mut(number).context |= TWIN;
+            self.records.get_mut(number).twin();
+            self.list_next(number);
         }
-        TWIN
     }
 
-    /// All records of a key in the contexts that `meant` says.
+    /// All listed records of a key in the contexts that `meant` says.
     pub fn twins(&self, key: u64, meant: impl Fn(u32) -> bool) -> Vec<u32> {
         let mut found = Vec::new();
         self.keys.for_each_match(self.spot(key), |number| {
             let record = self.records.get(number);
-            if record.key == key && meant(record.context & !TWIN) {
+            if record.key == key && meant(record.context()) {
                 found.push(number);
             }
             true
@@ -256,12 +264,15 @@ impl Core {
     /// Forgets a block that nobody holds any more.
     #[inline]
     pub fn forget(&mut self, number: u32, record: &Record) {
-        if self.is_listed() {
+        if record.is_behind() {
+            self.behind.records -= 1;
+        } else if self.is_listed() {
             self.keys
                 .remove(self.spot(record.key), number, &ByKey(&self.records, self.secret));
         }
         self.records.remove(number);
-        self.contexts.release(record.context & !TWIN, 1);
+        self.list_next(number);
+        self.contexts.release(record.context(), 1);
         self.count_out(record.key);
     }
 

@@ -4,8 +4,9 @@
 mod python;
 
 pub mod applying;
+pub mod behind;
 pub mod compacting;
-pub mod contexts;
+mod contexts;
 pub mod core;
 pub mod gate;
 pub mod hashed;

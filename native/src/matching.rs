@@ -10,7 +10,6 @@ use crate::core::{Core, Worker};
 use crate::keys::Scheme;
 use crate::planes::{LEVELS, Rule};
 use crate::sets::Word;
-use crate::slab::TWIN;
 use crate::table::Stage;
 
 /// Blocks of a prompt that are looked at before the others are hashed: many prompts are unknown from the start.
@@ -70,7 +69,7 @@ impl Walk {
         let (mut guess, mut asked) = (u32::MAX, 0);
         for (at, &key) in keys.iter().enumerate() {
             let (number, holders) = match core.records.find(guess) {
-                Some(record) if record.key == key && record.context & TWIN == 0 && meant(record.context) => {
+                Some(record) if record.key == key && !record.has_twins() && meant(record.context()) => {
                     (guess, Holders::Set(record.set))
                 }
                 _ => {
@@ -100,10 +99,10 @@ impl Walk {
     fn search(&mut self, core: &Core, key: u64, meant: &impl Fn(u32) -> bool) -> Option<(u32, Holders)> {
         let number = core.keys.find(core.spot(key), |number| {
             let record = core.records.get(number);
-            record.key == key && meant(record.context & !TWIN)
+            record.key == key && meant(record.context())
         })?;
         let record = core.records.get(number);
-        if record.context & TWIN == 0 {
+        if !record.has_twins() {
             return Some((number, Holders::Set(record.set)));
         }
         let mut words: Vec<Word> = Vec::new();

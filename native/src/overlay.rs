@@ -96,14 +96,14 @@ impl Overlay {
         (end <= order(now)).then_some(number)
     }
 
-    /// Ends decisions that are over, and the oldest ones above the limit; `held` says whether a worker holds a block.
-    pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, u64) -> bool) {
+    /// Ends decisions that are over, and the oldest ones above the limit; `held` says whether a worker holds the last block of a prompt.
+    pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) {
         let oldest = |overlay: &Self| {
             let (&number, _) = overlay.decisions.first_key_value()?;
             (overlay.size > overlay.limit).then_some(number)
         };
         while let Some(decision) = self.over(now).or_else(|| oldest(self)).and_then(|number| self.end(number)) {
-            let confirmed = decision.keys.last().is_none_or(|&key| held(&decision.worker, key));
+            let confirmed = held(&decision.worker, &decision.keys);
             *(if confirmed { &mut self.confirmed } else { &mut self.expired }) += 1;
         }
     }
@@ -192,7 +192,7 @@ mod tests {
             self.decisions.iter().map(|(_, keys, _)| keys.len()).sum()
         }
 
-        fn expire(&mut self, now: f64, limit: usize, held: impl Fn(&Worker, u64) -> bool) {
+        fn expire(&mut self, now: f64, limit: usize, held: impl Fn(&Worker, &[u64]) -> bool) {
             while let Some(at) = self
                 .decisions
                 .iter()
@@ -200,7 +200,7 @@ mod tests {
                 .or_else(|| (self.size() > limit).then_some(0))
             {
                 let (rank, keys, _) = self.decisions.remove(at);
-                match held(&worker(rank), keys[keys.len() - 1]) {
+                match held(&worker(rank), &keys) {
                     true => self.confirmed += 1,
                     false => self.expired += 1,
                 }
@@ -220,7 +220,7 @@ mod tests {
         /// Whatever ends, by time, by the limit or because its worker is forgotten: what the other decisions expect stays.
         #[test]
         fn is_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
-            let held = |worker: &Worker, key: u64| (key + worker.rank as u64).is_multiple_of(2);
+            let held = |worker: &Worker, keys: &[u64]| (keys[keys.len() - 1] + worker.rank as u64).is_multiple_of(2);
             let (mut overlay, mut model, mut now) = (Overlay::new(limit), Model::default(), -5.0);
             for step in steps {
                 match step {

@@ -2,6 +2,7 @@
 
 use crate::pages::Piece;
 use crate::prefetch;
+use crate::sets::EMPTY;
 
 /// What the index knows about one block.
 #[derive(Clone, Copy, Debug)]
@@ -12,12 +13,57 @@ pub struct Record {
     pub hash: u64,
     /// Who holds it: a number in `Sets`.
     pub set: u32,
-    /// Its number in `Contexts`, and `TWIN`.
-    pub context: u32,
+    /// The number of its context, and flags.
+    flagged: u32,
 }
 
-/// Flag in `Record::context`: there are other records with this key.
-pub const TWIN: u32 = 1 << 31;
+/// There are other records with this key.
+const TWIN: u32 = 1 << 31;
+/// It is found through the record before it, and not by its key.
+const BEHIND: u32 = 1 << 30;
+
+impl Record {
+    /// A block that nobody holds yet.
+    #[inline]
+    pub fn new(key: u64, hash: u64, context: u32) -> Self {
+        Self {
+            key,
+            hash,
+            set: EMPTY,
+            flagged: context,
+        }
+    }
+
+    /// Its number in `Contexts`.
+    #[inline]
+    pub fn context(&self) -> u32 {
+        self.flagged & !(TWIN | BEHIND)
+    }
+
+    /// Whether there are other records with its key.
+    #[inline]
+    pub fn has_twins(&self) -> bool {
+        self.flagged & TWIN != 0
+    }
+
+    /// Whether it is found through the record before it, and not by its key; `Core::behind` says when.
+    #[inline]
+    pub fn is_behind(&self) -> bool {
+        self.flagged & BEHIND != 0
+    }
+
+    /// Notes that there are others with its key.
+    pub fn twin(&mut self) {
+        self.flagged |= TWIN;
+    }
+
+    /// Notes how it is found.
+    #[inline]
+    pub fn set_behind(&mut self, behind: bool) {
+        self.flagged = self.flagged & !BEHIND | if behind { BEHIND } else { 0 };
+    }
+}
+
 const FREE: u32 = u32::MAX;
 const NONE: u32 = u32::MAX;
 const BITS: u32 = 10;
@@ -28,7 +74,7 @@ const VACANT: Record = Record {
     key: 0,
     hash: 0,
     set: FREE,
-    context: 0,
+    flagged: 0,
 };
 
 struct Chunk {

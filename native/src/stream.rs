@@ -10,7 +10,7 @@ use crate::core::{ByHash, Core, Secret};
 use crate::gate::{BLOCKS_PER_HOLD, Gate, Writer};
 use crate::planes::Rules;
 use crate::sets::{EMPTY, Move};
-use crate::slab::{Record, TWIN};
+use crate::slab::Record;
 use crate::table::{Reach, Seat, Spot, Stage, Table};
 use crate::waiting::Queue;
 
@@ -235,10 +235,29 @@ impl Stream {
         self.table.reach()
     }
 
-    /// `Table::seat_ahead` of the blocks of this stream.
+    /// Asks for what a block will need that is to be placed soon, in the stages of its tables; last for their buckets, by which time it is
+    /// known where it belongs.
     #[inline]
-    pub fn seat_ahead(&self, spot: Spot) -> Option<Seat> {
-        self.table.seat_ahead(spot)
+    pub fn ask(&self, core: &Core, block: &mut Block, stage: Stage) {
+        let listed = core.keys.reach() > Reach::Near;
+        if stage == Stage::Bucket {
+            if listed {
+                block.key_seat = core.keys.seat_ahead(block.key_spot);
+            }
+            block.hash_seat = self.table.seat_ahead(block.hash_spot);
+            return;
+        }
+        if listed {
+            core.keys.prefetch(block.key_spot, stage);
+        }
+        self.table.prefetch(block.hash_spot, stage);
+    }
+
+    /// Looks at these buckets, which are here, and asks for what is behind full ones.
+    #[inline]
+    pub fn look_behind(&self, core: &Core, block: &Block) {
+        core.keys.look_behind(block.key_seat);
+        self.table.look_behind(block.hash_seat);
     }
 
     fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
@@ -264,9 +283,10 @@ impl Stream {
         found.or_else(|| self.foreign_of(core, hash, |_| true))
     }
 
-    /// One copy more of a block; the record's number, and whether `hash` was unknown before. None when there are too many like it.
+    /// One copy more of a block; the record's number, and whether `hash` was unknown before. `next` is that of `Core::hold`. None when there
+    /// are too many like it.
     #[inline]
-    pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, guess: u32) -> Option<(u32, bool)> {
+    pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, next: u32) -> Option<(u32, bool)> {
         let Block {
             hash,
             key,
@@ -286,14 +306,14 @@ impl Stream {
             let record = core.records.get(number);
             if record.hash == hash {
                 known = Some(number);
-                if record.key == key && record.context & !TWIN == context {
+                if record.key == key && record.context() == context {
                     own = known;
                 }
             }
             own.is_none()
         });
         if own.is_none() && !self.foreign.is_empty() {
-            let same = |number: u32| core.records.get(number).key == key && core.records.get(number).context & !TWIN == context;
+            let same = |number: u32| core.records.get(number).key == key && core.records.get(number).context() == context;
             own = self.foreign_of(core, hash, same);
             known = known.or_else(|| self.foreign_of(core, hash, |_| true));
         }
@@ -305,7 +325,7 @@ impl Stream {
         if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= MAX_SAME_HASH) {
             return None;
         }
-        let (number, fresh) = core.hold(block, plane, self.number, guess, &mut self.added)?;
+        let (number, fresh) = core.hold(block, plane, self.number, next, &mut self.added)?;
         self.enter(core, block, number, fresh);
         self.blocks += 1;
         self.count_in(core, hash, key, plane);
@@ -377,7 +397,11 @@ impl Stream {
     pub fn leaving(&self, core: &Core, hash: u64) -> Leaving {
         let spot = core.spot(hash);
         self.prefetch(spot, Stage::Bucket);
-        Leaving { hash, spot, seat: None }
+        Leaving {
+            hash,
+            spot,
+            ..Leaving::default()
+        }
     }
 
     /// Asks for the record that a hash may mean, when its bucket is here.
@@ -395,7 +419,10 @@ impl Stream {
     pub fn prefetch_key(&self, core: &Core, leaving: &Leaving) {
         let seat = self.table.seat_again(leaving.seat, leaving.spot);
         self.table.for_each_match_at(seat, |number| {
-            core.keys.prefetch(core.spot(core.records.get(number).key), Stage::Bucket);
+            let record = core.records.get(number);
+            if !record.is_behind() {
+                core.keys.prefetch(core.spot(record.key), Stage::Bucket);
+            }
             false
         });
     }
@@ -588,7 +615,7 @@ impl Stream {
             let core = gate.read();
             known.extend(some.iter().map(|&number| {
                 let record = core.records.get(number);
-                ((record.key, record.context & !TWIN), number)
+                ((record.key, record.context()), number)
             }));
         }
         let ordered: Option<Vec<u32>> = blocks.iter().map(|block| known.remove(block)).collect();
@@ -682,7 +709,7 @@ pub struct Leaving {
     /// Where it is looked for.
     spot: Spot,
     /// Where it belongs, if somebody has looked.
-    seat: Option<Seat>,
+    seat: Seat,
 }
 
 /// What identifies a block.
@@ -699,9 +726,9 @@ pub struct Block {
     /// Where its hash is looked for.
     pub hash_spot: Spot,
     /// Where its key belongs, if somebody has looked.
-    pub key_seat: Option<Seat>,
+    pub key_seat: Seat,
     /// Where its hash belongs, if somebody has looked.
-    pub hash_seat: Option<Seat>,
+    pub hash_seat: Seat,
 }
 
 impl Block {
@@ -714,8 +741,8 @@ impl Block {
             context,
             key_spot: core.spot(key),
             hash_spot: core.spot(hash),
-            key_seat: None,
-            hash_seat: None,
+            key_seat: Seat::default(),
+            hash_seat: Seat::default(),
         }
     }
 }

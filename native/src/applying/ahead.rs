@@ -66,18 +66,16 @@ impl Ahead<'_> {
             Reach::Far => {
                 let count = self.hashes.len();
                 if at + AHEAD < count {
-                    stream.ask(core, &self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                    stream.ask(core, &mut self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
                 }
                 if at + 2 * AHEAD < count {
-                    stream.ask(core, &self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                    stream.ask(core, &mut self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
                 }
                 self.come(stream, core, at + 3 * AHEAD, Stage::Directory);
             }
         }
         if at + SOON < self.hashes.len() {
-            let soon = &mut self.ring.0[(at + SOON) % RING];
-            soon.key_seat = core.keys.seat_ahead(soon.key_spot);
-            soon.hash_seat = stream.seat_ahead(soon.hash_spot);
+            stream.look_behind(core, &self.ring.0[(at + SOON) % RING]);
         }
         self.ring.0[at % RING]
     }
@@ -86,9 +84,9 @@ impl Ahead<'_> {
     #[inline]
     fn come(&mut self, stream: &Stream, core: &Core, at: usize, stage: Stage) {
         if let (Some(&hash), Some(&key)) = (self.hashes.get(at), self.keys.get(at)) {
-            let block = Block::new(core, hash, key, self.context);
-            stream.ask(core, &block, stage);
-            self.ring.0[at % RING] = block;
+            let block = &mut self.ring.0[at % RING];
+            *block = Block::new(core, hash, key, self.context);
+            stream.ask(core, block, stage);
         }
     }
 }

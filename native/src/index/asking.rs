@@ -155,12 +155,12 @@ impl Index {
 
     fn expire(&self, overlay: &mut Overlay, now: f64) {
         let core = self.asked();
-        overlay.expire(now, |worker, key| {
-            let twins = core.twins(key, |_| true);
-            let holds = |stream: u32| twins.iter().any(|&twin| core.sets.knows(core.records.get(twin).set, stream));
+        overlay.expire(now, |worker, keys| {
+            let ends = core.ends_of(keys);
+            let holds = |stream: u32| ends.iter().any(|&end| core.sets.knows(core.records.get(end).set, stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
             // Most decisions that end unconfirmed have brought no such block anywhere: then nobody is looked for.
-            !twins.is_empty() && core.members.iter().position(same).is_some_and(|stream| holds(stream as u32))
+            !ends.is_empty() && core.members.iter().position(same).is_some_and(|stream| holds(stream as u32))
         });
     }
 

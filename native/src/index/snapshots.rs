@@ -151,7 +151,12 @@ impl Index {
         // What replaces the shared part would leave these streams in one that nobody has.
         let _whole = self.whole.read_recursive();
         let mut part = Part::default();
+        let mut writer = self.gate.write();
+        writer.behind.strangers += 1;
+        writer.list_all();
+        drop(writer);
         let outcome = snapshot::absorb(self, from, &mut part).and_then(|()| self.take_in(&part));
+        self.gate.write().behind.strangers -= 1;
         if let Err(failure) = outcome {
             part.streams.iter().for_each(|newcomer| self.expel(newcomer));
             return Err(failure);

@@ -262,10 +262,10 @@ impl NativeIndex {
         Ok(found.into_iter().map(|hits| Match { hits }).collect())
     }
 
-    /// The same for rolling keys that the caller has, as `block_keys` makes them: all of them, from the root on.
+    /// The same for rolling keys that the caller has, as `block_keys` makes them: all of them, from that of the prompt's first block on.
     ///
-    /// A key stands for its whole prefix, so keys that begin in the middle are matched as if they began a prompt. Of `namespace` only
-    /// the model counts, since keys hold the rest. Raises `ValueError` when workers have different block sizes and `block_size` does
+    /// Blocks are found one behind the other, so of keys that begin in the middle of a prompt nobody may be told who holds them. Of
+    /// `namespace` only the model counts, since keys hold the rest. Raises `ValueError` when workers have different block sizes and `block_size` does
     /// not say which one the keys are of, and `TypeError` for what is no list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
     fn match_keys(

@@ -25,7 +25,9 @@ pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 /// Replaces everything but the overlay, or nothing at all when it fails.
 pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
     let (gate, mut part) = (Gate::default(), Part::default());
+    gate.write().behind.strangers += 1;
     Restoring::new(from, &gate, None, index.max_waiting(), &mut part)?.all()?;
+    gate.write().behind.strangers -= 1;
     index.replace(gate, part);
     Ok(())
 }

@@ -10,7 +10,6 @@ use std::iter::Peekable;
 use crate::core::{Core, Worker};
 use crate::index::Index;
 use crate::planes::{Plane, Rule};
-use crate::slab::TWIN;
 use crate::stream::Stream;
 use crate::waiting::Waiting;
 
@@ -206,7 +205,7 @@ impl<W: Write> Saving<'_, W> {
     #[inline]
     fn block(&mut self, core: &Core, stream: &Stream, number: u32, own: Option<u64>) {
         let record = core.records.get(number);
-        let context = record.context & !TWIN;
+        let context = record.context();
         let alike = self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
         if !(alike && self.run.set == record.set && stream.is_single()) {
             let held = core
@@ -275,7 +274,7 @@ impl<W: Write> Saving<'_, W> {
                 let core = self.index.gate.read();
                 for &number in piece {
                     let record = core.records.get(number);
-                    let context = self.context(&core, record.context & !TWIN);
+                    let context = self.context(&core, record.context());
                     self.out.byte(SEVERAL);
                     self.out.fixed(hash);
                     self.out.fixed(record.key);

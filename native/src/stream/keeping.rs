@@ -5,7 +5,6 @@ use hashbrown::hash_table::Entry as Slot;
 use crate::core::{Core, MAX_TWINS};
 use crate::gate::BLOCKS_PER_HOLD;
 use crate::kept::Entry;
-use crate::slab::TWIN;
 
 use super::{Block, Stream, mark};
 
@@ -243,7 +242,7 @@ impl Parent {
         let record = core.records.get(number);
         Self {
             key: record.key,
-            context: record.context & !TWIN,
+            context: record.context(),
             number: Some(number),
         }
     }
