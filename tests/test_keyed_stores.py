@@ -69,16 +69,20 @@ def hashes_of(tokens: Sequence[int], scope: Scope) -> list[int]:
 
 
 class Pair:
-    """An index that is told tokens, and one that is told keys."""
+    """An index that is told tokens, one that is told keys, and one that is told tokens by one engine and keys by the other."""
 
     def __init__(self) -> None:
-        self.plain, self.redacted = PrefixIndex(), PrefixIndex()
+        self.plain, self.redacted, self.mixed = PrefixIndex(), PrefixIndex(), PrefixIndex()
         self.feeds = {name: (Feed(self.plain, name), Feed(self.redacted, name)) for name in ("a", "b")}
-        for feed in (feed for both in self.feeds.values() for feed in both):
+        self.both = {name: Feed(self.mixed, name) for name in self.feeds}
+        for feed in (feed for feeds in self.feeds.values() for feed in feeds):
             feed()
 
     def say(self, name: str, plain: KVEvent, redacted: KVEvent | None = None) -> None:
-        for feed, event in zip(self.feeds[name], (plain, redacted or plain), strict=True):
+        redacted = redacted or plain
+        for feed, event in zip(
+            (*self.feeds[name], self.both[name]), (plain, redacted, (plain, redacted)[name == "b"]), strict=True
+        ):
             assert feed(event).status == "applied"
 
     def check(self, name: str) -> None:
@@ -101,7 +105,8 @@ steps = st.tuples(
 @given(st.lists(steps, max_size=25))
 def test_true_keys_lead_where_tokens_lead(history: list[Any]) -> None:
     """Chains cut anywhere, copies, moves between tiers, windows, removals and clears, in every namespace: after each event both
-    indexes have one digest and one list of blocks, and at the end one answer to every prompt."""
+    indexes have one digest and one list of blocks, and at the end one answer to every prompt. So has one where an engine says
+    tokens, and another one keys of the same blocks."""
     pair = Pair()
     for name, what, prompt, scope, first, count, medium in history:
         hashes, keys = hashes_of(prompt, scope), block_keys(prompt, SIZE, namespace(scope))
@@ -128,8 +133,27 @@ def test_true_keys_lead_where_tokens_lead(history: list[Any]) -> None:
         for scope in SCOPES:
             expected = answer(pair.plain.match(prompt, namespace(scope)))
             assert answer(pair.redacted.match(prompt, namespace(scope))) == expected
+            assert answer(pair.mixed.match(prompt, namespace(scope))) == expected
             keys = block_keys(prompt, SIZE, namespace(scope))
             assert answer(pair.redacted.match_keys(keys, SIZE)) == answer(pair.plain.match_keys(keys, SIZE))
+
+
+def test_keys_from_the_middle_are_those_of_a_chain_told_in_tokens(index: PrefixIndex, feed: Feed) -> None:
+    """What is before them is not known when they come; the chain may grow, and lose its beginning, before the rest comes."""
+    tokens = list(range(40))
+    keys, hashes = block_keys(tokens, SIZE), range(1, 21)
+    feed(store(hashes[:10], tokens[:20], SIZE))
+    other = Feed(index, "keys")
+    other(keyed(range(105, 115), keys[5:15]))
+    feed(store(hashes[10:], tokens[20:], SIZE, 10))
+    assert answer(index.match(tokens)) == {("a", 0): (40,) * 4}
+    other(keyed(range(115, 120), keys[15:]), keyed(range(100, 105), keys[:5]))
+    assert answer(index.match(tokens)) == {("a", 0): (40,) * 4, ("keys", 0): (40,) * 4}
+    feed(removal(1))
+    assert answer(index.match(tokens)) == {("keys", 0): (40,) * 4}
+    feed(store([1], tokens[:2], SIZE))
+    other(removal(*range(100, 120)))
+    assert answer(index.match(tokens)) == {("a", 0): (40,) * 4}
 
 
 def said(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium: str) -> BlockStored:

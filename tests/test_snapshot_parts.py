@@ -14,7 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from index_cases import Admit, Adversary, Choices, Feed, Label, Remove, Step, answer, blocks_of, namespace, store, tokens_of
+from index_cases import (
+    Admit,
+    Adversary,
+    Choices,
+    Feed,
+    Label,
+    Remove,
+    Step,
+    answer,
+    blocks_of,
+    namespace,
+    removal,
+    store,
+    tokens_of,
+)
 from index_model import Oracle
 from kvevents.errors import SnapshotError, UsageError
 from kvevents.index import IndexLimits, Namespace, PrefixIndex
@@ -137,6 +151,24 @@ def test_streams_share_their_blocks_with_those_that_are_there() -> None:
         absorbed(part(index, (f"w{one}", 0), (f"w{7 - one}", 0)), twin)
     assert state(twin) == state(index)
     assert twin.stats().unique_blocks == index.stats().unique_blocks == 4000
+
+
+def test_blocks_whose_parents_their_worker_has_removed_are_those_of_a_chain_that_is_there() -> None:
+    """Whoever stored them behind their parents finds them there; who comes out of a file without those finds them too."""
+    tokens, hashes = list(range(400)), range(1, 201)
+    index, twin = PrefixIndex(), PrefixIndex()
+    late = Feed(index, "late")
+    late(store(hashes, tokens, 2), removal(*hashes[:50], *hashes[100:120]))
+    Feed(twin, "early")(store(hashes, tokens, 2))
+    absorbed(part(index, ("late", 0)), twin)
+    assert twin.stats().unique_blocks == 200
+    assert twin.digest("late") == index.digest("late")
+    late.index = twin
+    late(store(hashes[:50], tokens[:100], 2))
+    assert {hit.source: hit.tokens for hit in twin.match(tokens)} == {"early": 400, "late": 200}
+    late(store(hashes[100:120], tokens[200:240], 2, 100))
+    assert {hit.source: hit.tokens for hit in twin.match(tokens)} == {"early": 400, "late": 400}
+    assert twin.stats().unique_blocks == 200
 
 
 def test_planes_have_other_numbers_in_another_index() -> None:

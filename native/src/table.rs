@@ -56,8 +56,8 @@ impl From<u64> for Spot {
     }
 }
 
-/// Where a hash belongs in a table, as it is now, or that nobody has looked. Two words, so that processors hand it on in registers: as four
-/// numbers and an option, written apart and read together, it cost a block in an event of 512 a twentieth.
+/// Where a hash belongs in a table, as it is now, or that nobody has looked. Two words, so that it is handed on in registers: four numbers and
+/// an option go through memory, written apart and read together, which processors wait for.
 #[derive(Clone, Copy, Debug)]
 pub struct Seat {
     /// Number of the segment, and of the bucket in it.
