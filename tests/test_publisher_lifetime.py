@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -239,7 +240,10 @@ for number in range(2000):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own context", "shared context"])
 def test_interpreter_exit_in_the_midst_of_a_large_answer(context: Context, shared: bool) -> None:
-    """Large batches are sent as they lie in the publisher's memory, which stays until they have left: each arrives whole."""
+    """Large batches are sent as they lie in the publisher's memory, which stays until they have left: each arrives whole.
+
+    So do all of them, or it is told that the answer was cut where a slow machine had not read it in time.
+    """
     program = f"""
 import sys, time, zmq
 from kvevents.events import BlockStored, EventBatch
@@ -259,11 +263,14 @@ while not publisher.stats().replay.deferred:
 print("leaving", flush=True)
 """
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    with ExitStack() as undo:
+        child = undo.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         assert child.stdout is not None
         reader = open_consumer(context, zmq.DEALER)
         reader.rcvhwm, reader.rcvbuf = 1, 4096
         watch = reader.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        undo.callback(watch.close)
+        undo.callback(reader.disable_monitor)
         reader.connect(child.stdout.readline().strip())
         ask(reader, 0)
         assert child.stdout.readline() == "leaving\n"
@@ -279,7 +286,6 @@ print("leaving", flush=True)
             expected = EventBatch(float(number), [BlockStored([number], None, [70_000 + number] * 300_000, 300_000)], 0)
             assert payload == encode_batch(expected)
         assert [number for number, _ in found] == list(range(len(found)))
-        assert child.stdout.read() == ""
-        reader.disable_monitor()
-        watch.close()
+        said = child.stdout.read()
+        assert said == "" if len(found) == 40 else "replays_cut=1" in said
     assert child.returncode == 0
