@@ -238,6 +238,10 @@ def test_wrong_usage_is_told_with_code_2(args: list[str], capsys: pytest.Capture
     ("args", "word"),
     [
         ("relay --endpiont x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
+        (
+            "relay --replay x 127.0.0.1:5557",
+            "kvevents relay: error: there is no option --replay; did you mean --replay-endpoint?",
+        ),
         ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
         ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: there is no option --zzz"),
         ("plane status --jsno", "kvevents plane: error: there is no option --jsno; did you mean --json?"),
@@ -255,12 +259,6 @@ def test_a_misspelled_option_is_named_before_its_value_is_blamed(
     assert ended.value.code == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told == word or told.startswith(f"{word};")
-
-
-def test_an_option_may_be_cut_short() -> None:
-    from kvevents.cli.program import _parser  # noqa: PLC0415
-
-    assert _parser().parse_args(["tail", "--seco", "3", "127.0.0.1:5557"]).seconds == 3.0
 
 
 def test_an_error_is_one_sentence_and_code_1(tmp_path: Path) -> None:

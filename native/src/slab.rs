@@ -46,7 +46,7 @@ impl Record {
         self.flagged & TWIN != 0
     }
 
-    /// Whether it is found through the record before it, and not by its key; `Core::behind` says when.
+    /// Whether it is found through the record before it, and not by its key; `crate::behind` says when.
     #[inline]
     pub fn is_behind(&self) -> bool {
         self.flagged & BEHIND != 0

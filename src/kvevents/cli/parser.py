@@ -13,9 +13,14 @@ class CommandParser(ArgumentParser):
     """A parser that looks for options that it does not know first of all.
 
     argparse does that last: it takes the value of a misspelled option for what may stand alone, and finds fault with that.
+    Nor is a beginning of an option's name taken for it: `--replay` of one command would be `--replay-endpoint` of another.
     """
 
     _has_commands = False
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        settings.setdefault("allow_abbrev", False)
+        super().__init__(*args, **settings)
 
     def add_subparsers(self, **settings: Any) -> Any:
         """As of any parser, whose commands look for themselves."""
@@ -32,6 +37,6 @@ class CommandParser(ArgumentParser):
         known = list(self._option_string_actions)
         for word in takewhile(lambda word: word != "--", args):
             option = word.partition("=")[0]
-            if option.startswith("--") and not any(each.startswith(option) for each in known):
+            if option.startswith("--") and option not in known:
                 meant = get_close_matches(option, known, 1)
                 self.error(f"there is no option {option}" + "".join(f"; did you mean {each}?" for each in meant))
