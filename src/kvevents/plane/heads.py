@@ -64,7 +64,10 @@ def _judge_leave(head: Head, _: Leave) -> Verdict:
 def _judge_reset(head: Head, record: Renewed) -> Verdict:
     if not head.joined or record.incarnation not in {head.incarnation, head.incarnation + 1}:
         return Verdict.ADRIFT
-    return Verdict.NEXT if record.incarnation > head.incarnation else Verdict.KNOWN
+    if record.incarnation > head.incarnation:
+        return Verdict.NEXT
+    # Another bridge may have written the number for a life that this one has not seen.
+    return Verdict.KNOWN if may_trust(head) else Verdict.ADRIFT
 
 
 def _judge_batch(head: Head, record: Batched) -> Verdict:
@@ -73,7 +76,7 @@ def _judge_batch(head: Head, record: Batched) -> Verdict:
     if record.seq < head.last_seq:
         return Verdict.KNOWN
     if record.seq == head.last_seq:
-        return Verdict.ADRIFT if _is_another(head, record) else Verdict.KNOWN
+        return Verdict.KNOWN if _is_same(head, record) else Verdict.ADRIFT
     follows = record.seq == head.last_seq + 1 and head.agrees
     return Verdict.NEXT if follows or head.last_seq < 0 else Verdict.ADRIFT
 
@@ -96,11 +99,11 @@ def _is_present(head: Head, incarnation: int) -> bool:
     return head.joined and incarnation == head.incarnation and not head.ended
 
 
-def _is_another(head: Head, record: Batched) -> bool:
-    """Whether the log has another batch under the same number. Where it has a gap there, nothing can be compared."""
+def _is_same(head: Head, record: Batched) -> bool:
+    """Whether the log has this batch as its newest one. Where it has a gap there, only an earlier comparison shows it."""
     if head.newest is not None:
-        return record.payload != head.newest
-    return head.digest is not None and head.digest != digest_of(record.payload)
+        return record.payload == head.newest
+    return head.agrees if head.digest is None else head.digest == digest_of(record.payload)
 
 
 _JUDGES: Final[dict[type[Any], Callable[[Head, Any], Verdict]]] = {
@@ -132,19 +135,20 @@ def _move_batch(head: Head, record: Batched, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
         # As `replace` does, for what there are thousands of on a page.
         return Head(head.card, head.incarnation, record.seq, head.ended, True, record.payload)
-    # Compared, where it is the newest. What a bridge has before that says nothing.
+    # The newest batch has been compared. An earlier one cannot be.
     return replace(head, agrees=head.agrees or record.seq == head.last_seq)
 
 
 def _move_gap(head: Head, record: Lost, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
         return replace(head, last_seq=record.last, agrees=True, newest=None, digest=None, half=None)
-    return replace(head, agrees=head.agrees or record.last == head.last_seq)
+    return head
 
 
 def _move_reset(head: Head, record: Renewed, verdict: Verdict) -> Head:
     if verdict is Verdict.NEXT:
-        return Head(head.card, record.incarnation, -1, ended=False, agrees=True, newest=None)
+        # Another bridge may be the first to write a batch of it: that one has to be compared.
+        return Head(head.card, record.incarnation, -1, ended=False, agrees=False, newest=None)
     return head
 
 
