@@ -54,6 +54,8 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
         (nats.js.errors.ObjectNotFoundError(), "missing"),
         (nats.js.errors.KeyWrongLastSequenceError("wrong last sequence: 3"), "conflict"),
         (nats.js.errors.BadRequestError(code=400, err_code=10071), "conflict"),
+        (nats.js.errors.BadRequestError(code=409, err_code=10158), "conflict"),
+        (nats.js.errors.BadRequestError(code=400, err_code=10164), "conflict"),
         (nats.js.errors.BadRequestError(code=400, err_code=10058), "exists"),
         (nats.js.errors.BadRequestError(code=400, err_code=10003), "refused"),
         (nats.errors.Error("nats: 'Authorization Violation'"), "denied"),

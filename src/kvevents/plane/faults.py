@@ -59,6 +59,8 @@ _BY_CODE: Final[dict[int, Fault]] = {
     10118: "away",  # JSStreamOfflineErr
     10119: "away",  # JSConsumerOfflineErr
     10122: "full",  # JSStreamMaxStreamBytesExceeded
+    10158: "conflict",  # JSStreamDuplicateMessageConflict
+    10164: "conflict",  # JSStreamWrongLastSequenceConstantErr: as 10071, of a stream with copies
 }
 """By the numbers of nats-server's `server/errors.json`, which are the same in all releases."""
 
