@@ -407,7 +407,7 @@ def test_lookups_that_never_find_anything() -> None:
 
 
 def test_a_port_that_is_open_to_everybody() -> None:
-    with Program("serve", "--port", 0, "--host", "0.0.0.0") as program:  # noqa: S104 - that is what is looked for
+    with Program("serve", "--port", 0, "--host", "0.0.0.0", "--insecure") as program:  # noqa: S104 - that is what is looked for
         served = Served(program)
         found = examined(served.url)
     assert found["health"]["verdict"] == "warn"

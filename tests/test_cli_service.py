@@ -59,7 +59,7 @@ class Served:
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         connection = HTTPConnection(self._place, timeout=SECONDS)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             answer = json.loads(response.read())
             assert response.status < 300, answer
@@ -347,8 +347,8 @@ def test_a_token_comes_from_a_file_or_the_environment(
     (tmp_path / "none").write_text("two words")
     with guarded(tmp_path) as (url, _):
         top = ("top", "--once", "--service", url)
-        assert "a token is wanted; set KVEVENTS_TOKEN, or name a file with --token-file" in told(capsys, *top)
-        assert "the token is not known" in told(capsys, *top, "--token-file", tmp_path / "wrong")
+        assert "a token is required; set KVEVENTS_TOKEN, or name a file with --token-file" in told(capsys, *top)
+        assert "unknown token" in told(capsys, *top, "--token-file", tmp_path / "wrong")
         assert main([*top, "--token-file", str(tmp_path / "token")]) == 0
         capsys.readouterr()
         monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)

@@ -32,6 +32,8 @@ needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason="no schemas of K
 SECONDS: Final = 60.0
 VERSIONS: Final = ("1.25", "1.37")
 MODEL: Final = "engines.model=llama"
+OPEN: Final = "replica.insecure=true"
+"""For replicas without a Secret of tokens."""
 EVERYTHING: Final = (
     MODEL,
     "engines.blockSize=16",
@@ -68,7 +70,8 @@ def helm(*args: object) -> subprocess.CompletedProcess[str]:
 
 @cache
 def rendered(*settings: str, chart: Path = CHART, version: str = "1.30") -> list[Object]:
-    flags = [part for setting in settings for part in ("--set", setting)]
+    has_tokens = any(setting.startswith("replica.config.secretName=") for setting in settings)
+    flags = [part for setting in (*settings, *(() if has_tokens else (OPEN,))) for part in ("--set", setting)]
     done = helm("template", "plane", chart, "--namespace", "kv", "--kube-version", version, *flags)
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.safe_load_all(done.stdout) if found]
@@ -123,7 +126,7 @@ def test_a_wrong_field_is_seen_by_the_schemas() -> None:
 
 @needs_helm
 def test_helm_has_nothing_against_it() -> None:
-    done = helm("lint", "--strict", CHART, "--set", MODEL, "--kube-version", "1.30")
+    done = helm("lint", "--strict", CHART, "--set", MODEL, "--set", OPEN, "--kube-version", "1.30")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -281,7 +284,7 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
         + pod.replace("{{-", "        {{-", 1)
     )
-    objects = rendered("kvevents.engines.model=llama", chart=chart)
+    objects = rendered("kvevents.engines.model=llama", f"kvevents.{OPEN}", chart=chart)
     [relay] = named(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
     example = yaml.safe_load((CHART / "examples" / "engine-with-relay.yaml").read_text())
     assert relay == example["spec"]["template"]["spec"]["containers"][1]
@@ -306,10 +309,11 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         ("bridge.login.secretName=x", "name the key in it as well"),
         ("relay.tokens=burn", "tokens"),
         ("replica.shard.holders=0", "holders"),
+        ("replica.insecure=false", "name a Secret with tokens in [access], or set replica.insecure"),
     ],
 )
 def test_wrong_values_are_named(wrong: str, said: str) -> None:
-    done = helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", wrong)
+    done = helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", OPEN, "--set", wrong)
     assert done.returncode != 0
     assert said in done.stderr
 

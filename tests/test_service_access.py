@@ -40,7 +40,7 @@ def test_roles_include_those_below() -> None:
 def test_without_tokens_everybody_is_admin() -> None:
     """The service listens on loopback unless told otherwise; a header that it does not ask for changes nothing."""
     open_to_all = Access(AccessConfig())
-    assert {open_to_all.role_of(header) for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.ADMIN}
+    assert {open_to_all.caller(header).role for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.ADMIN}
 
 
 @pytest.mark.parametrize(
@@ -67,23 +67,23 @@ def test_without_tokens_everybody_is_admin() -> None:
 )
 def test_a_header_has_a_role(header: bytes | None, role: Role) -> None:
     """Only a whole token after the scheme `Bearer`, whose case does not matter."""
-    assert Access(AccessConfig(tokens=TOKENS)).role_of(header) is role
+    assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is role
 
 
 @given(st.binary(max_size=200))
 def test_no_other_bytes_have_a_role(header: bytes) -> None:
     """Whatever a client sends ends in no role, never in an exception."""
-    assert Access(AccessConfig(tokens=TOKENS)).role_of(header) is Role.NONE
+    assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is Role.NONE
 
 
 def test_what_anonymous_callers_may_do() -> None:
     """Read where it is said so; a wrong token is no reason to be taken for nobody, since its owner would never learn of it."""
     public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
-    assert public.role_of(None) is Role.READ
-    assert public.role_of(bearer("wrong-0123456789")) is Role.NONE
-    assert public.role_of(bearer(BOSS)) is Role.ADMIN
-    assert Access(AccessConfig(anonymous="read")).role_of(None) is Role.READ
-    assert Access(AccessConfig(anonymous="none")).role_of(None) is Role.NONE
+    assert public.caller(None).role is Role.READ
+    assert public.caller(bearer("wrong-0123456789")).role is Role.NONE
+    assert public.caller(bearer(BOSS)).role is Role.ADMIN
+    assert Access(AccessConfig(anonymous="read")).caller(None).role is Role.READ
+    assert Access(AccessConfig(anonymous="none")).caller(None).role is Role.NONE
 
 
 def test_callers_have_names_for_logs() -> None:
@@ -105,7 +105,7 @@ def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(access, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     for header in (bearer(READER), bearer(BOSS), b"Bearer x", b"Basic x", b""):
         compared.clear()
-        known.role_of(header)
+        known.caller(header)
         assert compared == [(32, 32)] * 3
 
 
@@ -129,9 +129,9 @@ def test_tokens_from_toml(tmp_path: Path) -> None:
         name = "operator"
     """)
     known = Access(config, {"KV_ADMIN": BOSS})
-    assert [known.role_of(bearer(token)) for token in (READER, WRITER, BOSS)] == [Role.READ, Role.REGISTER, Role.ADMIN]
+    assert [known.caller(bearer(token)).role for token in (READER, WRITER, BOSS)] == [Role.READ, Role.REGISTER, Role.ADMIN]
     (tmp_path / "token").write_text("another-0123456789")
-    assert known.role_of(bearer(WRITER)) is Role.REGISTER
+    assert known.caller(bearer(WRITER)).role is Role.REGISTER
 
 
 @pytest.mark.parametrize(

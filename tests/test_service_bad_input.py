@@ -119,7 +119,7 @@ def test_huge_bodies_are_413_however_they_come(service: Service) -> None:
     body = b" " * 100_001
     told = service.ask("POST", "/query", body, content_type="application/json")
     assert (told.status, told.reason) == (413, "too-large")
-    chunked = b"POST /query HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    chunked = b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
     answer = exchange(service, chunked + b"10000\r\n" + b" " * 0x10000 + b"\r\n10000\r\n" + b" " * 0x10000 + b"\r\n0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b'"too-large"' in answer
@@ -147,7 +147,7 @@ def test_slow_bodies_are_408(service: Service, pause: float | None) -> None:
     began = time.monotonic()
     with socket.create_connection((service.host, service.port), DEADLINE) as connection:
         connection.sendall(
-            b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+            b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
         )
         connection.settimeout(pause or DEADLINE)
         answer = b""
@@ -165,7 +165,7 @@ def test_slow_bodies_are_408(service: Service, pause: float | None) -> None:
 
 
 def test_clients_that_leave_halfway_are_no_news(service: Service) -> None:
-    head = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+    head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
     with socket.create_connection((service.host, service.port), DEADLINE) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(head)
@@ -175,11 +175,11 @@ def test_clients_that_leave_halfway_are_no_news(service: Service) -> None:
     ("sent", "status"),
     [
         (b"no http at all\r\n\r\n", 400),
-        (b"POST /query HTTP/1.1\r\nhost: x\r\nx: y\ncontent-length: 50\r\ncontent-length: 2\r\n\r\n{}", 400),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-long: " + b"y" * 100_000, 431),
+        (b"POST /query HTTP/1.1\r\nhost: localhost\r\nx: y\ncontent-length: 50\r\ncontent-length: 2\r\n\r\n{}", 400),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x-long: " + b"y" * 100_000, 431),
         (b"GET /" + b"y" * 100_000, 431),
-        (b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}   ", 400),
-        (b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}   ", 400),
+        (b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
     ],
     ids=["text", "line feed", "long header", "long path", "two lengths", "endless"],
 )
@@ -205,7 +205,7 @@ def test_what_never_becomes_a_request_ends(service: Service) -> None:
 def test_offers_of_another_protocol_are_declined(service: Service) -> None:
     """As `curl --http2` and browsers' WebSockets make them."""
     for offer in (b"h2c\r\nhttp2-settings: AAMAAABkAAQAAP__", b"websocket\r\nsec-websocket-key: x3JJHMbDL1EzLkh9GBhXDw=="):
-        sent = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, close\r\nupgrade: " + offer + b"\r\n\r\n"
+        sent = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, close\r\nupgrade: " + offer + b"\r\n\r\n"
         assert exchange(service, sent, half=True).startswith(b"HTTP/1.1 200 ")
 
 
@@ -510,7 +510,7 @@ def test_a_port_in_use_is_one_sentence(service: Service) -> None:
         ('access = { tokens = [{ role = "read", token = "short" }] }', "it needs 16 to 4096"),
         ('tls = { certificate = "nowhere.pem", key = "nowhere.pem" }', "tls cannot be used"),
         ('state_dir = "/proc/nowhere"', "state_dir /proc/nowhere cannot be used"),
-        ("host = 'no-such-host.invalid'", "cannot listen at no-such-host.invalid"),
+        ("host = 'no-such-host.invalid'\ninsecure = true", "cannot listen at no-such-host.invalid"),
         ("= nonsense", "cannot read"),
     ],
 )
@@ -550,7 +550,7 @@ def test_roles(tmp_path: Path) -> None:
         # Nobody without a token makes the service read what they send: the answer comes before the body does.
         service.token = None
         with socket.create_connection((service.host, service.port), DEADLINE) as connection:
-            connection.sendall(b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: 16000000\r\n\r\n{")
+            connection.sendall(b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 16000000\r\n\r\n{")
             assert connection.recv(65_536).startswith(b"HTTP/1.1 401 ")
         assert service.ask("POST", "/query", b"x" * 1000).status == 401
         assert [service.ask("GET", "/v1/sources", authorization=value).status for value in ("Basic eDp5", "Bearer", "")] == [

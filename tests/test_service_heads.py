@@ -44,7 +44,7 @@ def test_what_is_read() -> None:
         b"application/msgpack",
         12,
     )
-    assert told(Head.read(LAST.encode())) == ("/query", b"", b"application/json", None, None, 7)
+    assert told(Head.read(LAST.encode())) == ("/query", b"", b"", None, None, 7)
 
 
 @pytest.mark.parametrize("change", CHANGES)

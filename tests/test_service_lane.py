@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -15,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
-from kvevents.service.access import Role
-from kvevents.service.config import Limits
+from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.http.app import App
 from kvevents.service.http.lane import FIRST_BYTES, MAX_KEPT_BYTES, Lane
 from kvevents.service.http.messages import Headers, Request, Response
 from kvevents.service.http.routing import TABLE
 from kvevents.service.http.turns import GROUP, Turns
+from kvevents.service.service import Service
 
 LIMITS: Final = Limits(max_body_bytes=3 << 20, max_clients=2, request_seconds=5.0)
 
@@ -405,18 +404,63 @@ def test_an_idle_connection_is_kept_for_a_while(clock: Clock) -> None:
     assert silent is not lane
 
 
-def _refuse(*_: Any) -> Response:
-    raise ConfigError("no")
+@pytest.fixture(name="app")
+def real_app() -> Iterator[App]:
+    service = Service(ServiceConfig())
+    yield App(service)
+    service.fleet.follower.subscriber.close()
 
 
-def _break(*_: Any) -> Response:
-    raise ZeroDivisionError
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (b'{"model_name": "m", "token_ids": []}', 404, "unknown-model"),
+        (b"{", 400, "malformed-body"),
+        (b'{"model_name": "m", "token_ids": [-1]}', 422, "bad-shape"),
+    ],
+)
+def test_what_a_client_does_wrong_is_an_answer(app: App, body: bytes, status: int, reason: str) -> None:
+    """The errors of a real service's handler, as the general protocol answers them too."""
+    headers = Headers([(b"content-type", b"application/json")])
+    answered = app.answer(TABLE["/query"]["POST"], Request("POST", "/query", b"", headers, body))
+    assert isinstance(answered, Response)
+    assert (answered.status, json.loads(answered.body)["reason"]) == (status, reason)
 
 
-@pytest.mark.parametrize(("handler", "status", "reason"), [(_refuse, 400, "refused"), (_break, 500, "internal")])
-def test_errors_are_answers_in_the_words_that_they_have_elsewhere(handler: Any, status: int, reason: str) -> None:
-    service: Any = SimpleNamespace(access=SimpleNamespace(role_of=lambda _: Role.ADMIN))
-    endpoint = replace(TABLE["/query"]["POST"], handler=handler)
-    told = App(service).answer(endpoint, Request("POST", "/query", b"", Headers([]), b""))
-    assert isinstance(told, Response)
-    assert (told.status, json.loads(told.body)["reason"]) == (status, reason)
+@pytest.mark.parametrize("error", [TypeError("'NoneType'"), OverflowError("int too large"), ConfigError("x"), KeyError(1)])
+def test_an_error_of_ours_is_not_the_clients(
+    app: App, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever an index raises that no handler expects is 500 and logged with its traceback; its text is not in the answer."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(app.service.fleet, "match", fail)
+    headers = Headers([(b"content-type", b"application/json")])
+    request = Request("POST", "/query", b"", headers, b'{"model_name": "m", "token_ids": [1]}')
+    answered = app.answer(TABLE["/query"]["POST"], request)
+    assert isinstance(answered, Response)
+    assert (answered.status, json.loads(answered.body)["reason"]) == (500, "internal")
+    assert str(error).encode() not in answered.body
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+
+
+async def test_a_head_is_admitted_once_and_one_that_is_not_goes_over() -> None:
+    """Before its body is there: the general protocol refuses it; a head that is recognised needs no second look."""
+    asked: list[bytes] = []
+
+    class Choosy(EchoApp):
+        def admits(self, _endpoint: Any, headers: Any) -> bool:
+            asked.append(headers.authorization)
+            return bool(headers.authorization == b"Bearer good")
+
+    wire = Wire()
+    lane = Lane(Choosy(), quiet(), set(), General, 75.0)  # type: ignore[arg-type]
+    lane.connection_made(wire)  # type: ignore[arg-type]
+    good, bad = (post(b"{}", "/query", f"Authorization: Bearer {word}") for word in ("good", "bad"))
+    feed(lane, wire, good * 3 + bad[:-1], lambda: FIRST_BYTES)
+    assert (answers(wire.written), asked) == ([b"|{}"] * 3, [b"Bearer good", b"Bearer bad"])
+    assert wire.protocol.received == bad[:-1]

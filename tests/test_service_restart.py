@@ -271,7 +271,9 @@ def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> No
         made.store(prompt(6))
         service.exact("e", blocks=4)
         body = b'{"model_name":"m","token_ids":[1]}'
-        head = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
         with Stream(service) as stream, socket.create_connection((service.host, service.port), DEADLINE) as slow:
             slow.sendall(head + body[:10])
             assert service.get("/health").status == 200  # the bytes before it are there
@@ -290,7 +292,7 @@ def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> No
 
 def test_clients_that_do_nothing_delay_the_end_no_longer_than_told(tmp_path: Path) -> None:
     with serving() as service, socket.create_connection((service.host, service.port)) as idle:
-        idle.sendall(b"POST /v1/match_many HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        idle.sendall(b"POST /v1/match_many HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         assert service.get("/health").status == 200
         began = time.monotonic()
         assert service.end().code == 0

@@ -47,7 +47,8 @@ def ask(app: App, method: str, path: str, body: object = None, **headers: str) -
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    sent_as = headers if body is None else {"content_type": "application/json", **headers}
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent_as.items()]
     scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": given}
     asyncio.run(app(scope, receive, send))
     return Answer(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
@@ -125,7 +126,7 @@ def test_lookups_by_hash_and_in_other_threads_are_told_too(service: Service, spa
 @pytest.mark.parametrize(
     ("method", "path", "status", "name", "route"),
     [
-        ("POST", "/query", 400, "POST /query", "/query"),
+        ("POST", "/query", 415, "POST /query", "/query"),
         ("GET", "/query", 405, "GET /query", "/query"),
         ("GET", "/v1/stats", 200, "GET /v1/stats", "/v1/stats"),
         ("GET", "/" + "secret" * 100, 404, "GET", None),
@@ -218,7 +219,11 @@ def test_an_sdk_that_is_configured_before_the_service_starts_is_found() -> None:
     """A real service: real requests, the real global provider, and a router's span above them."""
     with serving(command=(sys.executable, "-W", "error", "-c", SERVING, "serve", "--port", "0")) as service:
         asked = service.ask(
-            "POST", "/query", json.dumps({"model_name": "none", "token_ids": TOKENS}).encode(), traceparent=TRACEPARENT
+            "POST",
+            "/query",
+            json.dumps({"model_name": "none", "token_ids": TOKENS}).encode(),
+            content_type="application/json",
+            traceparent=TRACEPARENT,
         )
         assert asked.status == 404
         span = json.loads(service.program.out.wait(r"POST /query"))

@@ -54,6 +54,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="listen at an address that other machines reach although requests need no token",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        metavar="NAME",
+        help="host name that clients reach the service by, beside its addresses: HOST or *.SUFFIX; may be given many times",
+    )
     add_sources(parser)
     parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
     parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
@@ -126,7 +139,7 @@ def add_sources(parser: ArgumentParser | Group) -> None:
     parser.add_argument("--block-size", type=count, metavar="TOKENS", help="tokens per block that --worker and --dns promise")
 
 
-_SETTINGS: Final = ("host", "port", "state_dir", "snapshot_seconds", "memory_limit")
+_SETTINGS: Final = ("host", "port", "insecure", "allowed_hosts", "state_dir", "snapshot_seconds", "memory_limit")
 """Flags that are settings of the same name."""
 
 
@@ -140,7 +153,7 @@ def run(args: Namespace) -> int:
     tables = config.read_config(args.config) if args.config is not None else {}
     if args.config is not None:
         # Its sources are watched, so that a wrong one that is written later is a fault that shows; a wrong one now is an error.
-        config.to_config(tables | _about_plane(tables, args), str(args.config))
+        config.to_config(_with_settings(tables, args) | _about_plane(tables, args), str(args.config))
         tables.pop("sources", None)
     settings = config.to_config(_with_flags(tables, args), "flags")
     console = Console()
@@ -156,11 +169,11 @@ def run(args: Namespace) -> int:
 
 
 def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
-    found = dict(tables)
-    for name in _SETTINGS:
-        if (given := getattr(args, name)) is not None:
-            found[name] = given
-    return with_sources(found | _about_plane(tables, args), args)
+    return with_sources(_with_settings(tables, args) | _about_plane(tables, args), args)
+
+
+def _with_settings(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    return tables | {name: given for name in _SETTINGS if (given := getattr(args, name)) is not None}
 
 
 def _about_plane(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:

@@ -97,12 +97,8 @@ class Access:
             self._known[digest] = Caller(Role[token.role.upper()], label)
         self.anonymous = Caller(_anonymous_role(config), "no token")
 
-    def role_of(self, authorization: bytes | None) -> Role:
-        """The role of who sent this value of the `Authorization` header, or none."""
-        return self.caller(authorization).role
-
     def caller(self, authorization: bytes | None) -> Caller:
-        """Who sent this value of the `Authorization` header, or none; as `role_of`, with a name for logs.
+        """The caller that sends this value of the `Authorization` header; None if it sends no such header.
 
         A wrong token has no role, though anonymous callers may have one: that is how its owner learns of it. It takes as long
         whichever token it is, if any.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import MAX_HOLDERS, is_url
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.tables import SourceTable, Template
+from kvevents.service.hosts import HostPatterns, is_loopback
 from kvevents.structs import prepared
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -112,6 +112,11 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Address to listen at."""
     port: int = DEFAULT_PORT
     """0 takes any free one."""
+    insecure: bool = False
+    """Listen at an address that other machines reach although requests need no token."""
+    allowed_hosts: list[str] = []
+    """Host names that the service is reached by, beside its addresses: `HOST` or `*.SUFFIX`, without a port. Browsers may send
+    requests from pages of these, and while requests need no token, `Host` must be one of them or an address."""
     state_dir: str | None = None
     """Where snapshots and registrations are kept; without it a restart begins with nothing."""
     snapshot_seconds: float = 60.0
@@ -153,6 +158,12 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"memory_limit is {self.memory_limit}; it is a number of bytes above 0")
         if not 0 <= self.awake_microseconds <= MAX_AWAKE_MICROSECONDS:
             raise ConfigError(f"awake_microseconds is {self.awake_microseconds}; it must be from 0 to {MAX_AWAKE_MICROSECONDS}")
+        HostPatterns(self.allowed_hosts, "allowed_hosts")
+        if self.is_open and not self.insecure:
+            raise ConfigError(
+                f"host {self.host} is reached by other machines and requests need no token: set access.tokens, "
+                "access.anonymous or tls.client_ca, listen at 127.0.0.1, or set insecure (--insecure)"
+            )
         self._check_plane()
 
     def _check_plane(self) -> None:
@@ -178,12 +189,13 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines reach the service and may do everything without a token or certificate."""
+        has_access = bool(self.access.tokens) or self.access.anonymous is not None
+        return not (self.is_loopback or has_access or (self.tls is not None and self.tls.client_ca is not None))
 
 
 def read_config(path: Path) -> dict[str, Any]:

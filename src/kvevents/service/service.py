@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from kvevents.errors import SnapshotError
+from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.routing import Turns
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
+from kvevents.service.audit import AuditLog
 from kvevents.service.config import ServiceConfig
-from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
+from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.keeping import Keeper
@@ -50,6 +51,7 @@ class Service:
     def __init__(self, config: ServiceConfig, watched: Path | None = None) -> None:
         self.config = config
         self.access = Access(config.access)
+        self.audit = AuditLog()
         self.allowed = AllowList(config.allow)
         self.keeper = Keeper(Path(config.state_dir)) if config.state_dir is not None else None
         self.fleet = Fleet(
@@ -199,7 +201,10 @@ class Service:
         """Follow what a client has named."""
         self._check_follows()
         await check_allowed(self.allowed, registration)
-        await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume(registration.key)))
+        try:
+            await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume(registration.key)))
+        except (ConfigError, EndpointError) as error:
+            raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
         await self._remember()
 
     def _check_follows(self) -> None:
@@ -249,7 +254,7 @@ class Service:
     def warnings(self) -> list[str]:
         """What an operator should know."""
         found = [*self.lost]
-        if not self.config.is_loopback and not self.config.access.tokens:
+        if self.config.is_open:
             found.append(
                 f"everybody who reaches {self.config.host} may ask and register: set access.tokens, or listen at 127.0.0.1"
             )

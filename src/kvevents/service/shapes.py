@@ -45,9 +45,9 @@ class Media(Struct, frozen=True, kw_only=True):
 
     id: str | int
     """Its content hash, as the engine has it."""
-    start: int
+    start: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """First token of its span."""
-    length: int
+    length: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """Tokens of its span."""
 
 

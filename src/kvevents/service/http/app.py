@@ -13,10 +13,10 @@ from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
-from kvevents.errors import EndpointError, KVEventsError
-from kvevents.service.access import Role
+from kvevents.service.access import Caller, Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
 from kvevents.service.http.messages import Headers, Request, Response, Streamed, problem
+from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import TABLE, Endpoint
 from kvevents.service.tracing import traced
 
@@ -29,7 +29,6 @@ Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 _NOT_FOUND: Final = "see /openapi.json for what there is"
-_REFUSED: Final = {False: ("refused", _NOT_FOUND), True: ("bad-endpoint", "write tcp://HOST:PORT")}
 _HEADERS: Final[dict[int, tuple[tuple[bytes, bytes], ...]]] = {
     401: ((b"www-authenticate", b"Bearer"),),
     408: ((b"connection", b"close"),),  # the rest of the body may come whenever it likes
@@ -45,6 +44,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service, self._answer = traced(service, self._http)
+        self._origins = OriginPolicy.of(service.config, service.access)
         self.traces = self.service is not service
         """Whether requests have spans."""
 
@@ -87,10 +87,17 @@ class App:
         if endpoint is None:
             return _not_allowed(scope["method"], path, methods)
         try:
-            headers = Headers(scope["headers"])
-            self._authorize(endpoint, headers)
+            headers, peer = Headers(scope["headers"]), _peer(scope)
+            caller = self.service.access.caller(headers.authorization)
+            try:
+                self._authorize(endpoint, headers, caller)
+            except ServiceError as error:
+                self.service.audit.refused(
+                    f"{endpoint.method} {endpoint.path}", caller=caller.name, peer=peer, reason=error.sentence
+                )
+                raise
             body = await self._body(receive, scope["headers"])
-            request = Request(scope["method"], path, scope["query_string"], headers, body)
+            request = Request(scope["method"], path, scope["query_string"], headers, body, caller=caller.name, peer=peer)
             return await self._handle(endpoint, request)
         except GoneError:
             raise
@@ -98,31 +105,28 @@ class App:
             return _refusal(endpoint, error)
 
     def answer(self, endpoint: Endpoint, request: Request) -> Response | Awaitable[Response]:
-        """Answer a request to a quick endpoint, whose body is complete: at once, unless other replicas must be asked."""
+        """Answer an admitted request to a quick endpoint, whose body is complete: at once, unless other replicas are asked."""
         try:
-            self._authorize(endpoint, request.headers)
             response = endpoint.handler(self.service, request)
         except Exception as error:  # noqa: BLE001 - as above
             return _refusal(endpoint, error)
         return response if isinstance(response, Response) else _finished(endpoint, cast("Awaitable[Response]", response))
 
     def admits(self, endpoint: Endpoint, headers: Headers) -> bool:
-        """Whether who sent these headers may ask this at all, before the body is read."""
+        """Whether a request with these headers may be sent at all, before its body is read."""
         try:
-            self._authorize(endpoint, headers)
-        except UnauthorizedError:
+            self._authorize(endpoint, headers, self.service.access.caller(headers.authorization))
+        except ServiceError:
             return False
         return True
 
-    def _authorize(self, endpoint: Endpoint, headers: Headers) -> None:
-        if endpoint.role is None:
+    def _authorize(self, endpoint: Endpoint, headers: Headers, caller: Caller) -> None:
+        if not endpoint.probe:
+            self._origins.check(headers, is_read=endpoint.method == "GET")
+        if endpoint.role is None or caller.role >= endpoint.role:
             return
-        given = headers.authorization
-        role = self.service.access.role_of(given)
-        if role >= endpoint.role:
-            return
-        if role is Role.NONE or not given:
-            what = "the token is not known" if given else "a token is wanted"
+        if caller.role is Role.NONE or not headers.authorization:
+            what = "unknown token" if headers.authorization else "a token is required"
             raise UnauthorizedError(what, "unauthorized", "send `Authorization: Bearer TOKEN`")
         hint = f"it takes the role {endpoint.role.name.lower()}"
         raise UnauthorizedError("this token may not do this", "forbidden", hint, status=403)
@@ -157,13 +161,20 @@ async def _finished(endpoint: Endpoint, response: Awaitable[Response]) -> Respon
 
 
 def _refusal(endpoint: Endpoint, error: Exception) -> Response:
-    """What a client is told of an error; of one that should not be, the operator gets the traceback."""
+    """The answer to a request that raised an error; a `ServiceError` is the client's, any other one is logged as ours."""
     if isinstance(error, ServiceError):
         return problem(error, _HEADERS.get(error.code, ()))
-    if isinstance(error, (KVEventsError, TypeError, OverflowError)):
-        return problem(ServiceError(str(error), *_REFUSED[isinstance(error, EndpointError)]))
     log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
     return problem(ServiceError("the service has failed here", "internal", "see its log, and report it", status=500))
+
+
+def _peer(scope: Scope) -> str:
+    """The client's address and port for the log."""
+    client = scope.get("client")
+    if client is None:
+        return "an unknown address"
+    host, port = client
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _complete(receive: Receive, limit: int) -> bytes:

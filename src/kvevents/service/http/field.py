@@ -145,6 +145,8 @@ async def register(service: Service, request: Request) -> Response:
     asked: RegisterRequest = REGISTER.read(request)
     registration = _registration(asked)
     await service.admit(registration)
+    what = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
+    service.audit.changed(what, caller=request.caller, peer=request.peer)
     if asked.model_name is not None:
         return Response(b'{"status":"ok"}', status=201)
     return answer({"status": "registered successfully", "instance_id": asked.instance_id})
@@ -200,6 +202,9 @@ async def unregister(service: Service, request: Request) -> Response:
             f"instance {instance} is registered for model={found[0].model}", "other-model", "name that model, or none"
         )
     await asyncio.gather(*(service.dismiss(registration.key) for registration in found))
+    for each in found:
+        what = f"unregistered {each.label} of tenant {each.tenant}"
+        service.audit.changed(what, caller=request.caller, peer=request.peer)
     if asked.model_name is not None:
         return Response(b'{"status":"ok"}')
     removed = [f"{each.instance}|{each.tenant}|{each.rank}" for each in found]

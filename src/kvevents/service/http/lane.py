@@ -139,14 +139,13 @@ class Lane(asyncio.BufferedProtocol):
         head = self._head
         if head is None or not head.recognises(text):
             head = Head.read(text)
+            if head is not None and not self._app.admits(head.endpoint, head.headers):
+                head = None  # it is refused there, before its body is read
             self._head = head if start <= MAX_KEPT_HEAD_BYTES else None
         if head is None or head.length > self._app.service.config.limits.max_body_bytes:
             self._hand_over()
             return None
         self._start, self._end = start + len(_HEAD_END), start + len(_HEAD_END) + head.length
-        if self._have < self._end and not self._app.admits(head.endpoint, head.headers):
-            self._hand_over()  # nobody without a token makes the service wait for a body, and keep it
-            return None
         self._deadline = self._loop.time() + self._request_seconds
         return head
 

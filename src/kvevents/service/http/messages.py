@@ -27,27 +27,36 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 class Headers:
     """What is asked of a request's headers, whose names are in lower case; of several with one name the first one counts."""
 
-    __slots__ = ("accept", "authorization", "kind")
+    __slots__ = ("accept", "authorization", "fetch_mode", "fetch_site", "host", "kind", "origin")
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         told = dict(reversed(list(headers)))
         self.authorization: Final = told.get(b"authorization")
         self.accept: Final = told.get(b"accept")
-        self.kind: Final = (told.get(b"content-type") or JSON).partition(b";")[0].strip().lower()
-        """Media type of the body, without parameters; JSON where none is told."""
+        self.kind: Final = told.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        """Media type of the body, without parameters; empty where none is given."""
+        self.host: Final = told.get(b"host")
+        self.origin: Final = told.get(b"origin")
+        self.fetch_site: Final = told.get(b"sec-fetch-site")
+        self.fetch_mode: Final = told.get(b"sec-fetch-mode")
 
 
 class Request:
     """One request, its body complete."""
 
-    __slots__ = ("_parameters", "body", "headers", "method", "path", "query")
+    __slots__ = ("_parameters", "body", "caller", "headers", "method", "path", "peer", "query")
 
-    def __init__(self, method: str, path: str, query: bytes, headers: Headers, body: bytes) -> None:
+    def __init__(
+        self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, caller: str = "", peer: str = ""
+    ) -> None:
         self.method = method
         self.path = path
         self.query = query
         self.body = body
         self.headers = headers
+        self.caller = caller
+        """Name of the caller's token, and below where the request came from: for the audit log."""
+        self.peer = peer
         self._parameters: dict[str, str] | None = None
 
     @property
@@ -140,13 +149,14 @@ class Body(msgspec.Struct, frozen=True):
         kind = request.kind
         if kind in {MSGPACK, b"application/x-msgpack"}:
             decoder = self.msgpack
-        elif kind == JSON or kind.endswith(b"+json") or kind in _JSON_ALL_THE_SAME:
+        elif kind == JSON or kind.endswith(b"+json"):
             decoder = self.json
         else:
+            # Browsers send forms, text and bodies without a type across origins without asking first.
             raise ServiceError(
-                f"a body of {kind.decode('latin-1')} cannot be read",
+                f"unsupported content type {kind.decode('latin-1')!r}",
                 "unsupported-media-type",
-                "send application/json or application/msgpack",
+                "send Content-Type: application/json or application/msgpack",
                 status=415,
             )
         return _decode(decoder, request.body)
@@ -166,7 +176,3 @@ def _decode(decoder: Any, body: bytes) -> Any:
         raise ServiceError(f"the body has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(f"the body is malformed: {error}", "malformed-body", "send one JSON object") from error
-
-
-_JSON_ALL_THE_SAME: Final = frozenset({b"text/plain", b"text/json", b"application/x-www-form-urlencoded"})
-"""What clients send that do not say what they send; curl's default among them."""

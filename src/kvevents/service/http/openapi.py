@@ -14,7 +14,7 @@ from kvevents.version import version
 _REF: Final = "#/components/schemas/{name}"
 _ERRORS: Final = {
     400: "what was sent cannot be used",
-    401: "a token is wanted",
+    401: "a token is required",
     403: "the token may not do this",
     404: "there is no such thing",
     409: "it contradicts what is registered",

@@ -52,6 +52,8 @@ class Endpoint:
     """Whether token ids may also come as raw 32-bit numbers."""
     quick: bool = False
     """Whether its handler answers at once, or as soon as other replicas have, so that the fast lane may call it."""
+    probe: bool = False
+    """Whether orchestrators ask it, under whatever host name, and also when there is no room for other clients."""
     slow: bool = False
     """Whether it is done in a thread, since it may take longer than a match."""
     parameters: tuple[Parameter, ...] = field(default=())
@@ -182,9 +184,9 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members),
     Endpoint("POST", "/v1/shard/expect", shard.expect, Role.READ, "shard", parts.Expectation, parts.Noted),
     # Probes and people
-    Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED),
-    Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer, also=_FAILED),
-    Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer, also=((503, "not yet"),)),
+    Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),
+    Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),
+    Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer, also=((503, "not yet"),), probe=True),
     Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", slow=True),
     Endpoint("GET", "/openapi.json", probes.openapi, None, "probes"),
     Endpoint("GET", "/", probes.page, None, "probes", media="text/html"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvevents.service.errors import ConflictError
+from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.shards.shapes import Expectation, Lanes, Question
 
@@ -21,6 +21,8 @@ def match(service: Service, request: Request) -> Response:
     """Who in some lanes holds how much of some prompts, as far as this replica shows them."""
     asked: Question = QUESTION.read(request)
     service.check_tokens(sum(len(prompt) // 4 for prompt in asked.prompts) + sum(map(len, asked.keys)))
+    if any(max(keys, default=0) >> 64 for keys in asked.keys):
+        raise ServiceError("a key has more than 64 bits", "bad-hash", "send rolling keys or hashes of blocks", status=422)
     return answer(_answering(service).part(asked), request)
 
 

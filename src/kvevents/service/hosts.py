@@ -1,0 +1,51 @@
+"""Host names and addresses as they stand in settings and in HTTP headers."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from kvevents.errors import ConfigError
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+_PATTERN: Final = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
+
+
+def address_of(host: str) -> Address | None:
+    """The address that `host` is; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at `host`."""
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def host_of(place: str) -> str:
+    """`HOST` of `HOST`, `HOST:PORT`, `[HOST]` and `[HOST]:PORT`, in lower case and without a final dot."""
+    if place.startswith("["):
+        return place[1:].partition("]")[0].lower()
+    return place.partition(":")[0].lower().removesuffix(".")
+
+
+class HostPatterns:
+    """Host names, addresses, and `*.SUFFIX` for all names that end so; case does not matter.
+
+    Raises `ConfigError`, which names the `setting`, for anything else.
+    """
+
+    def __init__(self, patterns: Sequence[str], setting: str) -> None:
+        for pattern in patterns:
+            if _PATTERN.fullmatch(pattern) is None and address_of(pattern) is None:
+                raise ConfigError(f"invalid {setting} entry {pattern!r}: expected HOST or *.SUFFIX, without a port")
+        self._names: Final = {each.lower() for each in patterns if not each.startswith("*.")}
+        self._suffixes: Final = tuple(each[1:].lower() for each in patterns if each.startswith("*."))
+
+    def __contains__(self, host: str) -> bool:
+        return host in self._names or (bool(self._suffixes) and host.endswith(self._suffixes))
