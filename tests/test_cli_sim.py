@@ -148,7 +148,7 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
         (["--preset", "/none/costs.json"], r"cannot read the cost model /none/costs.json: No such file or directory"),
         (["--dialect", "llama-1.0"], r".*llama.*"),
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
-        (["--trace", os.devnull], r"there are no requests in /dev/null; .*"),
+        (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
         (["--trace", __file__], r".*test_cli_sim.py, line 1: .*"),
         (["--workload", "chat", "--speed", "2"], r"speed is for traces; .*"),
         (["--max-num-batched-tokens", "1"], r"max_num_batched_tokens is 1, less than max_num_seqs, 256: .*"),

@@ -226,7 +226,7 @@ def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
         (["--sources", "/none", "--model", "a\udcff"], r"--model 'a\\udcff' has characters that no name should have"),
         (["--sources", "/"], r"cannot write /: Is a directory"),
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
-        (["--trace", os.devnull], r"there are no requests in /dev/null; .*"),
+        (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
         (["--dialect", "llama-1.0"], r".*llama.*"),
         (["--preset", "tpu"], r"there is no preset 'tpu'; .*"),
     ],

@@ -65,7 +65,7 @@ def test_what_there_is_not_is_told_with_all_that_there_is(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^there is no fault '") as told:
         parse_faults(text)
     for name, kind in KINDS.items():
-        assert f"{name}:{'1%' if name == 'drop' else '60s'} {kind.does}" in str(told.value)
+        assert f"{name}:{kind.example} ({kind.does})" in str(told.value)
 
 
 @given(st.sampled_from(sorted(KINDS)), st.floats(0.001, 1e6).map(lambda amount: round(amount, 3)))

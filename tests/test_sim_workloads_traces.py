@@ -79,7 +79,7 @@ def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: str, told: str)
     """After the requests before it; the message says what a line is."""
     requests = read_trace(file_of(tmp_path, PLAIN, line))
     assert next(requests).at == 1.5
-    with pytest.raises(WorkloadError, match=rf"trace\.jsonl, line 2: .*{told}.*docs/workloads\.md"):
+    with pytest.raises(WorkloadError, match=rf"trace\.jsonl, line 2: .*{told}.*expected a JSON object"):
         next(requests)
 
 

@@ -26,8 +26,10 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 class Kind:
     """A kind of fault."""
 
+    example: str
+    """An amount."""
     does: str
-    """For people."""
+    """What it does with that amount, for people."""
     share: bool
     """Whether its amount is a share (`1%`), else a duration (`60s`)."""
     strike: Callable[[LiveFleet, Worker], bool] | None = None
@@ -60,7 +62,7 @@ def _fault(text: str) -> Fault:
     name, _, amount = text.partition(":")
     kind = KINDS.get(name)
     if kind is None:
-        known = "; ".join(f"{known}:{'1%' if kind.share else '60s'} {kind.does}" for known, kind in KINDS.items())
+        known = "; ".join(f"{known}:{kind.example} ({kind.does})" for known, kind in KINDS.items())
         raise ConfigError(f"there is no fault {name!r}; there are {known}")
     return Fault(name, _share(name, amount) if kind.share else _seconds(name, amount))
 
@@ -164,11 +166,13 @@ def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
 
 
 KINDS: Final = {
-    "restart": Kind("an engine is killed and comes back empty, as often", False, strike=_restart, network=False),
-    "reset": Kind("an engine forgets its prefix cache, as often", False, strike=_reset, network=False),
-    "drop": Kind("so many live batches are lost on the way", True, lasting=_drop),
-    "delay": Kind("live batches arrive so much later", False, lasting=_delay),
-    "cut": Kind("the connections of an engine are cut, as often", False, strike=_cut),
-    "stall": Kind(f"the network to an engine swallows everything for {STALL_SECONDS:g} s, as often", False, strike=_stall),
+    "restart": Kind("60s", "every 60 s an engine is killed and comes back empty", False, strike=_restart, network=False),
+    "reset": Kind("60s", "every 60 s an engine forgets its prefix cache", False, strike=_reset, network=False),
+    "drop": Kind("1%", "1% of the live batches are lost on the way", True, lasting=_drop),
+    "delay": Kind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
+    "cut": Kind("60s", "every 60 s the connections of an engine are cut", False, strike=_cut),
+    "stall": Kind(
+        "60s", f"every 60 s the network to an engine swallows everything for {STALL_SECONDS:g} s", False, strike=_stall
+    ),
 }
 """By name."""

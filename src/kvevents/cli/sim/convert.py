@@ -23,7 +23,7 @@ def run(args: Namespace) -> int:
     if found.skipped:
         console.note(f"{plural(found.skipped, 'event')} had no place: what they continue was announced before the recording")
     if not count:
-        console.note(f"no request can be told from {args.recording}; docs/workloads.md says what a recording shows")
+        console.note(f"no request can be told from {args.recording}; prompts that were in a cache already leave no events")
         return FAILED
     console.note(f"wrote {args.trace}: {plural(count, 'request')}")
     return OK
@@ -40,8 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 COMMAND: Final = Command(
     "convert",
     "the requests behind a recording, as a trace",
-    "Rebuild the requests that made an engine announce what a recording holds, and write them as a trace for --trace. Prompts\n"
-    "that were cached completely announced nothing and are not among them; docs/workloads.md tells what else cannot be seen.",
+    "Rebuild the requests that made an engine announce what a recording holds, and write them as a trace for --trace.\n"
+    "Prompts that were cached completely announced nothing and are not among them.",
     """\
   kvevents sim convert run.jsonl.gz mine.jsonl.gz
   kvevents sim compare --trace mine.jsonl.gz

@@ -51,7 +51,7 @@ class TrafficChoice(msgspec.Struct, frozen=True, kw_only=True):
             return self._most
         found = sum(1 for _ in self.make())
         if not found:
-            raise ConfigError(f"there are no requests in {self.trace}; docs/workloads.md says what a line of a trace is")
+            raise ConfigError(f"there are no requests in {self.trace}: a trace has one JSON object a line, as Mooncake's do")
         return found
 
     @property

@@ -78,7 +78,8 @@ def _requests(path: Path) -> Iterator[Request]:
             request = _reader(keys, readers).request(line, number)
             last = _in_order(request.at, last)
         except (msgspec.DecodeError, ValueError) as error:
-            raise WorkloadError(f"{path}, line {number}: {error}; see docs/workloads.md for what a line is") from error
+            expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (our own)"
+            raise WorkloadError(f"{path}, line {number}: {error}; {expected}") from error
         yield request
 
 
@@ -110,7 +111,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
         where = f"{path}, after line {number}" if number else str(path)
-        raise WorkloadError(f"cannot read {where}: {error}; check the file, or fetch it again") from error
+        reason = getattr(error, "strerror", None) or error
+        raise WorkloadError(f"cannot read {where}: {reason}; check the file, or fetch it again") from error
 
 
 @contextmanager
