@@ -390,9 +390,9 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--dns", "h:1"], 1, "no server is named; write --to"),
-        (["--to", "nats://127.0.0.1:1"], 1, "there is nothing to follow"),
-        (["--to", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 1, "--worker needs --model"),
+        (["--dns", "h:1"], 2, "no server is named; write --to"),
+        (["--to", "nats://127.0.0.1:1"], 2, "there is nothing to follow"),
+        (["--to", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
         (["--to", "nats://127.0.0.1:1", "--worker", "a"], 2, "is no worker"),
         (["--to", "http://127.0.0.1:1", *HERE], 1, "is no server of a plane"),
         (["--to", "nats://secret@127.0.0.1:1x", *HERE], 1, "'nats://127.0.0.1:1x' is no server of a plane"),

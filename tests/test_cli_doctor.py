@@ -507,3 +507,12 @@ def test_readiness_and_health() -> None:
     assert [finding.verdict.value for finding in service.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
         "fail"
     ]
+
+
+def test_strict_fails_on_warnings() -> None:
+    """Without `--strict` a warning is exit code 0, with it 1; what could not be examined at all is 4."""
+    with tape_of((b"", 0, b"x")) as tape:
+        look = ("doctor", tape.endpoint, "--no-replay", "--seconds", "0.2")
+        assert run(*look).code == 0
+        assert run(*look, "--strict").code == 1
+        assert run(*look, "--key", "none.key_secret", "--server-key", "none.key").code == 4

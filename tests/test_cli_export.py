@@ -134,7 +134,7 @@ def test_what_is_wrong_is_told_in_a_sentence(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["export", *arguments]) == 1
+    assert main(["export", *arguments]) == (2 if message.startswith("name ") else 1)
     out, err = told(capsys)
     assert out == ""
     assert err.startswith("kvevents: ")

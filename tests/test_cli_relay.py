@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
-from kvevents.cli.relay import upstream
-from kvevents.stream import Source
+from kvevents.cli.relay import HINT_SECONDS, Teller, upstream
+from kvevents.stream import Source, Trust
 from ports import quiet_port
 from publisher_cases import ANY, DEADLINE, publishing
 from relay_cases import block
@@ -181,3 +182,21 @@ def test_upstreams_are_named_or_have_their_endpoints_name() -> None:
     assert upstream("127.0.0.1:1,127.0.0.1:2") == Source("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", name="127.0.0.1:1")
     assert upstream("gpu:3=127.0.0.1:1") == Source("tcp://127.0.0.1:1", name="gpu", rank=3)
     assert upstream("gpu=127.0.0.1:1").label == "gpu"
+
+
+def test_an_upstream_that_never_comes_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that connects instead of listening looks like one that is down; a lost connection is not explained so."""
+    now = [0.0]
+    lone, known = (SimpleNamespace(source=name, rank=0, endpoint="tcp://e:1", trust=Trust.CONNECTING) for name in "ab")
+    status: Any = SimpleNamespace(upstreams=(lone, known), journal=None, history=None)
+    teller = Teller(lambda: status, lambda: now[0])
+    with caplog.at_level("WARNING", "kvevents.relay"):
+        teller.look()
+        known.trust = Trust.EXACT
+        for moment in (1.0, HINT_SECONDS, 2 * HINT_SECONDS, 3 * HINT_SECONDS):
+            now[0] = moment
+            teller.look()
+            known.trust = Trust.STALE
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("a rank 0: no connection to tcp://e:1 yet; with a concrete host in its own endpoint")
+    assert '"endpoint": "tcp://*:PORT"' in line

@@ -179,7 +179,7 @@ def test_every_way_to_give_tokens(fleet: Served, tmp_path: Path) -> None:
         (["0,1", "[2, 3]", *PROMPT[4:]], b""),
         (["-"], json.dumps(PROMPT).encode()),
         (["-"], spaced),
-        *((["--tokens-file", tmp_path / f"prompt.{kind}"], b"") for kind in ("json", "u32", "bin")),
+        *((["--prompt-file", tmp_path / f"prompt.{kind}"], b"") for kind in ("json", "u32", "bin")),
     ]
     answers = {run("query", *args, "--json", "--service", fleet.url, stdin=stdin).out for args, stdin in ways}
     assert len(answers) == 1
@@ -261,9 +261,9 @@ def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
     assert piped == plain
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+def told(capsys: pytest.CaptureFixture[str], *args: object, code: int = 1) -> str:
     """The sentence of an error."""
-    assert main([*map(str, args)]) == 1
+    assert main([*map(str, args)]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -286,13 +286,13 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert "5 bytes, which is no number of 32-bit token ids" in told(capsys, "query", "--tokens-file", tmp_path / "odd.u32")
-    assert "word.json: '[1, two]' are no token ids" in told(capsys, "query", "--tokens-file", tmp_path / "word.json")
-    assert "no token ids" in told(capsys, "query", "--tokens-file", tmp_path / "minus.json")
-    assert "No such file" in told(capsys, "query", "--tokens-file", tmp_path / "none.json")
-    assert "- stands for the whole prompt" in told(capsys, "query", "-", 1)
-    assert "text needs --tokenizer" in told(capsys, "query", "--text", "w1")
-    assert "token ids need none" in told(capsys, "query", 1, "--tokenizer", tmp_path / "tokenizer.json")
+    assert "5 bytes, which is no number of 32-bit token ids" in told(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
+    assert "word.json: '[1, two]' are no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "word.json")
+    assert "no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "minus.json")
+    assert "No such file" in told(capsys, "query", "--prompt-file", tmp_path / "none.json")
+    assert "- is the whole prompt" in told(capsys, "query", "-", 1, code=2)
+    assert "text needs --tokenizer" in told(capsys, "query", "--text", "w1", code=2)
+    assert "token ids need none" in told(capsys, "query", 1, "--tokenizer", tmp_path / "tokenizer.json", code=2)
     text = ("--tokenizer", tmp_path / "tokenizer.json", "--text-file", tmp_path / "latin.txt")
     assert "latin.txt is not UTF-8" in told(capsys, "query", *text)
     assert "cannot use --tokenizer" in told(capsys, "query", "--tokenizer", tmp_path / "tokenizer.json", "--text", "w1")
@@ -306,7 +306,7 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["query", "4294967296"],
         ["query", "-1"],
         ["query", "1", "--text", "w1"],
-        ["query", "--text", "w1", "--tokens-file", "x.json"],
+        ["query", "--text", "w1", "--prompt-file", "x.json"],
         ["query", "1", "--service", "tcp://127.0.0.1:5557"],
         ["query", "1", "--service", "http://127.0.0.1:x"],
         ["query", "1", "--service", "http://me:secret@127.0.0.1"],
@@ -524,7 +524,7 @@ def test_once_without_a_service_is_an_error() -> None:
 
 def test_a_live_view_needs_a_terminal() -> None:
     ended = run("top")
-    assert ended.code == 1
+    assert ended.code == 2
     assert "use --once or --json" in ended.err
 
 
@@ -806,16 +806,16 @@ def test_a_state_has_its_reason_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "code", "said"),
     [
-        (("--replica", "a", "--holders", "2"), "--holders is about --shard-url"),
-        (("--replica", "a", "--shard-url", "http://h:99999"), "write http://HOST:PORT"),
-        (("--shard-url", "http://h:1"), "needs a name that lasts"),
+        (("--replica", "a", "--holders", "2"), 2, "--holders needs --shard-url"),
+        (("--replica", "a", "--shard-url", "http://h:99999"), 1, "write http://HOST:PORT"),
+        (("--shard-url", "http://h:1"), 1, "needs a name that lasts"),
     ],
 )
-def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], said: str) -> None:
+def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], code: int, said: str) -> None:
     ended = run("serve", "--from", "nats://127.0.0.1:1", *flags, "--check")
-    assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err
+    assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
 
 
 def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) -> None:

@@ -70,10 +70,11 @@ def test_one_wheel_serves_every_python_from_3_11(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_a_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
+def test_a_wheel_holds_both_packages_whole_and_nothing_else(wheel: Path) -> None:
+    """The library, and the entry point of its program."""
     with zipfile.ZipFile(wheel) as files:
         shipped = {name for name in files.namelist() if not name.split("/")[0].endswith(".dist-info")}
-    files_here = (path.relative_to(ROOT / "src") for path in (ROOT / "src/kvevents").rglob("*") if path.is_file())
+    files_here = (path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file())
     assert shipped == {path.as_posix() for path in files_here if "__pycache__" not in path.parts}
 
 

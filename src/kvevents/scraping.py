@@ -20,12 +20,19 @@ class Collector(Protocol):
         ...
 
 
-def registry(collector: Collector) -> CollectorRegistry:
-    """A registry of this and of the process. Raises `MissingDependencyError`."""
+def require() -> None:
+    """Raise `MissingDependencyError` if the package that serves metrics is not installed."""
     try:
-        from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
+        import prometheus_client  # noqa: F401, PLC0415 - an extra
     except ImportError as error:
         raise MissingDependencyError("metrics need prometheus_client: pip install 'kvevents[service]'") from error
+
+
+def registry(collector: Collector) -> CollectorRegistry:
+    """A registry of this and of the process. Raises `MissingDependencyError`."""
+    require()
+    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
+
     found = CollectorRegistry()
     found.register(collector)
     ProcessCollector(registry=found)

@@ -17,6 +17,7 @@ import msgspec
 
 from kvevents import scraping
 from kvevents.cli.allocator import giving_back
+from kvevents.cli.command import CommandLineError
 from kvevents.cli.serve import with_sources
 from kvevents.cli.stopping import Stop
 from kvevents.config import Curve
@@ -89,7 +90,7 @@ def read_settings(args: Namespace, flags: dict[str, dict[str, Any]]) -> Settings
     tables.pop("sources", None)
     fleet = to_config(with_sources(tables, args), "flags")
     if args.config is None and not (fleet.sources or fleet.source_files or fleet.dns):
-        raise ConfigError("there is nothing to follow; name engines by --worker, --engine, --dns, --sources or --config")
+        raise CommandLineError("there is nothing to follow; name engines by --worker, --engine, --dns, --sources or --config")
     plane = _plane(given["plane"], flags["plane"], origin)
     bridge = given["bridge"] | flags["bridge"]
     seen = {name: bridge.pop(name) for name in Seen.__struct_fields__ if name in bridge}
@@ -109,7 +110,7 @@ def _plane(table: dict[str, Any], flags: dict[str, Any], origin: str) -> PlaneSe
         table = {name: value for name, value in table.items() if name not in _LOGINS}
     table = table | flags
     if not table.get("servers"):
-        raise ConfigError("no server is named; write --to nats://HOST:4222, or servers in [plane] of --config")
+        raise CommandLineError("no server is named; write --to nats://HOST:4222, or servers in [plane] of --config")
     return _checked(table, PlaneSettings, f"{origin}[plane]: ")
 
 

@@ -29,6 +29,8 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 """Of one answer: 4,096 sources with full gap ledgers are 25 MiB. What is longer does not come from a service."""
 MAX_TOKEN_BYTES: Final = 4096
 """Of a bearer token, as the service has it."""
+_JSON: Final = '[{"'
+"""What JSON begins with, and no bearer token."""
 _PIECE: Final = 1 << 16
 _MAX_QUOTED: Final = 80
 """Characters of an answer nobody understands that are shown."""
@@ -199,6 +201,9 @@ def _token(file: Path | None) -> str | None:
         given, origin = _read_token(file), f"--token-file {file}"
     if not given or len(given) > MAX_TOKEN_BYTES or not all("!" <= char <= "~" for char in given):
         raise ConfigError(f"{origin} holds no token: that is 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces")
+    if given[0] in _JSON:
+        # A token goes into a header that proxies log: a prompt that is named by mistake must not.
+        raise ConfigError(f"{origin} holds JSON and no token; --prompt-file is for token ids")
     return given
 
 

@@ -7,10 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvevents.errors import UsageError
+
 OK: Final = 0
 FAILED: Final = 1
+WRONG_USAGE: Final = 2
+"""As argparse has it, and for options that do not go together."""
 NOTHING_ARRIVED: Final = 3
-"""Nothing arrived before `--idle` ended the wait. 2 is argparse's, for wrong usage."""
+"""Nothing arrived before `--idle` ended the wait."""
+COULD_NOT_LOOK: Final = 4
+"""A command that checks something could not check it: what it would have found is unknown."""
 INTERRUPTED: Final = 130
 """Ctrl-C or SIGTERM before the work was done, as shells have it."""
 
@@ -27,3 +33,9 @@ class Command:
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
     """Does the work and returns the exit code."""
+    on_error: int = FAILED
+    """The exit code when an error ends it."""
+
+
+class CommandLineError(UsageError):
+    """Arguments that do not go together; the message names them."""

@@ -6,7 +6,11 @@ import os
 import select
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, TextIO, TypeAlias
+
+from kvevents.errors import PeerError
 
 Style: TypeAlias = Literal["plain", "dim", "bold", "name", "good", "warn", "bad", "loud"]
 
@@ -35,6 +39,21 @@ class Span(NamedTuple):
 Part: TypeAlias = Span | str
 
 
+class OutputError(PeerError):
+    """The output cannot be written: the disk that it goes to is full, for example."""
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Raise `OutputError` for what goes wrong when stdout is written; BrokenPipeError stays what it is."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write the output: {error.strerror or error}") from error
+
+
 class Console:
     """Writes lines, flushed one by one; with color where a person reads them and `NO_COLOR` is not set."""
 
@@ -48,14 +67,16 @@ class Console:
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
-        """A line of results. Raises BrokenPipeError when nobody reads them any more."""
-        self._out.write(_paint(parts, self._out_color) + "\n")
-        self._out.flush()
+        """Write a line of results. Raises BrokenPipeError when its reader is gone, and `OutputError`."""
+        with writing():
+            self._out.write(_paint(parts, self._out_color) + "\n")
+            self._out.flush()
 
     def data(self, line: bytes) -> None:
-        """A line of results for machines, in UTF-8 whatever the terminal's encoding."""
-        self._out.buffer.write(line + b"\n")
-        self._out.buffer.flush()
+        """Write a line of results for programs, in UTF-8 whatever the terminal's encoding. Raises as `line` does."""
+        with writing():
+            self._out.buffer.write(line + b"\n")
+            self._out.buffer.flush()
 
     def note(self, *parts: Part) -> None:
         """A line beside the results."""

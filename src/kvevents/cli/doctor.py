@@ -20,7 +20,7 @@ from kvevents.cli.checkup.service import ServiceExamination
 from kvevents.cli.checkup.traffic import check_decoding, check_frames, check_ranks, check_topic, check_traffic
 from kvevents.cli.checkup.trust import check_trust
 from kvevents.cli.client import client_of
-from kvevents.cli.command import FAILED, OK, Command
+from kvevents.cli.command import COULD_NOT_LOOK, FAILED, OK, Command
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.sources import replay_candidates
 from kvevents.cli.stopping import Stop
@@ -142,7 +142,8 @@ def run(args: Namespace) -> int:
         console.data(msgspec.json.encode(report))
     else:
         _conclude(found, console)
-    return FAILED if report.verdict is Verdict.FAIL else OK
+    bad = {Verdict.FAIL, Verdict.WARN} if args.strict else {Verdict.FAIL}
+    return FAILED if report.verdict in bad else OK
 
 
 def _told(findings: Iterable[Finding], console: Console, *, quiet: bool) -> list[Finding]:
@@ -179,6 +180,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--service", metavar="URL", type=options.service_url, help="examine a service and its fleet instead: http://HOST:PORT"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 for warnings too, as for failed checks")
     engine = parser.add_argument_group("of an engine")
     options.add_engine_details(engine)
     engine.add_argument(
@@ -200,4 +202,5 @@ COMMAND: Final = Command(
 """,
     add_arguments,
     run,
+    COULD_NOT_LOOK,
 )

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvevents.cli.command import OK, Command
+from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.lines import plural
-from kvevents.errors import UsageError
 
 if TYPE_CHECKING:
     from kvevents.export import Answer, Exported, Progress
@@ -46,7 +45,7 @@ def run(args: Namespace) -> int:
     """Export, or ask."""
     console = Console()
     if args.list_queries:
-        return _list(console)
+        return _list(args, console)
     if args.query is not None:
         return _ask(args, console)
     return _export(args, console)
@@ -56,7 +55,7 @@ def _export(args: Namespace, console: Console) -> int:
     from kvevents.export import export  # noqa: PLC0415 - late: it needs an extra
 
     if len(args.paths) < 2:
-        raise UsageError("name recordings, and at the end the folder for the tables: kvevents export run.jsonl.gz out")
+        raise CommandLineError("name recordings, and at the end the folder for the tables: kvevents export run.jsonl.gz out")
     *recordings, folder = args.paths
 
     def progress(now: Progress) -> None:
@@ -103,10 +102,14 @@ def _tell(done: Exported, console: Console) -> None:
 # --- questions
 
 
-def _list(console: Console) -> int:
+def _list(args: Namespace, console: Console) -> int:
     from kvevents.export import queries  # noqa: PLC0415 - late: it needs an extra
 
     width = max(map(len, queries()))
+    if args.json:
+        for query in queries().values():
+            console.data(msgspec.json.encode({"name": query.name, "question": query.question}))
+        return OK
     for query in queries().values():
         console.line(Span(f"{query.name:<{width}}", "name"), f"  {query.question}")
     return OK
@@ -121,7 +124,7 @@ def _ask(args: Namespace, console: Console) -> int:
             console.line(line)
         return OK
     if len(args.paths) != 1:
-        raise UsageError(f"name one folder to ask: kvevents export --query {args.query} out")
+        raise CommandLineError(f"name one folder to ask: kvevents export --query {args.query} out")
     answer = ask(args.paths[0], query)
     if args.json:
         for row in answer.rows:

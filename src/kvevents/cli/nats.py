@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from typing import Any, Final
 
 from kvevents.cli.options import Group
@@ -36,6 +37,12 @@ def add_login(group: ArgumentParser | Group) -> None:
         group.add_argument(flag, dest=f"plane_{field}", metavar="FILE", help=help_)
     help_ = "what subjects for answers begin with, where this user may subscribe to no others (default: _INBOX)"
     group.add_argument(_INBOX, dest="plane_inbox_prefix", metavar="SUBJECT", help=help_)
+
+
+def flags_of(table: Iterable[str]) -> list[str]:
+    """The options by which settings were given, by the settings' names in `PlaneSettings`."""
+    flags = {"name": "--plane", "inbox_prefix": _INBOX} | {field: flag for flag, field, _ in _LOGIN}
+    return [flags[field] for field in table]
 
 
 def table_of(args: Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Final, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
 from kvevents.certificates import key_bytes, read_public_keys
+from kvevents.cli.command import CommandLineError
 from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
@@ -60,16 +61,25 @@ def count(text: str) -> int:
 
 def service_url(text: str) -> str:
     """Where a service answers; `host:port` alone means http."""
+    return _url(text, "service")
+
+
+def engine_url(text: str) -> str:
+    """Where an engine's HTTP server answers; `host:port` alone means http."""
+    return _url(text, "engine")
+
+
+def _url(text: str, what: str) -> str:
     url = text if "://" in text else f"http://{text}"
-    no_service = argparse.ArgumentTypeError(f"{text!r} is no service; write http://HOST:PORT or https://HOST:PORT")
+    wrong = argparse.ArgumentTypeError(f"invalid URL of the {what} {text!r}: expected http://HOST:PORT or https://HOST:PORT")
     try:
         parts = urlsplit(url)
         place = parts.hostname and parts.port != 0 and parts.username is None
     except ValueError:  # a port that is none, brackets that do not close
-        raise no_service from None
+        raise wrong from None
     usable = parts.scheme in {"http", "https"} and place and not parts.query and not parts.fragment
     if not usable or not url.isascii() or not url.isprintable():
-        raise no_service
+        raise wrong
     return url.rstrip("/")
 
 
@@ -125,14 +135,17 @@ def add_keys(parser: ArgumentParser | Group) -> None:
 
 
 def curve_of(args: argparse.Namespace) -> Curve | None:
-    """The keys that `add_keys` has asked for; None without. Raises `ConfigError` for files that cannot be used."""
+    """The keys that `add_keys` has asked for; None without.
+
+    Raises `CommandLineError`, and `ConfigError` for files that cannot be used.
+    """
     key: Path | None = args.key
     if key is None:
         if args.server_key is not None or args.allow is not None:
-            raise ConfigError("--server-key and --allow need --key: the file of your own keys, made by `kvevents keys NAME`")
+            raise CommandLineError("--server-key and --allow need --key: your own keys, a file made by `kvevents keys NAME`")
         return None
     if args.server_key is None and getattr(args, "bind", True) is False:
-        raise ConfigError("--key needs --server-key as well: the engine's public key, or a file of it (NAME.key)")
+        raise CommandLineError("--key needs --server-key as well: the engine's public key, or a file of it (NAME.key)")
     return Curve(
         key_file=str(key),
         server_key=None if args.server_key is None else _server_key(args.server_key),

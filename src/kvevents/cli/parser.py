@@ -1,42 +1,76 @@
-"""Arguments of commands, as argparse has them, with a word for who misspells an option."""
+"""Arguments of commands, as argparse has them, with a suggestion for misspelled options and commands."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+import sys
+import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
+
+from kvevents.cli.console import writing
+
+
+class HelpFormatter(RawDescriptionHelpFormatter):
+    """Wraps the lines of a description at the width of the terminal; indented lines, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        return "\n".join(indent + (line if line.startswith(" ") else textwrap.fill(line, width)) for line in lines)
 
 
 class CommandParser(ArgumentParser):
-    """A parser that looks for options that it does not know first of all.
+    """A parser that looks for unknown options and commands before anything else.
 
-    argparse does that last: it takes the value of a misspelled option for what may stand alone, and finds fault with that.
-    Nor is a beginning of an option's name taken for it: `--replay` of one command would be `--replay-endpoint` of another.
+    argparse does that last: it takes the value of a misspelled option for a positional argument, and complains about that one.
+    Abbreviated options are unknown too: `--replay` of one command would be `--replay-endpoint` of another.
     """
-
-    _has_commands = False
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         settings.setdefault("allow_abbrev", False)
+        settings.setdefault("formatter_class", HelpFormatter)
         super().__init__(*args, **settings)
+        self._commands: Any = None
 
     def add_subparsers(self, **settings: Any) -> Any:
-        """As of any parser, whose commands look for themselves."""
-        self._has_commands = True
-        return super().add_subparsers(**settings)
+        """As of any parser. The commands check their own options."""
+        self._commands = super().add_subparsers(**settings)
+        return self._commands
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
         """As of any parser."""
-        if args is not None and not self._has_commands:
-            self._check(args)
+        given = sys.argv[1:] if args is None else args
+        if self._commands is None:
+            self._check_options(takewhile(lambda word: word != "--", given))
+        else:
+            options = [*takewhile(lambda word: word.startswith("-"), given)]
+            self._check_options(options)
+            self._check_command(given[len(options) :])
         return super().parse_known_args(args, namespace)
 
-    def _check(self, args: Sequence[str]) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As of any parser, which however ignores that stdout cannot be written: a full disk would look like success."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        with writing():
+            file.write(message)
+            file.flush()
+
+    def _check_options(self, words: Iterable[str]) -> None:
         known = list(self._option_string_actions)
-        for word in takewhile(lambda word: word != "--", args):
+        for word in words:
             option = word.partition("=")[0]
             if option.startswith("--") and option not in known:
-                meant = get_close_matches(option, known, 1)
-                self.error(f"there is no option {option}" + "".join(f"; did you mean {each}?" for each in meant))
+                self._unknown("option", option, known)
+
+    def _check_command(self, rest: Sequence[str]) -> None:
+        known = list(self._commands.choices)
+        if rest and rest[0] not in known:
+            self._unknown("command", rest[0], [*known, *self._option_string_actions])
+
+    def _unknown(self, what: str, word: str, known: Sequence[str]) -> NoReturn:
+        meant = get_close_matches(word, known, 1)
+        self.error(f"there is no {what} {word}" + "".join(f"; did you mean {each}?" for each in meant))

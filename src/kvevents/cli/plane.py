@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvevents.cli import nats
-from kvevents.cli.command import FAILED, OK, Command
+from kvevents.cli.command import COULD_NOT_LOOK, FAILED, OK, Command
 from kvevents.cli.console import Console, Span
-from kvevents.errors import PlaneError
+from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.settings import PlaneSettings
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Ask once. 1 where something is wrong."""
-    settings = msgspec.convert({"servers": [DEFAULT_SERVER], **nats.table_of(args)}, PlaneSettings)
+    try:
+        settings = msgspec.convert({"servers": [DEFAULT_SERVER], **nats.table_of(args)}, PlaneSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error).removesuffix(" - at `$`")) from error
     view = asyncio.run(_ask(settings))
     console = Console()
     if args.json:
@@ -138,4 +141,5 @@ COMMAND: Final = Command(
 """,
     add_arguments=add_arguments,
     run=run,
+    on_error=COULD_NOT_LOOK,
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
 from kvevents.cli import bridge, doctor, export, keypair, plane, play, publish, query, record, relay, serve, tail, top
-from kvevents.cli.command import FAILED, INTERRUPTED, OK, Command
+from kvevents.cli.command import FAILED, INTERRUPTED, OK, WRONG_USAGE, Command, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.parser import CommandParser
 from kvevents.cli.sim import group as sim
@@ -50,31 +50,42 @@ examples:
   kvevents export run.jsonl.gz out                   a recording as tables, to be asked
   kvevents sim compare                               how routing policies fare with a fleet, without a GPU
 
-`kvevents COMMAND --help` tells more. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage, 3 nothing arrived.
+`kvevents COMMAND --help` explains a command. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage, 3 nothing
+arrived, 4 a check could not be made.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = _parser().parse_args(argv)
-    command: Command = arguments.command
     _tolerate_odd_terminals()
+    on_error = FAILED
     try:
         with interrupting():
+            arguments = _parser().parse_args(argv)
+            command: Command = arguments.command
+            on_error = command.on_error
             return command.run(arguments)
+    except CommandLineError as error:
+        _complain(str(error))
+        return WRONG_USAGE
     except KVEventsError as error:
-        Console().note(Span("kvevents: ", "bad"), _one_line(error))
-        return FAILED
+        _complain(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
+        return on_error
     except BrokenPipeError:
-        # The reader of our output has seen enough, as `head` does; the interpreter's own last flush must not complain either.
-        _discard_output()
+        # The reader of our output has seen enough, as `head` does.
         return OK
+    except OSError as error:
+        # The path says more than the operation: a folder that must not be entered, a name that is too long.
+        _complain(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+        return on_error
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        _let_go_of_output()
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser("kvevents", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
+    parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"kvevents {version()}")
     parser.set_defaults(command=None)
     table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
@@ -84,17 +95,15 @@ def _parser() -> ArgumentParser:
             help=command.summary,
             description=command.description,
             epilog=f"examples:\n{command.examples}",
-            formatter_class=RawDescriptionHelpFormatter,
         )
         command.add_arguments(sub)
         sub.set_defaults(command=command)
     return parser
 
 
-def _one_line(error: KVEventsError) -> str:
-    # OSError's own str() puts the number first, which says nothing to a person.
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())
+def _complain(text: str) -> None:
+    with suppress(OSError):  # stderr may be what cannot be written
+        Console().note(Span("kvevents: ", "bad"), " ".join(text.split()))
 
 
 def _tolerate_odd_terminals() -> None:
@@ -104,8 +113,11 @@ def _tolerate_odd_terminals() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _discard_output() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _let_go_of_output() -> None:
+    """Leave nothing to the interpreter's own last flush, which would complain with a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            os.dup2(nowhere, stream.fileno())
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from kvevents.cli.command import CommandLineError
 from kvevents.errors import ConfigError, MissingDependencyError
 
 STDIN: Final = "-"
@@ -47,7 +48,7 @@ def add_prompt(parser: ArgumentParser) -> None:
         help="token ids, or a JSON array of them; - reads them from stdin",
     )
     source.add_argument(
-        "--tokens-file",
+        "--prompt-file",
         metavar="FILE",
         type=Path,
         help="JSON array of token ids; of a name in .u32 or .bin, 32-bit little-endian numbers",
@@ -59,21 +60,24 @@ def add_prompt(parser: ArgumentParser) -> None:
 
 
 def prompt_of(args: Namespace) -> list[int]:
-    """The token ids that the arguments mean. Raises `ConfigError`, or `MissingDependencyError` without a tokenizer."""
+    """The token ids that the arguments mean.
+
+    Raises `CommandLineError`, `ConfigError` for a file, and `MissingDependencyError` without the package of a tokenizer.
+    """
     if args.text is None and args.text_file is None:
         if args.tokenizer is not None:
-            raise ConfigError("--tokenizer is for --text and --text-file; token ids need none")
-        return _read_tokens(args.tokens_file) if args.tokens_file is not None else _given(args.tokens)
+            raise CommandLineError("--tokenizer is for --text and --text-file; token ids need none")
+        return _read_tokens(args.prompt_file) if args.prompt_file is not None else _given(args.tokens)
     text = args.text if args.text is not None else _decoded(_read(args.text_file), f"--text-file {args.text_file}")
     if args.tokenizer is None:
-        raise ConfigError("text needs --tokenizer: the model's tokenizer.json")
+        raise CommandLineError("text needs --tokenizer: the model's tokenizer.json")
     return _encode(text, args.tokenizer, special=not args.no_special_tokens)
 
 
 def _given(arguments: list[list[int] | str]) -> list[int]:
     if STDIN in arguments:
         if len(arguments) > 1:
-            raise ConfigError("- stands for the whole prompt; give it alone")
+            raise CommandLineError("- is the whole prompt; give it alone")
         return _parsed(_decoded(_read(Path(STDIN)), "stdin"), "stdin")
     return [token for part in arguments for token in part if isinstance(token, int)]
 

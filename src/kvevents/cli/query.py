@@ -245,7 +245,7 @@ COMMAND: Final = Command(
     """\
   kvevents query 791 6864 315 9822 374
   kvevents query --text-file prompt.txt --tokenizer tokenizer.json --model llama
-  kvevents query --tokens-file prompt.u32 --select   which worker should take it, and why
+  kvevents query --prompt-file prompt.u32 --select   which worker should take it, and why
   kvevents query - --json --service https://indexer:8090 --ca-file ca.pem
 """,
     add_arguments,

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from kvevents import scraping
 from kvevents.cli import logs, options
 from kvevents.cli.allocator import giving_back
+from kvevents.cli.checkup.address import BINDS, BOTH_CONNECT
 from kvevents.cli.command import OK, Command
 from kvevents.cli.serve import port
 from kvevents.cli.stopping import Stop
 from kvevents.errors import MissingDependencyError
-from kvevents.stream import Source
+from kvevents.stream import Source, Trust
 
 if TYPE_CHECKING:
     from kvevents.relay import RelaySettings, RelayStatus
+    from kvevents.subscriber import StreamStatus
 
 log = logging.getLogger("kvevents.relay")
 
 LOOK_SECONDS: Final = 0.5
-"""Between two looks at whether something has changed that is to be told."""
+"""Between two looks at whether something has changed."""
+HINT_SECONDS: Final = 5.0
+"""How long an upstream may be without its first connection before the usual reason is logged."""
 
 
 def upstream(text: str) -> Source:
@@ -56,10 +62,12 @@ def run(args: Namespace) -> int:
         raise MissingDependencyError(f"a relay needs {error.name or error}; install a wheel of kvevents") from error
     settings = _settings(args)
     logs.to_stderr(args)
+    if args.metrics_port is not None:
+        scraping.require()  # before anything is bound
     with Stop() as stop, giving_back(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         if args.metrics_port is not None:
-            from kvevents.relay import metrics  # noqa: PLC0415 - an extra
+            from kvevents.relay import metrics  # noqa: PLC0415 - late, as the relay itself
 
             closing.callback(metrics.serve(relay.status, args.metrics_port, args.metrics_host))
         until = None if args.seconds is None else time.monotonic() + args.seconds
@@ -71,25 +79,46 @@ def run(args: Namespace) -> int:
 class Teller:
     """One line for each change of state."""
 
-    def __init__(self, status: Callable[[], RelayStatus]) -> None:
+    def __init__(self, status: Callable[[], RelayStatus], clock: Callable[[], float] = time.monotonic) -> None:
         self._status: Final = status
+        self._clock: Final = clock
         self._look_at = 0.0
         self._told: dict[str, str] = {}
+        self._waiting: dict[tuple[str, int], float] = {}
+        """Since when each upstream has had no connection; infinity once it had one, or was warned about."""
 
     def look(self) -> bool:
-        """Tell what has changed. Never a reason to stop."""
-        now = time.monotonic()
+        """Log what has changed. Never a reason to stop."""
+        now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            for what, words in _words(self._status()).items():
+            status = self._status()
+            self._hint(status, now)
+            for what, words in _words(status).items():
                 before, self._told[what] = self._told.get(what), words
                 if words != before:
                     log.log(logging.INFO if "memory" not in words else logging.WARNING, "%s: %s", what, words)
         return False
 
+    def _hint(self, status: RelayStatus, now: float) -> None:
+        """Log once per upstream why an engine that runs may still not be there."""
+        for each in status.upstreams:
+            since = self._waiting.setdefault((each.source, each.rank), now)
+            if each.trust != Trust.CONNECTING:
+                self._waiting[each.source, each.rank] = math.inf
+            elif now - since >= HINT_SECONDS:
+                self._waiting[each.source, each.rank] = math.inf
+                log.warning(
+                    "%s rank %d: no connection to %s yet; %s: %s", each.source, each.rank, each.endpoint, BOTH_CONNECT, BINDS
+                )
+
+
+def _name(upstream: StreamStatus) -> str:
+    return f"{upstream.source} rank {upstream.rank}"
+
 
 def _words(status: RelayStatus) -> dict[str, str]:
-    words = {f"{each.source} rank {each.rank}": str(each.trust) for each in status.upstreams}
+    words = {_name(each): str(each.trust) for each in status.upstreams}
     if status.journal is not None:
         words["journal"] = (
             f"{status.journal.state} ({status.journal.reason})" if status.journal.reason else status.journal.state

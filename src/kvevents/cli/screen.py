@@ -21,6 +21,8 @@ from kvevents.service.shapes import StatsAnswer
 
 MAX_NAME: Final = 40
 """Columns of a name; more of it is cut."""
+UNLIMITED: Final = 1_000
+"""Columns of a frame that goes into a file or a pipe: all of it fits."""
 MAX_FAULTS: Final = 3
 """Faults of discovery that are shown."""
 _GAP: Final = 2
@@ -104,7 +106,7 @@ class Screen:
 
     def __init__(self, limit: int | None, console: Console | None = None) -> None:
         self._limit = limit
-        self._console = console or Console(highlight=False)
+        self._console = console or _console()
         self._last: Frame | None = None
 
     @property
@@ -137,6 +139,12 @@ class Screen:
         more = len(shown.sources) - len(rows)
         table = _table(rows, shown.at, width, dim=frame.error is not None)
         return Group(*lines, Text(), table, *([Text(f"and {more:,} more", "dim", no_wrap=True)] if more else []))
+
+
+def _console() -> Console:
+    """Stdout; as wide as a frame needs if that is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=UNLIMITED)
 
 
 # --- the lines above

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from kvevents.cli import logs, nats
 from kvevents.cli.allocator import giving_back
-from kvevents.cli.command import OK, Command
+from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.options import Group, count, endpoint, seconds
-from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.cli.options import Group, count, endpoint, engine_url, seconds
+from kvevents.errors import MissingDependencyError
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -52,39 +52,42 @@ def worker(text: str) -> dict[str, Any]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Flags go before the file, setting by setting; sources of both count."""
     add_config(parser)
-    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
-    parser.add_argument(
+    http = parser.add_argument_group("HTTP server (TLS and tokens are set in --config)")
+    http.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    http.add_argument("--port", type=port, help="port to listen at; 0 takes a free one (default: 8090)")
+    http.add_argument(
         "--insecure",
         action="store_true",
         default=None,
         help="listen at an address that other machines reach although requests need no token",
     )
-    parser.add_argument(
+    http.add_argument(
         "--allowed-host",
         dest="allowed_hosts",
         action="append",
         metavar="NAME",
         help="host name that clients reach the service by, beside its addresses: HOST or *.SUFFIX; may be given many times",
     )
-    add_sources(parser)
-    parser.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
-    parser.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
-    parser.add_argument(
+    add_sources(parser.add_argument_group("engines to follow"))
+    index = parser.add_argument_group("index")
+    index.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
+    index.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
+    index.add_argument(
         "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
     )
-    nats.add_servers(parser, "--from", "build the index from a plane's log at this NATS server, rather than follow engines")
-    nats.add_name(parser)
-    parser.add_argument(
+    plane = parser.add_argument_group("replica of a plane: NATS servers, and how to log in there")
+    nats.add_servers(plane, "--from", "build the index from a plane's log at this NATS server, rather than follow engines")
+    nats.add_name(plane)
+    plane.add_argument(
         "--replica", metavar="NAME", help="of this one among the plane's replicas (default: made of the host's name)"
     )
-    nats.add_login(parser)
-    add_shard(parser)
+    nats.add_login(plane)
+    add_shard(plane)
     logs.add_arguments(parser)
     add_check(parser)
 
 
-def add_shard(parser: ArgumentParser) -> None:
+def add_shard(parser: ArgumentParser | Group) -> None:
     """A share of a plane."""
     parser.add_argument(
         "--shard-url",
@@ -124,8 +127,9 @@ def add_sources(parser: ArgumentParser | Group) -> None:
         dest="engines",
         action="append",
         default=[],
+        type=engine_url,
         metavar="URL",
-        help="ask this engine for its endpoints: http://HOST:PORT",
+        help="ask this engine for its endpoints: http://HOST:PORT, or HOST:PORT",
     )
     parser.add_argument(
         "--dns",
@@ -181,7 +185,7 @@ def _about_plane(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     found = {} if args.replica is None else {"replica": args.replica}
     shard = {name: value for name, value in (("url", args.shard_url), ("holders", args.holders)) if value is not None}
     if "holders" in shard and "url" not in shard and "shard" not in tables:
-        raise ConfigError("--holders is about --shard-url, which is missing: where the other replicas reach this one")
+        raise CommandLineError("--holders needs --shard-url: where the other replicas reach this one")
     for name, given in (("plane", _plane(args, tables)), ("shard", shard)):
         table = tables.get(name, {})
         if given and isinstance(table, dict):  # else what it is shall be told
@@ -195,7 +199,7 @@ def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     model = {} if args.model is None else {"model": args.model}
     block_size = {} if args.block_size is None else {"block_size": args.block_size}
     if args.workers and not model:
-        raise ConfigError("--worker needs --model: routers ask for a model's workers")
+        raise CommandLineError("--worker needs --model: routers ask for a model's workers")
     sources = [{**each, **model, **block_size} for each in args.workers]
     sources += [{"base_url": each, **model} for each in args.engines]
     found["sources"] = sources
@@ -207,7 +211,9 @@ def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
 def _plane(args: Namespace, tables: dict[str, Any]) -> dict[str, Any]:
     given = nats.table_of(args)
     if given and "servers" not in given and "plane" not in tables:
-        raise ConfigError("options of a plane are about --from, which is missing: the URL of a NATS server")
+        options = ", ".join(nats.flags_of(given))
+        tls = "; for HTTPS, name certificate and key in [tls] of --config" if "--tls" in options else ""
+        raise CommandLineError(f"{options} needs --from, the URL of a NATS server{tls}")
     return given
 
 

@@ -69,7 +69,7 @@ def find_replay(args: Namespace, console: Console, stop: Stop) -> tuple[str | No
 
 
 def _say_none(console: Console, candidates: list[str]) -> None:
-    tried = f" ({' and '.join(candidates)} do not answer)" if candidates else ""
+    tried = f" ({' and '.join(candidates)}: no answer)" if candidates else ""
     text = f"no replay endpoint{tried}: losses are told but cannot be mended; name one with --replay"
     console.note(Span(text, "warn"))
 

@@ -10,11 +10,11 @@ import msgspec
 
 from kvevents.cli import options
 from kvevents.cli.client import client_of
-from kvevents.cli.command import OK, Command
+from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console
 from kvevents.cli.keys import Keys
 from kvevents.cli.watching import ORDERS, Frame, Watch
-from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from kvevents.cli.screen import Screen
@@ -53,7 +53,7 @@ def _lines(watch: Watch, args: Namespace) -> None:
 def _live(watch: Watch, args: Namespace) -> None:
     screen = _screen(args)
     if not screen.is_terminal:
-        raise ConfigError("a live view needs a terminal; use --once or --json")
+        raise CommandLineError("a live view needs a terminal; use --once or --json")
     with screen.live() as update, Keys() as keys:
         while True:
             update(watch.look_anyhow())

@@ -17,7 +17,7 @@ MAX_RANKS_LOOKED_FOR: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
 
 BOTH_CONNECT: Final = (
-    "With a concrete host in its own endpoint the engine connects instead of listening;"
+    "with a concrete host in its own endpoint the engine connects instead of listening;"
     " then both sides connect and nothing flows"
 )
 BINDS: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
@@ -29,7 +29,7 @@ _WRONG: Final[dict[Outcome, tuple[str, str]]] = {
     ),
     "refused": (
         "nothing listens there",
-        f"is the engine up, with KV events enabled? {BOTH_CONNECT}: {BINDS}, or listen for it with --bind",
+        f"is the engine up, with KV events enabled? Note that {BOTH_CONNECT}: {BINDS}, or listen for it with --bind",
     ),
     "unreachable": ("it cannot be reached: {detail}", "check the address, routes, and firewalls or network policies between"),
     "closed": (

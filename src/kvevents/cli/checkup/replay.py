@@ -27,7 +27,7 @@ _ENABLE: Final = (
 def check_replay(endpoint: str | None, tried: Sequence[str], curve: Curve | None = None) -> tuple[list[Finding], Reply | None]:
     """Ask for everything once, and again for the first hole; findings and the answer."""
     if endpoint is None:
-        where = f" ({' and '.join(tried)} do not answer)" if tried else ""
+        where = f" ({' and '.join(tried)}: no answer)" if tried else ""
         return [warn("replay", f"no replay endpoint{where}: what is missed cannot be had again", _ENABLE)], None
     if not endpoint.startswith("inproc://") and (wrong := check_replay_address(endpoint, curve)) is not None:
         return [wrong], None

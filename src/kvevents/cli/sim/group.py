@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -40,7 +40,6 @@ def add_arguments(parser: ArgumentParser) -> None:
             help=command.summary,
             description=command.description,
             epilog=f"examples:\n{command.examples}",
-            formatter_class=RawDescriptionHelpFormatter,
         )
         sub.fill = command.add_arguments
         sub.set_defaults(sim_command=command)
