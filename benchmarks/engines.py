@@ -27,7 +27,7 @@ CACHE: Final = CHECKOUT / ".cache"
 # Wheels of one fixed platform, whatever this machine is: only pure Python is taken out of the engines'.
 _ANYWHERE: Final = (
     *("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
-    *("--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"),
+    *(f"--platform=manylinux_{glibc}_x86_64" for glibc in ("2_35", "2_34", "2_31", "2_28")),
 )
 
 
@@ -138,8 +138,11 @@ def _unused(*_: Any) -> Any:
 
 
 def _install_stubs(engine: Engine) -> None:
-    if engine is VLLM:
+    if engine.package == "vllm":
         _stub("vllm.config.utils", config=dataclasses.dataclass)
+        if importlib.util.find_spec("pydantic") is None:  # of the configuration class before 0.20, which is not used here
+            _stub("pydantic.dataclasses", dataclass=dataclasses.dataclass)
+            vars(sys.modules["pydantic"]).update(Field=dataclasses.field)
         _stub("vllm.logger", init_logger=logging.getLogger)
         names = ("get_ip", "get_tcp_uri", "is_valid_ipv6_address", "split_zmq_path")
         _stub("vllm.utils.network_utils", **dict.fromkeys(names, _unused))
@@ -149,6 +152,6 @@ def _install_stubs(engine: Engine) -> None:
         _stub("sglang.srt.runtime_context", get_parallel=_unused)
         _stub("sglang.srt.utils.network", NetworkAddress=type("NetworkAddress", (), {}))
         if importlib.util.find_spec("pydantic") is None:
-            _stub("pydantic", BaseModel=type("BaseModel", (), {}))  # of its configuration class, which is not used here
+            _stub("pydantic", BaseModel=type("BaseModel", (), {}))  # as above
         _stub(engine.module)
     del sys.modules[engine.module]  # only the packages above it were wanted

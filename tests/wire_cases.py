@@ -81,6 +81,8 @@ def load_goldens() -> list[Golden]:
 
 
 GOLDENS = load_goldens()
+RELEASES = list({(golden.engine, golden.release): golden for golden in GOLDENS}.values())
+"""One golden of each release, for what depends on nothing else."""
 
 
 def canonical(event: Any) -> KVEvent:
