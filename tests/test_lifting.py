@@ -100,10 +100,11 @@ def test_a_text_that_ends_anywhere_is_left(separator: str) -> None:
 
 
 @pytest.mark.parametrize("separator", [", ", ","])
-@pytest.mark.parametrize("count", [*range(70), 1_000, 32_768])
-def test_as_many_as_there_may_be(count: int, separator: str) -> None:
-    tokens = [at * 2654435761 % 128_256 for at in range(count)]
-    _check(json.dumps({"token_ids": tokens, "model": "m"}, separators=(separator, ":")).encode())
+def test_as_many_as_there_may_be(separator: str) -> None:
+    """Every length up to some vectors of the widest machine, where the last one is partly filled, and two long ones."""
+    for count in (*range(70), 1_000, 32_768):
+        tokens = [at * 2654435761 % 128_256 for at in range(count)]
+        _check(json.dumps({"token_ids": tokens, "model": "m"}, separators=(separator, ":")).encode())
 
 
 @given(VALUES)

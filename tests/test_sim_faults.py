@@ -43,11 +43,15 @@ def test_blanks_around_commas_are_read_over_and_order_is_kept() -> None:
     assert parse_faults(" drop:0% , restart:1s,drop:100%,") == [Fault("drop", 0), Fault("restart", 1), Fault("drop", 1)]
 
 
-@pytest.mark.parametrize("name", ["restart", "reset", "delay", "cut", "stall"])
+WRONG_DURATIONS = ("", "60", "0s", "0.0ms", "-1s", "1 s", "s", "1d", "1%", "1e3s", ".5s", "nans", "\u0663s", "1s:2s")
+
+
 @pytest.mark.parametrize(
-    "amount", ["", "60", "0s", "0.0ms", "-1s", "1 s", "s", "1d", "1%", "1e3s", ".5s", "nans", "\u0663s", "1s:2s"]
+    ("name", "amount"),
+    [*(("restart", amount) for amount in WRONG_DURATIONS), *((name, "60") for name in ("reset", "delay", "cut", "stall"))],
 )
 def test_a_wrong_duration_is_told_with_a_right_one(name: str, amount: str) -> None:
+    """One parser reads the durations of all kinds, so every wrong one is tried with one kind, and every kind with one."""
     said = f"{name}:{amount} is wrong; write a duration above 0, such as {name}:60s"
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
         parse_faults(f"restart:1s,{name}:{amount}")

@@ -15,7 +15,7 @@ from sim_cases import request
 def test_what_nobody_sets_is_an_engine_that_could_be() -> None:
     settings = FleetSettings()
     assert settings.costs is PRESETS[DEFAULT_PRESET]
-    assert settings.size == CacheSize(settings.costs.cache_tokens // 16, 16)
+    assert settings.size == CacheSize(17_261, 16)
     assert settings.batching == Batching()
     assert settings.wire.engine == "vllm"
     assert len(settings.workers) == 8
@@ -28,7 +28,8 @@ def test_each_rank_is_a_worker() -> None:
 def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
     assert FleetSettings(blocks=7, block_size=4, host_blocks=3).size == CacheSize(7, 4, 3)
     assert FleetSettings(blocks=7, block_size=4, window=8).size == CacheSize(7, 4, 0, 8)
-    assert FleetSettings(block_size=64).size.blocks == PRESETS[DEFAULT_PRESET].cache_tokens // 64
+    assert PRESETS[DEFAULT_PRESET].cache_tokens == 276_184
+    assert FleetSettings(block_size=64).size.blocks == 4_315  # 276,160 tokens: the last 24 are no whole block
 
 
 @pytest.mark.parametrize(
