@@ -6,6 +6,7 @@ import select
 import sys
 import time
 from contextlib import suppress
+from statistics import median
 from typing import Any, Final
 
 import msgspec
@@ -67,7 +68,7 @@ def live(port: int) -> None:
         elif heed() is None:
             return
         else:
-            say({"longest": max(late, default=0.0), "batches": len(late)})
+            say({"median": median(late or [0.0]), "longest": max(late, default=0.0), "batches": len(late)})
             late = []
 
 

@@ -137,7 +137,9 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
                 result[f"lost_{pace}"] = count - outcome["received"]
                 result[f"seconds_{pace}"] = outcome["seconds"]
             peer.tell("report")
-            result[f"stall_{pace}"] = peer.hear()["longest"] * 1e3
+            report = peer.hear()
+            result[f"stall_{pace}"] = report["longest"] * 1e3
+            result[f"delivery_{pace}"] = report["median"] * 1e6
     publisher.shutdown()
     return result | {"stall": max(result["stall_fast"], result["stall_slow"], result["stall_late"])}
 

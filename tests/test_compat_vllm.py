@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvevents import events
+from kvevents import events, publisher
 from kvevents.compat import vllm
 from kvevents.errors import ConfigError
 from kvevents.wire import dialect_for, encode_batch
@@ -218,13 +218,23 @@ def test_the_resolved_configuration_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert vllm.NullEventPublisher(3).get_publisher_config() is None
 
 
-def test_a_rank_alone_on_its_node_keeps_vllms_ports() -> None:
-    """Neighbouring ports of rank 1 work in vLLM when rank 0 is elsewhere; here too, unlike in our own class."""
-    publisher = vllm.ZmqEventPublisher(1, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
-    free = int(publisher.endpoint.rpartition(":")[2])
-    publisher.shutdown()
-    # One below the port that was free just now, so that rank 1 gets that one; the replay port is chosen by the OS.
-    publisher._refuse_collision(f"tcp://*:{free - 1}", f"tcp://*:{free}")
+def test_a_rank_alone_on_its_node_keeps_vllms_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring ports of rank 1 work in vLLM when rank 0 is elsewhere; our own class refuses them before it binds."""
+    opened: list[tuple[str, str | None]] = []
+
+    class Opened(Exception):  # noqa: N818 - not an error: how far construction came
+        pass
+
+    def broadcast(endpoint: str, replay_endpoint: str | None, **settings: Any) -> None:
+        opened.append((endpoint, replay_endpoint))
+        raise Opened
+
+    monkeypatch.setattr("kvevents.publisher.zmq.Broadcast", broadcast)
+    with pytest.raises(Opened):
+        vllm.ZmqEventPublisher(1, "tcp://*:5557", "tcp://*:5558")
+    assert opened == [("tcp://*:5558", "tcp://*:5559")]
+    with pytest.raises(ConfigError, match="rank 0's replay port"):
+        publisher.ZmqEventPublisher(1, "tcp://*:5557", "tcp://*:5558")
 
 
 def test_a_full_queue_does_not_block(context: Context) -> None:

@@ -201,7 +201,7 @@ def test_a_batch_without_bytes_burns_its_number(context: Context, caplog: pytest
         assert seen[0] == 0
         assert 1 not in replayed
         assert set(seen) <= set(replayed)
-        assert publisher.stats().dropped == {"queue_full": 0, "encode_failed": 2}
+        assert publisher.stats().dropped == {"queue_full": 0, "encode_failed": 2, "send_failed": 0, "ended": 0}
         wait_until(lambda: "cannot be encoded" in caplog.text, "a line in the log")
         assert "number" in caplog.text
 
@@ -250,7 +250,8 @@ def test_publish_wakes_a_sleeping_thread(context: Context, monkeypatch: pytest.M
 def test_stats_account_for_every_batch(context: Context) -> None:
     """Nothing is unaccounted for: accepted is published, queued or failed; the buffer's bytes are those of the payloads."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
-        nothing = PublisherStats(dropped={"queue_full": 0, "encode_failed": 0}, history=publisher.stats().history)
+        none = dict.fromkeys(("queue_full", "encode_failed", "send_failed", "ended"), 0)
+        nothing = PublisherStats(dropped=none, history=publisher.stats().history)
         assert publisher.stats() == nothing
         subscriber = subscribe(context, publisher)
         for number in range(5):

@@ -8,6 +8,7 @@ placement snapshots (`snapshot_v1`), each where there is such an endpoint.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Sequence
@@ -23,12 +24,15 @@ from kvevents.endpoints import connectable
 from kvevents.publisher import sockets
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.direct import DirectOutlet, address_of
+from kvevents.publisher.failures import Failures
 from kvevents.publisher.kept import Numbered
 from kvevents.publisher.outlet import Outlet, ZmqOutlet
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
 from kvevents.publisher.replies import UNREAD_TIMEOUT, ReplyServer
 from kvevents.publisher.snapshot_v1 import SNAPSHOT_SEND_LIMIT, SnapshotServer, live_topic
 from kvevents.publisher.stats import ReplayStats
+
+logger = logging.getLogger(__name__)
 
 _EVENT_IO: Final = 1
 """ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
@@ -79,6 +83,7 @@ class Broadcast:
         self._topic = topic.encode() if snapshot_endpoint is None else live_topic(topic.encode(), epoch)
         self._context, self._owns_context = self._choose_context(context)
         self._ended = self._closed = False
+        self._failures = Failures(logger, endpoint)
         self._flush_until = float("inf")
         self._replay: ReplayServer | None = None
         self._snapshots: SnapshotServer | None = None
@@ -197,12 +202,26 @@ class Broadcast:
         """Of placement snapshots; all zero without."""
         return ReplayStats() if self._snapshots is None else self._snapshots.stats()
 
+    def failures(self) -> dict[str, int]:
+        """Exceptions that were survived, by part; parts without any are left out."""
+        found = self._failures.counts()
+        for server in self._servers().values():
+            found |= server.failures.counts()
+        return found
+
     # --- the sending thread's ----------------------------------------------------------------------------------------------
 
     def send(self, batches: Sequence[Numbered]) -> None:
-        """Keep batches for replay and send them, in this order."""
-        self._buffer.extend(batches)
+        """Keep batches for replay and send them, in this order. They are sent live even if they cannot be kept."""
+        self._keep(batches)
         self._outlet.send(self._topic, batches)
+
+    def _keep(self, batches: Sequence[Numbered]) -> None:
+        try:
+            self._buffer.extend(batches)
+        except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
+            self._buffer.forget()
+            self._failures.note("replay_buffer", error, "it is emptied, and compaction is switched off")
 
     def look_around(self) -> None:
         """Read who subscribed; to be called now and then."""
@@ -219,7 +238,7 @@ class Broadcast:
         if snapshots is None:
             self.send([(number, payload)])
             return
-        self._buffer.extend([(number, payload)])
+        self._keep([(number, payload)])
         self._outlet.send(snapshots.barrier_topic(self._topic, number), [(number, payload)])
         snapshots.cut_at(number)
 
@@ -240,11 +259,11 @@ class Broadcast:
         """Finish replies in progress, flush and close, all within `seconds`; whether everything was flushed.
 
         None where the context is not ours, and nobody waited for it. `sending` says that the sending thread would not end: then
-        its socket is left alone, and so is the context. May be called again, and does nothing then.
+        its socket is left alone, and so is the context. May be called again: it does nothing then, or, after a call that was
+        interrupted, what is left to do.
         """
         if self._closed:
             return None
-        self._closed = True
         deadline = monotonic() + seconds
         self.stop(deadline)
         if not sending:
@@ -259,11 +278,13 @@ class Broadcast:
         servers = list(self._servers().values())
         for server in servers:
             server.close()
+        if self._owns_context:
+            self._context.term()
+        self._closed = True
         if not self._owns_context:
             return None
-        self._context.term()
         return flushed and monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
 
     def forget_locks(self) -> None:
         """For a forked child, in which none of the threads exists."""
-        self._buffer.forget_lock()
+        self._buffer.after_fork()

@@ -11,13 +11,23 @@ snapshot of it first, which ordinary consumers take for ordinary batches, so eve
   sees a hole behind the clear, and nobody takes the state for all there is. An empty batch has the number of the last one
   that the snapshot stands for: a consumer that holds that batch itself, and would apply it once more, sees two contents of one
   number, and begins anew.
+
+Sending never waits for compaction. `compact_until_stopped` is the body of a thread that takes batches out of the buffer and
+folds them; while it folds, or a snapshot is read, `extend` only appends. Without that thread, or when it is far behind,
+`extend` folds itself, which bounds memory. Locks, outermost first: `_asking` (one snapshot is made at a time), `_folding`
+(the history, and what was taken out of the buffer), `_lock` (what is kept).
+
+If compaction fails, whatever the exception, it is switched off: the history may have taken in half of a batch. From then on
+the buffer keeps `steps` batches and sends no snapshot, so that a late consumer sees that history is truncated.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -33,6 +43,8 @@ from kvevents.wire.encode import batch_encoder
 if TYPE_CHECKING:
     from kvevents.publisher.intake import Encode
 
+logger = logging.getLogger(__name__)
+
 GROUP: Final = 64
 """Batches that are folded at once, since a call of native code costs as much as a small batch."""
 GROUPS: Final = 16
@@ -40,6 +52,10 @@ GROUPS: Final = 16
 KEPT_BYTES: Final = 256 * 1024 * 1024
 """Bytes that are kept as they were sent, where there is a history for the rest: 10,000 batches of 26 KB. Those of engines have
 some hundred bytes as a rule; but those of long prompts, and snapshots that a relay passes on, have MiB."""
+BACKLOG: Final = 16 * GROUP
+"""Batches that may wait for the compaction thread before `extend` folds them itself."""
+_REASON: Final = 200
+"""Characters of a reason in `stats()`, at most."""
 
 
 class Collapsed(NamedTuple):
@@ -83,7 +99,8 @@ class ReplayBuffer:
 
     With a `history`, what is pushed out is collapsed into a snapshot: a clear, and stores that rebuild what was live. `encode`
     makes its payloads, of at most `limit` bytes, by default what subscribers read. Batches are pushed out in groups then: up to
-    `GROUP` more are kept, a sixteenth of `steps` at most; and fewer, where they are more than `KEPT_BYTES`.
+    `GROUP` more are kept, a sixteenth of `steps` at most; and fewer, where they are more than `KEPT_BYTES`. One thread calls
+    `extend`.
     """
 
     def __init__(
@@ -92,8 +109,11 @@ class ReplayBuffer:
         self._steps = steps
         self._surplus = 0 if history is None else min(GROUP - 1, steps // GROUPS)
         self._kept = Kept()
-        self._lock = threading.Lock()
+        self._make_locks()
         self._history = history
+        self._history_stats = None if history is None else HistoryStats()
+        self._in_background = self._stopped = False
+        self._compaction_failed = False
         self._encode = encode
         self._limit = DEFAULT_WIRE_LIMITS.max_payload_bytes if limit is None else limit
         self._rank: int | None = None
@@ -115,16 +135,42 @@ class ReplayBuffer:
     def extend(self, batches: Sequence[Numbered]) -> None:
         """Add batches, pushing out the oldest. Called before they are sent live, so that what was seen can be asked for."""
         with self._lock:
-            self._extend(batches)
+            self._kept.extend(batches)
+            surplus = self._count_surplus()
+        if surplus and (not self._in_background or surplus > BACKLOG):
+            with self._folding:
+                self._compact()
+        elif surplus:
+            self._due.set()
 
-    def _extend(self, batches: Sequence[Numbered]) -> None:
+    def compact_until_stopped(self) -> None:
+        """Fold what leaves the buffer, until `stop_compacting`; the body of a thread, beside the one that calls `extend`."""
+        self._in_background = True
+        try:
+            while not self._stopped:
+                self._due.wait()
+                self._due.clear()
+                with self._folding:
+                    self._compact()
+        except BaseException:
+            logger.exception("the compaction thread failed; the publisher thread compacts from now on")
+        finally:
+            self._in_background = False
+
+    def stop_compacting(self) -> None:
+        """End `compact_until_stopped`. Returns at once; `extend` folds by itself from now on."""
+        self._in_background, self._stopped = False, True
+        self._due.set()
+
+    def _count_surplus(self) -> int:
+        """How many of the oldest batches are to leave now; 0 until there are enough of them for a group."""
         kept = self._kept
-        kept.extend(batches)
         surplus = len(kept) - self._steps
-        if surplus > self._surplus:
-            self._push_out(kept.take(surplus))
-        if kept.bytes > KEPT_BYTES and len(kept) > 1 and self._history is not None and self._history.lost is None:
-            self._push_out(kept.take(self._heavy()))
+        surplus = surplus if surplus > self._surplus else 0
+        stats = self._history_stats
+        if kept.bytes > KEPT_BYTES and len(kept) > 1 and stats is not None and stats.lost is None:
+            surplus = max(surplus, self._heavy())
+        return surplus
 
     def _heavy(self) -> int:
         """How many of the oldest must go until there is room for a while; never the newest, by whose number replay goes."""
@@ -132,34 +178,64 @@ class ReplayBuffer:
         left = accumulate(self._kept, lambda left, batch: left - len(batch[1]), initial=self._kept.bytes)
         return min(sum(1 for _ in takewhile(lambda left: left > room, left)), len(self._kept) - 1)
 
+    def _compact(self) -> None:
+        """Take out of the buffer what is to leave, and fold it."""
+        with self._lock:
+            surplus = self._count_surplus()
+            taken = self._kept.take(surplus) if surplus else []
+        if taken and self._history is not None:
+            with self._switching_off():
+                self._push_out(self._history, taken)
+
+    @contextmanager
+    def _switching_off(self) -> Iterator[None]:
+        """Do without the history if this fails."""
+        try:
+            yield
+        # A panic of native code is a BaseException.
+        except BaseException as error:
+            with self._folding:
+                self._history = self._snapshot = None
+                self._lately.clear()
+                self._compaction_failed = True
+                reason = f"failed: {type(error).__name__}: {error}"[:_REASON]
+                self._history_stats = HistoryStats(batches=self._folded[0] + 1, lost=reason)
+            logger.exception("compaction failed and is switched off: replay begins with the oldest buffered batch from now on")
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+
     def since(self, start: int) -> list[Numbered]:
         """Every kept batch numbered `start` or higher.
 
-        When `start` is older than the buffer: the snapshot of everything before it, where there is one, and all that is kept.
+        When `start` is older than the buffer: the snapshot of everything before it, where there is one, and all that is kept;
+        without a snapshot the last `steps` batches.
         """
-        with self._lock:
-            if not self._kept or start > self._kept.newest:
-                return []
-            found = self._kept.since(start)
-            cut = self._cut() if start <= self._folded[0] else None
-        return found if cut is None else self._before(start, cut) + found
+        with self._asking:
+            with self._folding:
+                self._compact()
+                with self._lock:
+                    found = self._kept.since(start) if self._kept else []
+                    newest = self._kept.newest if self._kept else self._folded[0]
+                is_older = start <= self._folded[0]
+                cut = self._cut() if is_older and start <= newest else None
+            before = [] if cut is None else self._before(start, cut)
+            return before + found if before or not is_older else found[-self._steps :] if self._steps else []
 
     # --- for another buffer
 
     def collapse(self) -> Collapsed | None:
-        """What has left the buffer so far; None where nothing has, or it cannot be told. Safe from any thread.
-
-        `extend` waits while native code runs, in proportion to what is live.
-        """
-        with self._lock:
+        """What has left the buffer so far; None where nothing has, or it cannot be told. Safe from any thread."""
+        with self._folding:
             return self._collapse()
 
     def collapsed_at(self, number: int) -> tuple[Collapsed | None, list[Numbered]] | None:
         """The same, and what is kept up to `number`: together all that was sent until then. None where more has left."""
-        with self._lock:
+        with self._folding:
             if self._folded[0] > number:
                 return None
-            return self._collapse(), [batch for batch in self._kept if batch[0] <= number]
+            with self._lock:
+                kept = [batch for batch in self._kept if batch[0] <= number]
+            return self._collapse(), kept
 
     def resume(
         self,
@@ -175,7 +251,7 @@ class ReplayBuffer:
         Where nothing was collapsed, `number` is -1. `rank` is for snapshots, until a batch with a rank has left this buffer.
         Nobody who asks for replay must hold batches up to `number` that he has not delivered: all connections are new ones.
         """
-        with self._lock:
+        with self._folding:
             self._rank = rank
             if payloads:
                 self._folded = (number, payloads[-1])
@@ -183,11 +259,12 @@ class ReplayBuffer:
                 self._missing = number - 1 if partial else None
                 if self._history is not None:
                     self._history.restore(payloads, partial=partial)
-            self._extend(batches)
+                    self._note()
+        self.extend(batches)
 
     def told(self) -> list[Told] | None:
         """What has left the buffer as its history tells it, if nothing is missing."""
-        with self._lock:
+        with self._folding:
             return None if self._history is None or self._missing is not None else self._history.told()
 
     def _collapse(self) -> Collapsed | None:
@@ -205,12 +282,13 @@ class ReplayBuffer:
             return len(self._kept), self._kept.bytes
 
     def history_stats(self) -> HistoryStats | None:
-        """What older batches are collapsed into; None where they are forgotten."""
-        if self._history is None:
-            return None
-        with self._lock:
-            history = self._history
-            return HistoryStats(
+        """What older batches are collapsed into, as of the last fold; None where they are forgotten. Waits for nobody."""
+        return self._history_stats
+
+    def _note(self) -> None:
+        history = self._history
+        if history is not None:
+            self._history_stats = HistoryStats(
                 batches=self._folded[0] + 1,
                 blocks=history.live,
                 bytes=history.bytes,
@@ -218,24 +296,37 @@ class ReplayBuffer:
                 lost=history.lost or self._unsent,
             )
 
+    def failures(self) -> dict[str, int]:
+        """`{"compaction": 1}` once compaction was switched off."""
+        return {"compaction": 1} if self._compaction_failed else {}
+
+    def forget(self) -> None:
+        """Drop everything that is kept, and compact no more: for a sender that could not add a batch."""
+        with self._folding, self._lock:
+            self._kept = Kept()
+            if self._history is not None:
+                self._history = self._snapshot = None
+                self._history_stats = HistoryStats(batches=self._folded[0] + 1, lost="batches")
+
     @property
     def has_left(self) -> bool:
         """Whether anything has been pushed out."""
         return self._folded[0] >= 0
 
-    def forget_lock(self) -> None:
-        """For a forked child, in which the thread that held the lock does not exist."""
-        self._lock = threading.Lock()
+    def after_fork(self) -> None:
+        """For a forked child, in which no other thread exists, nor will it ever release a lock."""
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self._asking, self._folding, self._lock = threading.Lock(), threading.RLock(), threading.Lock()
+        self._due = threading.Event()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     # --- what was pushed out
 
-    def _push_out(self, batches: list[Numbered]) -> None:
-        history = self._history
-        if history is None:
-            return
+    def _push_out(self, history: History, batches: list[Numbered]) -> None:
         if batches[-1][0] - self._folded[0] == len(batches):  # no number is missing
             history.fold_many(batches)
             self._folded = batches[-1]
@@ -249,6 +340,7 @@ class ReplayBuffer:
         if self._missing is not None and not history.partial:
             self._missing = None
         self._lately.extend(batches)
+        self._note()
 
     def _cut(self) -> _Cut | None:
         history, known = self._history, self._snapshot
@@ -257,14 +349,17 @@ class ReplayBuffer:
         number, last = self._folded
         # One of several batches is good for as many more batches: the next one could not have numbers of its own before.
         again = known is not None and number - known.through < (len(known.batches) if known.several else 1)
-        return _Cut(number, last, self._missing, None if again else history.told(), list(self._lately))
+        with self._switching_off():
+            cut = _Cut(number, last, self._missing, None if again else history.told(), list(self._lately))
+        return None if self._history is None else cut
 
-    # --- the snapshot, outside of the lock: to spell 50,000 blocks takes a tenth of a second, for which nobody must wait
+    # --- the snapshot, outside of the inner locks: to spell 50,000 blocks takes a tenth of a second, for which nobody must wait
 
     def _before(self, start: int, cut: _Cut) -> list[Numbered]:
         """What is sent before what is kept, to somebody who asks from `start`. Spelled once for all who ask."""
         if cut.told is not None:
-            self._renew(cut, cut.told)
+            with self._switching_off():
+                self._renew(cut, cut.told)
         known, lately = self._snapshot, cut.lately
         if known is None or (known.through < cut.number and (not lately or lately[0][0] > known.through + 1)):
             return []
@@ -274,6 +369,8 @@ class ReplayBuffer:
     def _renew(self, cut: _Cut, told: list[Told]) -> None:
         made = self._made(cut, told)
         self._unsent = made if isinstance(made, str) else None
+        with self._folding:
+            self._note()
         known = self._snapshot
         if isinstance(made, str) or (known is not None and made.several and made.batches[0][0] <= known.through):
             return

@@ -8,20 +8,27 @@ and -1 when there is no thread to come. Only then does `publish` take the slow w
 A batch refused by a full queue burns its number: a `_Hole` at the tail of the queue counts how many, and the consumer sees a
 gap once a higher number comes. Where nothing else follows, the thread sends an empty batch. The lock is taken on the slow way
 and once per burst by the thread, never by a batch that is simply accepted.
+
+`publish` raises after the user's own `shutdown` and at no other time. When the thread has ended for another reason, or in a
+forked child, batches are dropped and counted, so that the engine goes on.
 """
 
 from __future__ import annotations
 
 import _thread
+import logging
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from kvevents.errors import ClosedError
 from kvevents.publisher.base import EventPublisher
 from kvevents.publisher.kept import Numbered
+
+logger = logging.getLogger(__name__)
 
 BURST: Final = 64
 """Batches that the thread takes, keeps for replay and sends in one go. Fewer cost more per batch, more delay the first one."""
@@ -51,28 +58,35 @@ class QueuedPublisher(EventPublisher):
         self._bell = _ringing_bell()
         self._asleep = False
         self._running = True
-        self._why_closed = ""
+        self._is_shut_down = False
+        self._why_ended = ""
+        """Why nothing is sent any more, where that is not `shutdown`."""
+        self._after_end = 0
+        """Batches that came after that."""
         self._seq = 0
         self._refused = 0
         self._burnt = 0
         self._inserted = 0
         self._holes = 0
         self._failed = 0
+        self._unsendable = 0
         self._unseen = False
         """Whether the newest number was burnt, which nobody can see before another one is sent."""
 
     def publish(self, events: Any) -> None:
-        """Accept one batch and give it the next number. Never blocks and never raises for a slow or absent consumer.
+        """Accept one batch and give it the next number. Never blocks, and never raises before `shutdown()`.
 
-        A batch without a rank gets this publisher's. With the queue full the batch is dropped and counted, and its number is
-        burnt, which every consumer sees as a gap. The batch must not be changed afterwards: another thread encodes it.
+        A batch without a rank gets this publisher's. When the queue is full the batch is dropped and counted, and its number is
+        burnt, which every consumer sees as a gap. An object that is not a batch burns its number as well. The batch must not be
+        changed afterwards: another thread encodes it. In a forked child, and after the publisher thread has ended because its
+        ZeroMQ context was terminated, batches are dropped and counted.
 
-        Raises `ClosedError`, a RuntimeError, after `shutdown()` and in a forked child.
+        Raises `ClosedError`, a RuntimeError, after `shutdown()`.
         """
         try:
             if events.data_parallel_rank is None:
                 events.data_parallel_rank = self._data_parallel_rank
-        except AttributeError:
+        except Exception:  # noqa: BLE001 - a user's own type may raise anything, and none of it is the engine's affair
             self._annotate(events)
         queue = self._queue
         # _limit is read after the length: in CPython nothing runs between reading it and the append, so a thread about to
@@ -84,12 +98,18 @@ class QueuedPublisher(EventPublisher):
 
     def _annotate(self, events: Any) -> None:
         """For batch types without `data_parallel_rank`: SGLang's name for it, or, in users' own types, none at all."""
-        if getattr(events, "attn_dp_rank", self) is None:
-            events.attn_dp_rank = self._data_parallel_rank
+        with suppress(Exception):  # whatever a user's own type raises; its encoding will say more
+            if getattr(events, "attn_dp_rank", self) is None:
+                events.attn_dp_rank = self._data_parallel_rank
 
     def _publish_slowly(self, events: Any) -> None:
-        if self._why_closed:
-            raise ClosedError(f"Publisher is closed: {self._why_closed}")
+        if self._is_shut_down:
+            raise ClosedError("Publisher is closed: shutdown() was called")
+        if self._why_ended:
+            self._after_end += 1
+            if self._after_end == 1:
+                logger.error("rank %d: what is published from now on is dropped: %s", self._data_parallel_rank, self._why_ended)
+            return
         with self._lock:
             if len(self._queue) < self._capacity:
                 self._queue.append(events)
@@ -114,21 +134,30 @@ class QueuedPublisher(EventPublisher):
             self._limit = self._capacity
         self._bell.release()
 
-    def _close_intake(self, why: str) -> None:
+    def _close_intake(self) -> None:
         """From now on `publish` raises; the thread finds `_running` false, waking up if need be."""
         with self._lock:
-            self._why_closed = why
-            self._running = False
-            self._limit = -1
-            if self._asleep:
-                self._rouse()
+            self._is_shut_down = True
+            self._stop_taking()
+
+    def _end_intake(self, why: str) -> None:
+        """From now on `publish` drops what it is given: nothing is sent any more, and `shutdown` was not called."""
+        with self._lock:
+            if not self._is_shut_down:
+                self._why_ended = why
+            self._stop_taking()
+
+    def _stop_taking(self) -> None:
+        self._running = False
+        self._limit = -1
+        if self._asleep:
+            self._rouse()
 
     def _become_child(self, why: str) -> None:
         """In a forked child: no thread of the parent's exists here, nor will its locks ever be released."""
         self._lock = threading.RLock()
-        self._why_closed = why
-        self._running = False
-        self._limit = -1
+        self._asleep = False
+        self._end_intake(why)
 
     # --- the thread's side -------------------------------------------------------------------------------------------------
 
@@ -159,9 +188,10 @@ class QueuedPublisher(EventPublisher):
             try:
                 taken.append((seq, encode(batch)))
                 self._unseen = False
-            except Exception as error:  # noqa: BLE001 - encoding runs code of users' event types; none of it may stop the thread
+            except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; none of it may stop the thread
                 self._failed += 1
-                self._unencodable(seq, error)
+                with suppress(Exception):  # an exception of a user's type may have no words
+                    self._unencodable(seq, error)
             seq += 1
         return taken
 
@@ -193,7 +223,7 @@ class QueuedPublisher(EventPublisher):
             following = self._seq + len(self._queue) - self._holes + self._burnt
             return following, following - self._refused - self._inserted
 
-    def _unencodable(self, seq: int, error: Exception) -> None:
+    def _unencodable(self, seq: int, error: BaseException) -> None:
         raise NotImplementedError
 
 

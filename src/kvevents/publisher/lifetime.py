@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import ExitStack
 from typing import Protocol
 from weakref import WeakSet
 
@@ -33,8 +34,9 @@ def discharge(publisher: Living) -> None:
 
 
 def _shut_down_all() -> None:
-    for publisher in list(_living):
-        publisher.shutdown()
+    with ExitStack() as all_of_them:  # each one, whatever another one raises, as by Ctrl-C
+        for publisher in list(_living):
+            all_of_them.callback(publisher.shutdown)
 
 
 def _disable_all() -> None:

@@ -32,6 +32,8 @@ class ReplayServer(ReplyServer):
     of the `zmq-replay` thread.
     """
 
+    name = "replay"
+
     def __init__(self, socket: Socket, buffer: ReplayBuffer, topic: bytes | None) -> None:
         super().__init__(socket)
         self._buffer = buffer

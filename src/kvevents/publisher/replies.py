@@ -15,13 +15,15 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from time import monotonic, sleep
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import zmq
 import zmq.backend
 
+from kvevents.publisher.failures import Failures, is_context_end
 from kvevents.publisher.sockets import FLUSH_GRACE, Socket, close_by
 from kvevents.publisher.stats import ReplayStats
 from kvevents.publisher.unsent import LARGE, Unsent
@@ -40,6 +42,8 @@ pause gives the lock up for each send and has it back before a waiting thread wa
 (`sys.getswitchinterval`). At this pace a full buffer of 10,000 batches takes 0.1 s."""
 RETRY_WAITS: Final = (0.001, 0.002, 0.004, 0.008)
 """Seconds to wait when every consumer's pipe is full: longer each time, the last one from then on."""
+ERROR_PAUSE: Final = 0.1
+"""Seconds after an exception, so that a fault that lasts does not keep a CPU busy."""
 IDLE_WAIT: Final = 1.0
 """Seconds the idle thread sleeps at most; requests, `wake` and `stop` end that at once."""
 UNREAD_TIMEOUT: Final = 60.0
@@ -73,6 +77,9 @@ class Session:
 class ReplyServer(ABC):
     """Answers requests on a bound ROUTER socket, which it owns from `run` on and closes when that ends."""
 
+    name: ClassVar[str]
+    """What it answers, for logs and counters."""
+
     def __init__(self, socket: Socket) -> None:
         socket.router_mandatory = True
         self._socket = socket
@@ -87,7 +94,10 @@ class ReplyServer(ABC):
         """Replies that a stop left unfinished."""
         self.flush_until = float("inf")
         """When ZeroMQ gives up flushing the socket (monotonic seconds); set when `run` ends."""
+        self.failures = Failures(logger, cast("bytes", socket.last_endpoint).rstrip(b"\0").decode())
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._is_closed = False
         self._count: dict[str, int] = dict.fromkeys(
             ("requests", "batches", "finished", "abandoned", "gone", "malformed", "refused", "deferred"), 0
         )
@@ -103,23 +113,29 @@ class ReplyServer(ABC):
 
     def wake(self) -> None:
         """Have `run` look around."""
-        os.write(self._wake_write, b"\0")
+        if not self._is_closed:
+            with suppress(BlockingIOError):  # it has been woken often enough
+                os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
         """Free what remains once `run` has ended or was never called; waits for ZeroMQ to flush what it was to flush."""
         self._unsent.wait(self.flush_until + FLUSH_GRACE)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def run(self) -> None:
-        """Serve until `stop`; the body of a thread."""
+        """Serve until `stop`; the body of a thread. No exception ends it, except when the context is terminated."""
         try:
             while self._deadline is None or (self._sessions and monotonic() < self._deadline):
-                self.turn()
-        except zmq.ZMQError as error:
-            if error.errno not in {zmq.ETERM, zmq.ENOTSOCK}:
-                raise
-            logger.warning("replay stopped: its ZeroMQ context was terminated")
+                try:
+                    self.turn()
+                except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+                    self._survive(error, "the request is not answered")
+                    sleep(ERROR_PAUSE)
+        except zmq.ZMQError:
+            logger.warning("%s stopped: its ZeroMQ context was terminated", self.name)
         finally:
             self.cut = len(self._sessions)
             self._count["abandoned"] += self.cut
@@ -135,7 +151,7 @@ class ReplyServer(ABC):
         self._retries += 1
         self._unsent.look()
         for session in list(self._sessions.values()):
-            if self._serve(session):
+            if self._attempt(session):
                 session.progressed = now
                 self._retries = 0
                 sleep(PAUSE)
@@ -204,6 +220,21 @@ class ReplyServer(ABC):
         self._count["requests"] += 1
 
     # --- answers
+
+    def _attempt(self, session: Session) -> bool:
+        """`_serve`; an answer that fails for a reason of ours is given up, and others go on."""
+        try:
+            return self._serve(session)
+        except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+            self._survive(error, "the answer is given up")
+            self._end(session, "abandoned")
+            return True
+
+    def _survive(self, error: BaseException, consequence: str) -> None:
+        """Log and count. Raises the error again if the context was terminated."""
+        if is_context_end(error):
+            raise error
+        self.failures.note(self.name, error, consequence)
 
     def _serve(self, session: Session) -> bool:
         """Send one slice; whether anything could be sent or the session ended."""

@@ -78,6 +78,8 @@ class SnapshotServer(ReplyServer):
     The sending thread looks at `wanted` and answers with a barrier and `cut_at`.
     """
 
+    name = "snapshot"
+
     def __init__(self, socket: Socket, buffer: ReplayBuffer, epoch: str, rank: int) -> None:
         super().__init__(socket)
         self._buffer = buffer

@@ -40,18 +40,27 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
     """Whether a number is missing from it since the stream was cleared last. Who gets its snapshot sees a gap."""
     lost: str | None = None
-    """Why there is no snapshot, for most reasons until the stream is cleared; None when there is one."""
+    """Why there is no snapshot, for most reasons until the stream is cleared; None when there is one. After `failed: ...`
+    compaction is switched off for the publisher's life."""
 
 
 class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start; `accepted` is the sum of `published`, `queued` and `dropped["encode_failed"]`."""
+    """Counters since the start.
+
+    `accepted` is the sum of `published`, `queued`, `dropped["encode_failed"]` and `dropped["send_failed"]`.
+    """
 
     accepted: int = 0
     published: int = 0
     queued: int = 0
     """Accepted and not yet published."""
     dropped: dict[str, int] = {}
-    """By reason: `queue_full` (never accepted, its number burnt), `encode_failed` (accepted, then without bytes)."""
+    """By reason: `queue_full` (never accepted, its number burnt), `encode_failed` (accepted, then without bytes), `send_failed`
+    (accepted; an exception prevented sending), `ended` (published after the publisher had ended without `shutdown()`, or in a
+    forked child; without a number)."""
+    failures: dict[str, int] = {}
+    """Exceptions by the part of the publisher that raised them, each logged. `compaction` and `heartbeat` are switched off by
+    their first one; `replay_buffer` forgets what it held; after one in `thread`, `replay` or `snapshot` that thread goes on."""
     next_seq: int = 0
     """Number that the next batch gets."""
     buffered_batches: int = 0
@@ -74,7 +83,7 @@ class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
     sent: int = 0
     """Batches handed to ZeroMQ during the publisher's life."""
     unsent: int = 0
-    """Accepted batches that were still queued when time was up."""
+    """Accepted batches that were still queued when time was up, or when the publisher ended without `shutdown()`."""
     dropped: int = 0
     """Batches dropped for any reason during the publisher's life."""
     replays_cut: int = 0

@@ -1,9 +1,14 @@
 """Publishing over ZeroMQ, with replay.
 
 Theory of operation. `publish` queues (`intake`). One thread, `zmq-publisher`, encodes in bursts what waits and sends it
-(`broadcast`). While batches come quickly it dozes, looking at the queue after each of `NAPS`, since waking a sleeping thread is
-the dearest thing that `publish` could do; when they come slowly it sleeps until woken. Batches of its own, heartbeats and
-barriers, get numbers between those that wait.
+(`broadcast`). While batches come at a steady pace it naps until the next one is expected (`pace`), since waking a sleeping
+thread is the dearest thing that `publish` could do; otherwise it sleeps until woken. Batches of its own, heartbeats and
+barriers, get numbers between those that wait. What leaves the replay buffer is compacted by a thread of its own,
+`zmq-compaction`, so that no live batch waits for that.
+
+The publisher fails open. Whatever is raised in the thread is logged and counted, and the thread goes on with the next batch;
+the number of a batch that could not be sent stays a gap. Compaction and heartbeats are switched off by their first exception.
+Only `shutdown` and a terminated ZeroMQ context end the thread.
 `docs/adr/0002-publisher-thread.md` has the measurements.
 """
 
@@ -12,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from time import monotonic, sleep, time
 from typing import Any, Final
 
@@ -25,9 +31,11 @@ from kvevents.publisher import lifetime
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.episode import Episode
+from kvevents.publisher.failures import Failures, is_context_end
 from kvevents.publisher.history import History
 from kvevents.publisher.intake import Encode, QueuedPublisher
 from kvevents.publisher.kept import Numbered
+from kvevents.publisher.pace import Pace
 from kvevents.publisher.resident import Resident
 from kvevents.publisher.sockets import FLUSH_GRACE
 from kvevents.publisher.stats import PublisherStats, ShutdownReport
@@ -37,13 +45,12 @@ from kvevents.wire.framing import END_SEQ
 
 logger = logging.getLogger(__name__)
 
-NAPS: Final = (0.001, *[0.0005] * 8)
-"""Seconds before each look at the queue while batches come quickly: the delay that dozing adds to one, at most. Batches further
-apart than all of them together do not make the thread doze at all."""
 SLEEP: Final = 0.25
 """Seconds the idle thread sleeps at most."""
 LOOK_EVERY: Final = 0.1
 """Seconds between looks at what is not the queue: subscriptions, losses to tell of, snapshots that are wanted."""
+ERROR_PAUSE: Final = 0.1
+"""Seconds after a burst that could not be sent, as in vLLM: a fault that lasts does not keep a CPU busy."""
 
 
 class ZmqEventPublisher(QueuedPublisher):
@@ -125,6 +132,9 @@ class ZmqEventPublisher(QueuedPublisher):
         self._bound, self._replay_bound = self._broadcast.bound, self._broadcast.replay_bound
         self._admission = self._broadcast.admission
         self._published = self._heartbeats = 0
+        self._pace = Pace()
+        self._failures = Failures(logger, self.endpoint)
+        self._history_lost: str | None = None
         self._queue_full = Episode(logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full")
         self._bad_batches = Episode(logger, f"{self.endpoint}: a batch cannot be encoded")
         self._last_fault = ""
@@ -132,6 +142,10 @@ class ZmqEventPublisher(QueuedPublisher):
         self._deadline: float | None = None
         self._closing = threading.RLock()
         self._report: ShutdownReport | None = None
+        self._is_closing = False
+        self._compaction = threading.Thread(target=self._buffer.compact_until_stopped, daemon=True, name="zmq-compaction")
+        if self._buffer.history_stats() is not None:
+            self._compaction.start()
         self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
         self._thread.start()
         lifetime.enrol(self)
@@ -148,7 +162,8 @@ class ZmqEventPublisher(QueuedPublisher):
             raise MissingDependencyError(
                 f"{setting} needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
             )
-        return ReplayBuffer(steps, history, batch_encoder(self._dialect))
+        # The newest batch is kept in any case: by it a consumer recognises this publisher after a reconnect.
+        return ReplayBuffer(steps if history is None else max(steps, 1), history, batch_encoder(self._dialect))
 
     def _refuse_collision(self, endpoint: str, replay_endpoint: str | None) -> None:
         sentence = port_collision(endpoint, replay_endpoint, self._dp_rank) if self._binds else None
@@ -192,8 +207,14 @@ class ZmqEventPublisher(QueuedPublisher):
         return PublisherStats(
             accepted=accepted,
             published=self._published,
-            queued=accepted - self._published - self._failed,
-            dropped={"queue_full": self._refused, "encode_failed": self._failed},
+            queued=accepted - self._published - self._failed - self._unsendable,
+            dropped={
+                "queue_full": self._refused,
+                "encode_failed": self._failed,
+                "send_failed": self._unsendable,
+                "ended": self._after_end,
+            },
+            failures=self._failures.counts() | self._broadcast.failures() | self._buffer.failures(),
             next_seq=next_seq,
             buffered_batches=batches,
             buffered_bytes=size,
@@ -206,12 +227,12 @@ class ZmqEventPublisher(QueuedPublisher):
 
     def __repr__(self) -> str:
         _, accepted = self._numbers()
-        queued = accepted - self._published - self._failed
+        queued = accepted - self._published - self._failed - self._unsendable
         replay = f", replay at {self.replay_endpoint}" if self._replay_bound else ""
         state = "" if self._running else "closed, "
         return (
             f"<{type(self).__name__} rank {self._dp_rank} at {self.endpoint}{replay}: {state}{self._published} published, "
-            f"{queued} queued, {self._refused + self._failed} dropped, {self._broadcast.subscribers} subscribers>"
+            f"{queued} queued, {self._dropped()} dropped, {self._broadcast.subscribers} subscribers>"
         )
 
     # --- the publisher thread ----------------------------------------------------------------------------------------------
@@ -221,79 +242,150 @@ class ZmqEventPublisher(QueuedPublisher):
         try:
             self._publish_until_closed(encode)
             while self._queue and self._deadline is not None and monotonic() < self._deadline:
-                self._publish_burst(encode)
+                self._attempt(self._publish_burst, encode)
             if self._unseen and not self._queue:
-                self._show(encode)
+                self._attempt(self._show, encode)
         except zmq.ZMQError as error:
-            self._close_intake(f"its ZeroMQ context was terminated ({error})")
+            logger.warning("%s: the publisher thread ended: its ZeroMQ context was terminated (%s)", self.endpoint, error)
         finally:
-            self._close_intake(self._why_closed or "its thread failed")
+            self._end_intake("its ZeroMQ context was terminated")
+            self._buffer.stop_compacting()
             self._broadcast.end(self._deadline)
 
     def _publish_until_closed(self, encode: Encode) -> None:
-        look_at, brisk = 0.0, False
-        beat_at = float("inf") if self._resident is None else 0.0
+        look_at = beat_at = 0.0
         while self._running:
-            if self._queue:
-                self._publish_burst(encode)
-            elif self._unseen:
-                self._show(encode)
-            else:
-                brisk = self._rest(brisk, beat_at)
+            if not self._attempt(self._turn, encode, beat_at):
+                sleep(ERROR_PAUSE)
             now = monotonic()
             if now >= look_at:
                 look_at = now + LOOK_EVERY
-                self._look_around(now, encode)
-            if now >= beat_at:
+                self._attempt(self._look_around, now, encode)
+            if self._resident is not None and now >= beat_at:
                 beat_at = now + self._heartbeat
-                self._beat(encode)
+                self._attempt(self._beat, self._resident, encode)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> bool:
+        """Whether this went well; if not, it is logged and counted. Raises ZMQError if the context was terminated."""
+        try:
+            action(*arguments)
+        # A panic of native code, or what users' types raise, need not be an Exception.
+        except BaseException as error:
+            if is_context_end(error):
+                raise
+            self._failures.note("thread", error, "publishing goes on with the next batch")
+            return False
+        return True
+
+    def _turn(self, encode: Encode, beat_at: float) -> None:
+        if self._queue:
+            self._publish_burst(encode)
+        elif self._unseen:
+            self._show(encode)
+        else:
+            self._rest(beat_at)
 
     def _publish_burst(self, encode: Encode) -> None:
         batches = self._take_burst(encode)
-        self._send(batches)
+        try:
+            self._send(batches)
+        except BaseException:
+            self._unsendable += len(batches)
+            raise
         self._published += len(batches)
 
     def _send(self, batches: list[Numbered]) -> None:
-        self._broadcast.send(batches)
+        try:
+            self._broadcast.send(batches)
+        except BaseException:
+            self._unseen = True
+            raise
+        self._mirror(batches)
+
+    def _mirror(self, batches: list[Numbered]) -> None:
         if self._resident is not None:
-            self._resident.apply(batches)
+            try:
+                self._resident.apply(batches)
+            except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+                self._stop_heartbeats(error)
+
+    def _stop_heartbeats(self, error: BaseException) -> None:
+        self._resident = None
+        self._failures.note("heartbeat", error, "heartbeats are switched off")
 
     def _show(self, encode: Encode) -> None:
         """Have every consumer see that the numbers before this one were burnt."""
-        self._send([(self._insert(), encode(KVEventBatch(time(), [], self._dp_rank)))])
+        self._send([self._own([], encode)])
 
-    def _beat(self, encode: Encode) -> None:
-        if self._resident is not None and self._running:
-            number = self._insert()
-            heartbeat = self._resident.heartbeat(number, self._heartbeat, self._broadcast.incarnation)
-            self._send([(number, encode(KVEventBatch(time(), [BlockRemoved([], heartbeat=heartbeat)], self._dp_rank)))])
-            self._heartbeats += 1
+    def _own(self, events: list[BlockRemoved], encode: Encode) -> Numbered:
+        """A batch of the publisher's own, with the next number."""
+        number = self._insert()
+        try:
+            return number, encode(KVEventBatch(time(), list(events), self._dp_rank))
+        except BaseException:
+            self._unseen = True
+            raise
+
+    def _beat(self, resident: Resident, encode: Encode) -> None:
+        if not self._running:
+            return
+        number = self._insert()
+        try:
+            heartbeat = resident.heartbeat(number, self._heartbeat, self._broadcast.incarnation)
+            payload = encode(KVEventBatch(time(), [BlockRemoved([], heartbeat=heartbeat)], self._dp_rank))
+        except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+            self._unseen = True
+            self._stop_heartbeats(error)
+            return
+        self._send([(number, payload)])
+        self._heartbeats += 1
 
     def _cut(self, encode: Encode) -> None:
-        barrier = (self._insert(), encode(KVEventBatch(time(), [], self._dp_rank)))
-        self._broadcast.cut(*barrier)
-        if self._resident is not None:
-            self._resident.apply([barrier])
+        barrier = self._own([], encode)
+        try:
+            self._broadcast.cut(*barrier)
+        except BaseException:
+            self._unseen = True
+            raise
+        self._mirror([barrier])
 
-    def _rest(self, brisk: bool, beat_at: float) -> bool:
-        """Until there is something to do; whether batches come so quickly that the next rest should begin with dozing."""
-        if brisk:
-            for nap in NAPS:
-                sleep(nap)
-                if self._queue or not self._running:
-                    return True
-        began = monotonic()
-        self._sleep(max(0.0, min(SLEEP, beat_at - began)))
-        return monotonic() - began < sum(NAPS)
+    def _rest(self, beat_at: float) -> None:
+        """Until there is something to do."""
+        pace = self._pace
+        for position, nap in enumerate(pace.naps(monotonic())):
+            sleep(nap)
+            if self._queue or not self._running:
+                pace.found(monotonic(), at_first_look=not position)
+                return
+        until = SLEEP if self._resident is None else min(SLEEP, beat_at - monotonic())
+        self._sleep(max(0.0, until))
+        if self._queue:
+            pace.found(monotonic())
 
     def _look_around(self, now: float, encode: Encode) -> None:
         self._queue_full.watch(self._refused, now)
         self._bad_batches.watch(self._failed, now, self._last_fault)
+        self._watch_history()
         self._broadcast.look_around()
         if self._broadcast.wants_cut:
             self._cut(encode)
 
-    def _unencodable(self, seq: int, error: Exception) -> None:
+    def _watch_history(self) -> None:
+        """Log when there is no snapshot any more for those who come late, and when there is one again."""
+        history = self._buffer.history_stats()
+        if history is None or history.lost == self._history_lost:
+            return
+        self._history_lost = history.lost
+        if history.lost is None:
+            logger.info("%s: older history can be compacted again", self.endpoint)
+        else:
+            logger.warning(
+                "%s: no snapshot of older history: %s; late consumers get the replay buffer only, see docs/publishing.md",
+                self.endpoint,
+                history.lost,
+            )
+
+    def _unencodable(self, seq: int, error: BaseException) -> None:
         self._last_fault = f"number {seq}: {error}"
 
     # --- the end -----------------------------------------------------------------------------------------------------------
@@ -301,25 +393,34 @@ class ZmqEventPublisher(QueuedPublisher):
     def shutdown(self, timeout: float | None = None) -> ShutdownReport:
         """Stop accepting, send what is queued, finish replies in progress, close: all within `timeout` seconds.
 
-        None means `SHUTDOWN_TIMEOUT`. May be called again and from several threads: all get the same report. What could not be
-        sent is in the report and in one warning. In a forked child it does nothing.
+        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more. May be called again and from several
+        threads: all get the same report. A call after one that was interrupted, as by Ctrl-C, finishes the job. What could not
+        be sent is in the report and in one warning. In a forked child it does nothing.
         """
         if self._pid != os.getpid():
             return self._tell()
         with self._closing:
             if self._report is None:
-                # In place at once, for a signal handler that calls this again from in here.
-                self._report = self._tell()
-                self._report = self._close(self.SHUTDOWN_TIMEOUT if timeout is None else timeout)
+                if self._is_closing:  # a signal handler calls this again from in here
+                    return self._tell()
+                self._is_closing = True
+                try:
+                    self._report = self._close(self.SHUTDOWN_TIMEOUT if timeout is None else timeout)
+                finally:
+                    self._is_closing = False
             return self._report
 
     def _close(self, seconds: float) -> ShutdownReport:
+        """May be interrupted anywhere, and called again."""
         self._deadline = monotonic() + seconds
-        self._close_intake("shutdown() was called")
+        self._close_intake()
         self._broadcast.stop(self._deadline)
         self._thread.join(seconds + FLUSH_GRACE)
         left = max(0.0, self._deadline - monotonic())
         flushed = self._broadcast.close(left, sending=self._thread.is_alive())
+        if self._compaction.is_alive():
+            self._buffer.stop_compacting()
+            self._compaction.join(max(0.0, self._deadline - monotonic()) + FLUSH_GRACE)
         report = self._tell(flushed)
         lifetime.discharge(self)
         if not report.complete:
@@ -330,11 +431,14 @@ class ZmqEventPublisher(QueuedPublisher):
         _, accepted = self._numbers()
         return ShutdownReport(
             sent=self._published,
-            unsent=accepted - self._published - self._failed,
-            dropped=self._refused + self._failed,
+            unsent=accepted - self._published - self._failed - self._unsendable,
+            dropped=self._dropped(),
             replays_cut=self._broadcast.replays_cut,
             flushed=flushed,
         )
+
+    def _dropped(self) -> int:
+        return self._refused + self._failed + self._unsendable + self._after_end
 
     def _after_fork(self) -> None:
         self._broadcast.forget_locks()

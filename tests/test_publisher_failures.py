@@ -1,0 +1,279 @@
+"""Faults in each part of a publisher: `publish` never raises, the rest goes on, and `stats()` says what failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from kvevents import Source, Subscriber
+from kvevents.events import BlockStored, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.pace import LONGEST, LOOK, SHORTEST, Pace
+from kvevents.wire import encode_batch
+from publisher_cases import (  # noqa: F401 - fixtures, used by being here
+    ANY,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    dealer,
+    numbers,
+    publishing,
+    quick_publishers,
+    read_reply,
+    receive,
+    subscribe,
+    wait_until,
+)
+
+Context = zmq.Context[Socket]
+
+
+class Panic(BaseException):
+    """As a panic of native code: not an Exception."""
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise Panic("injected")
+
+
+def drained(publisher: ZmqEventPublisher) -> bool:
+    return publisher.stats().queued == 0
+
+
+@pytest.fixture(autouse=True)
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvevents.publisher.zmq.ERROR_PAUSE", 0.001)
+    monkeypatch.setattr("kvevents.publisher.replies.ERROR_PAUSE", 0.001)
+
+
+def test_a_burst_that_cannot_be_sent_is_a_gap(
+    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged and counted, the next batch has the next number, and both are published."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        subscriber = subscribe(context, publisher)
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher._broadcast._outlet, "send", failing)
+            publisher.publish(batch(0))
+            wait_until(lambda: publisher.stats().dropped["send_failed"] == 1, "the batch to be dropped")
+        publisher.publish(batch(1))
+        wait_until(lambda: drained(publisher), "the second batch to be sent")
+        stats = publisher.stats()
+        assert (stats.accepted, stats.published) == (2, 1)
+        assert stats.failures["thread"] >= 1
+        seq, payload = receive(subscriber)
+        while payload != encode_batch(
+            EventBatch(1.0, batch(1).events, 0)
+        ):  # an empty one may have come before, to show the gap
+            seq, payload = receive(subscriber)
+        assert seq >= 1
+    assert "thread failed: Panic('injected')" in caplog.text
+
+
+def test_a_replay_buffer_that_fails_leaves_live_batches_alone(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are sent live; replay has what came since, and no snapshot stands for what it forgot."""
+    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+        subscriber = subscribe(context, publisher)
+        for number in range(5):
+            publisher.publish(batch(number))
+        wait_until(lambda: drained(publisher), "the first batches to be sent")
+
+        def full(*_: Any) -> None:
+            raise MemoryError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher._buffer, "extend", full)
+            publisher.publish(batch(5))
+            wait_until(lambda: drained(publisher), "the sixth batch to be sent")
+        publisher.publish(batch(6))
+        assert [receive(subscriber)[0] for _ in range(7)] == list(range(7))
+        replay = dealer(context, publisher)
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [6]
+        stats = publisher.stats()
+        assert stats.failures == {"replay_buffer": 1}
+        assert stats.history is not None
+        assert stats.history.lost == "batches"
+
+
+@pytest.mark.parametrize("part", ["fold_many", "told"])
+def test_compaction_that_fails_is_switched_off(
+    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """No snapshot is sent any more, so that history is truncated and never wrong; said once in the log, and in statistics."""
+    with publishing(replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
+        history = publisher._buffer._history
+        assert history is not None
+        monkeypatch.setattr(history, part, failing)
+        for number in range(100):
+            publisher.publish(batch(number))
+        wait_until(lambda: drained(publisher), "all to be published")
+        replay = dealer(context, publisher)
+        for _ in range(2):
+            ask(replay, 0)
+            assert numbers(read_reply(replay)) == [96, 97, 98, 99]
+        stats = publisher.stats()
+        assert (stats.published, stats.failures) == (100, {"compaction": 1})
+        assert stats.history is not None
+        assert stats.history.lost == "failed: Panic: injected"
+        with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine")) as subscriber:
+
+            def knows_all_there_is() -> bool:
+                subscriber.receive_many(timeout=0.01)
+                return subscriber.status().last_seq == 99 and subscriber.trust().name == "DEGRADED"
+
+            wait_until(knows_all_there_is, "a subscriber that knows that history is truncated")
+    assert caplog.text.count("compaction failed and is switched off") == 1
+
+
+def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches go on; a digest of a mirror that has missed one is never sent."""
+    with publishing(replay_endpoint=ANY, heartbeat=0.001) as publisher:
+        subscriber = subscribe(context, publisher)
+        assert publisher._resident is not None
+        monkeypatch.setattr(publisher._resident, "apply", failing)
+        publisher.publish(batch(0))
+        wait_until(lambda: publisher.stats().failures == {"heartbeat": 1}, "heartbeats to be switched off")
+        sent = publisher.stats().heartbeats
+        for number in range(1, 20):
+            publisher.publish(batch(number))
+        wait_until(lambda: drained(publisher), "all to be published")
+        stats = publisher.stats()
+        assert (stats.published, stats.heartbeats, stats.failures) == (20, sent, {"heartbeat": 1})
+        last = 0
+        while last < stats.next_seq - 1:
+            last = receive(subscriber)[0]
+
+
+def test_an_answer_that_fails_is_given_up_and_the_next_one_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay thread survives a request that it cannot answer, and a message that it cannot spell."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        server = publisher._broadcast._replay
+        assert server is not None
+        publisher.publish(batch(0))
+        wait_until(lambda: drained(publisher), "the batch to be published")
+        replay = dealer(context, publisher)
+        for count, part in enumerate(("_answer", "_spelled"), 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(server, part, failing)
+                ask(replay, 0)
+                wait_until(lambda: publisher.stats().failures == {"replay": count}, f"{part} to fail")  # noqa: B023
+        wait_until(lambda: not publisher.stats().replay.active, "the failed answer to be given up")
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == [0]
+
+
+class Broken:
+    """An object whose every attribute raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(name)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Wordless(Broken):
+    def __getattr__(self, name: str) -> Any:
+        raise UnspeakableError
+
+
+@pytest.mark.parametrize("make", [lambda: None, object, dict, lambda: 7, Broken, Wordless, lambda: EventBatch(0.0, [object()])])
+def test_what_is_no_batch_burns_a_number(context: Context, make: Callable[[], Any]) -> None:
+    """`publish` does not raise for it; it is counted, and the next batch is sent behind the gap."""
+    with publishing() as publisher:
+        subscriber = subscribe(context, publisher)
+        publisher.publish(make())
+        wait_until(lambda: publisher.stats().dropped["encode_failed"] == 1, "it to be counted")
+        publisher.publish(batch(1))
+        seq, payload = receive(subscriber)
+        while payload != encode_batch(EventBatch(1.0, batch(1).events, 0)):
+            seq, payload = receive(subscriber)
+        assert seq >= 1
+
+
+def test_foreign_events_end_compaction_until_a_clear_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """What an event of a user's own type means for the cache is unknown: no snapshot can stand for it."""
+    with publishing(replay_endpoint=ANY, buffer_steps=1) as publisher:
+        publisher.publish(EventBatch(0.0, [{"type": "Mine"}]))
+        for number in range(5):
+            publisher.publish(batch(number))
+        wait_until(lambda: "no snapshot of older history: payloads" in caplog.text, "a line in the log")
+        history = publisher.stats().history
+        assert history is not None
+        assert history.lost == "payloads"
+
+
+def test_a_buffer_of_no_steps_has_its_snapshot() -> None:
+    """With compaction and `buffer_steps=0` everything has left the buffer, and is sent as a snapshot all the same."""
+    buffer = ReplayBuffer.collapsing(0)
+    for number in range(5):
+        stored = BlockStored([number + 1], number or None, [1] * 16, 16)
+        buffer.extend([(number, encode_batch(EventBatch(1.0, [stored])))])
+    assert numbers(buffer.since(0)) == [4]
+    assert numbers(buffer.since(4)) == [4]
+    assert buffer.since(5) == []
+    with publishing(replay_endpoint=ANY, buffer_steps=0) as publisher:
+        publisher.publish(batch(0))
+        wait_until(lambda: publisher.stats().buffered_batches == 1, "the newest batch, which is kept")
+
+
+# --- when the thread looks
+
+
+def test_a_steady_pace_is_foreseen() -> None:
+    """The first look is shortly before the next batch, and the looks go on until it must have come."""
+    pace = Pace()
+    for number in range(100):
+        pace.found(number * 0.002)
+    naps = pace.naps(99 * 0.002)
+    assert 0.002 - 3 * LOOK < naps[0] < 0.002
+    assert sum(naps) > 0.002
+
+
+def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
+    """A timer that is late each time by more than the pace allows for would otherwise lead to later and later looks."""
+    pace, now, came = Pace(), 0.0, 0.0
+    waits = []
+    for _ in range(1_000):
+        naps = pace.naps(now) or [max(0.0, came - now)]
+        looks = 0
+        for nap in naps:
+            now += nap + 0.00006
+            looks += 1
+            if now >= came:
+                break
+        now = max(now, came)
+        waits.append(now - came)
+        pace.found(now, at_first_look=len(naps) > 1 and looks == 1)
+        while came <= now:
+            came += 0.002
+    assert max(waits[100:]) < 0.0006
+
+
+@pytest.mark.parametrize(
+    "times", [[0.0, 1.0, 2.0], [0.0, 0.0005, 0.0045, 0.005, 0.009, 0.0095, 0.0135]], ids=["slow", "uneven"]
+)
+def test_what_cannot_be_foreseen_is_waited_for_asleep(times: list[float]) -> None:
+    """So that `publish` wakes the thread, and no batch waits for a look."""
+    pace = Pace()
+    for time in times:
+        pace.found(time)
+    assert pace.naps(times[-1]) == []
+
+
+def test_however_quickly_batches_come_naps_have_a_length() -> None:
+    """Or looking would keep a CPU busy."""
+    pace = Pace()
+    for number in range(100):
+        pace.found(number * 1e-5)
+    assert pace.naps(99e-5)[0] >= SHORTEST
+    assert LONGEST > SHORTEST
