@@ -1,7 +1,8 @@
 """What outlives the process: a snapshot of the index, where each stream stood, and what clients have registered.
 
 A state folder holds `current`, which names one generation, and that generation's two files. A generation is written completely
-before `current` names it, so a crash at any moment leaves the one before.
+before `current` names it, so a crash at any moment leaves the one before. Its files are for their owner only: a snapshot can
+hold token ids, and registrations hold salts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
+import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,24 +39,34 @@ _REGISTRATIONS: Final = msgspec.json.Decoder(list[Registration])
 
 
 class Keeper:
-    """One state folder, which one process at a time may use. Methods raise `SnapshotError` for what the disk refuses."""
+    """One state folder, which one process at a time may use.
+
+    Any thread may call any method: snapshots are written one after the other, and so are registrations. Methods raise
+    `SnapshotError` for what the disk refuses.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = _locked(folder / "lock")
+            self._descriptor = _locked(folder / "lock")
         except OSError as error:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
+        self._saving = threading.Lock()
+        self._remembering = threading.Lock()
         self._sweep()
 
     def save(self, index: PrefixIndex, standing: Callable[[], list[Checkpoint]]) -> None:
-        """Write a generation; `standing` tells where the streams stand."""
+        """Write a generation; `standing` returns where the streams stand. Waits for a save that another thread has begun."""
+        with self._saving:
+            self._save(index, standing)
+
+    def _save(self, index: PrefixIndex, standing: Callable[[], list[Checkpoint]]) -> None:
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
         try:
             before = {(each.source, each.rank): each for each in standing()}
-            index.snapshot(self.folder / _INDEX.format(generation))
+            _write_index(index, self.folder / _INDEX.format(generation))
             # The streams went on meanwhile. What was new to the snapshot comes again, and the index knows it by its number.
             kept = [before[key].spanning(each) for each in standing() if (key := (each.source, each.rank)) in before]
             _write(streams, msgspec.msgpack.encode(kept))
@@ -78,10 +92,11 @@ class Keeper:
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
         return {(each.source, each.rank): each for each in kept}
 
-    def remember(self, registrations: list[Registration]) -> None:
-        """Keep what clients have registered."""
+    def remember(self, registrations: Callable[[], list[Registration]]) -> None:
+        """Keep what clients have registered. `registrations` is called when the writer's turn comes: the newest list wins."""
         try:
-            _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations)))
+            with self._remembering:
+                _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 
@@ -98,8 +113,9 @@ class Keeper:
             raise SnapshotError(f"{path} cannot be read, and is set aside as {path.stem}.bad: {error}") from error
 
     def close(self) -> None:
-        """Let another process use the folder."""
-        os.close(self._lock)
+        """Let another process use the folder, once everything that was begun is written."""
+        with self._saving, self._remembering:
+            os.close(self._descriptor)
 
     def _generation(self) -> str | None:
         try:
@@ -122,7 +138,10 @@ class Keeper:
         """Remove what a process that was killed had begun to write."""
         for path in self.folder.glob(".*.tmp"):
             with suppress(OSError):
-                path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def _tidy(self) -> None:
         current = self._generation()
@@ -136,9 +155,18 @@ class Keeper:
                         path.unlink()
 
 
+def _write_index(index: PrefixIndex, path: Path) -> None:
+    """Write a snapshot that only its owner can read: until it has its mode, it is in a folder of which that is true."""
+    with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as private:
+        fresh = Path(private) / path.name
+        index.snapshot(fresh)
+        fresh.chmod(0o600)
+        fresh.replace(path)
+
+
 def _write(path: Path, content: bytes) -> None:
     """Replace a file by one that is on the disk."""
-    fresh = path.with_name(f".{path.name}.tmp")
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with fresh.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)

@@ -72,6 +72,11 @@ class Service:
         self.lost: list[str] = []
         """What the process before had kept and this one could not use."""
         self._is_remembered = True
+        self._remembering = asyncio.Lock()
+        self._changes = 0
+        """Registrations and their ends over HTTP."""
+        self._remembered = 0
+        """Of those, how many the file of registrations has."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         self._finder = Finder(config, watched, self.fleet, self._resume)
         self._prober = Prober(self.fleet, self.allowed)
@@ -218,16 +223,26 @@ class Service:
         await self._remember()
 
     async def _remember(self) -> None:
+        """Write down what clients have registered. Changes that come during a write are together in the next one."""
         if self.keeper is None:
             return
-        registered = [member.registration for member in list(self.fleet.members.values()) if member.origin == HTTP]
-        try:
-            await asyncio.to_thread(self.keeper.remember, registered)
-        except SnapshotError as error:
-            self._is_remembered = False  # the next snapshot tries again
-            self._tell_fault(str(error))
-        else:
-            self._is_remembered = True
+        self._changes += 1
+        change = self._changes
+        async with self._remembering:
+            if self._remembered >= change:
+                return
+            written = self._changes
+            try:
+                await asyncio.to_thread(self.keeper.remember, self._registered)
+            except SnapshotError as error:
+                self._is_remembered = False  # the next snapshot tries again
+                self._tell_fault(str(error))
+            else:
+                self._is_remembered = True
+            self._remembered = written
+
+    def _registered(self) -> list[Registration]:
+        return [member.registration for member in list(self.fleet.members.values()) if member.origin == HTTP]
 
     # --- answers
 
