@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 TESTS_STAMP := $(VENV)/.ready-tests
+BENCH_STAMP := $(VENV)/.ready-bench
 
 # The native module, built in place. Cargo rebuilds only what changed; without a change it is not even asked.
 NATIVE := src/kvevents/_native.abi3.so
@@ -40,7 +41,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-bench: $(NATIVE)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
+bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
 	$(BIN)/python -m benchmarks
 
 faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
@@ -85,6 +86,10 @@ $(STAMP): pyproject.toml tools/setup
 $(TESTS_STAMP): tools/setup $(STAMP)  # a browser, a Prometheus and a NATS server, for which nobody else waits
 	tools/setup tests
 	touch $(TESTS_STAMP)
+
+$(BENCH_STAMP): tools/setup $(STAMP)  # wrk, which asks the service
+	tools/setup bench
+	touch $(BENCH_STAMP)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target $(NATIVE)

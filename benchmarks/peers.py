@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from statistics import median
 from typing import Any, Final
@@ -72,8 +73,18 @@ def live(port: int) -> None:
             late = []
 
 
-def replay(port: int, pace: str) -> None:
-    """Ask once for everything from 0 when told, read at a pace, and say what came. The socket has pyzmq's default limits."""
+def lost(seen: Collection[int], count: int) -> int:
+    """Batches missing from a replay of a buffer of `count`, by the numbers that came.
+
+    The buffer moves on while live batches are published, and a reply may go on with them: so more than `count` numbers may come,
+    which makes up for none that is missing between the first and the last.
+    """
+    return max(count, max(seen) - min(seen) + 1) - len(seen) if seen else count
+
+
+def replay(port: int, pace: str, count: int) -> None:
+    """Ask once for everything from 0 when told, read at a pace, and say what came of a buffer of `count` batches. The socket has
+    pyzmq's default limits."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{port}")
     say("ready")
@@ -92,7 +103,7 @@ def replay(port: int, pace: str) -> None:
             seen.add(int.from_bytes(frames[-2], "big"))
             if pace == "slow" and len(seen) % 20 == 0:
                 time.sleep(0.005)
-    say({"received": len(seen), "ended": ended, "seconds": time.monotonic() - started})
+    say({"lost": lost(seen, count), "ended": ended, "seconds": time.monotonic() - started})
 
 
 def blast(port: int, blocks: int, batches: int) -> None:

@@ -130,11 +130,11 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
                 _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > QUIET)
             else:
                 # Starting a process stops this one for milliseconds, so the reader is there before anything is measured.
-                with Peer("peers", "replay", replay_port, pace) as reader:
+                with Peer("peers", "replay", replay_port, pace, count) as reader:
                     reader.hear()
                     _forget(peer)
                     outcome = _publish_until(publisher, pool, per_second, reader)
-                result[f"lost_{pace}"] = count - outcome["received"]
+                result[f"lost_{pace}"] = outcome["lost"]
                 result[f"seconds_{pace}"] = outcome["seconds"]
             peer.tell("report")
             report = peer.hear()

@@ -41,7 +41,9 @@ class Load(NamedTuple):
 def program() -> str:
     """Where wrk is. Raises `SystemExit` with a sentence when it is not there."""
     found = shutil.which("wrk")
-    return found or sys.exit("the trials of the service need wrk: apt install wrk, or --only with other names")
+    return found or sys.exit(
+        "the trials of the service need wrk: `tools/setup bench` installs it on Debian; or --only with other names"
+    )
 
 
 def load(url: str, body: bytes, content_type: str, clients: int, seconds: int, patience: int = 2) -> Load:
