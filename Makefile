@@ -11,6 +11,7 @@ NATIVE := src/kvevents/_native.abi3.so
 NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -name '*.rs')
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
+FUZZ ?= 20
 
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,10 +60,9 @@ partitions: $(NATIVE) $(TESTS_STAMP)  ## Halves of a plane that are cut off from
 soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which memory, descriptors and threads must stay as they are
 	$(BIN)/python -m benchmarks.chaos.soak $(SOAK)
 
-fuzz: $(NATIVE) fuzz-native  ## The property tests with many more, and new, examples
-	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --timeout 3600 \
-	  tests/test_decode.py tests/test_encode.py tests/test_shape.py tests/test_stream_model.py \
-	  tests/test_scan.py tests/test_block_keys.py tests/test_index_model.py tests/test_compactor.py tests/test_keyed_stores.py
+fuzz: $(NATIVE) $(TESTS_STAMP) fuzz-native  ## Every property test with FUZZ times as many, and new, examples; hours for a high one
+	HYPOTHESIS_PROFILE=explore HYPOTHESIS_SCALE=$(FUZZ) $(BIN)/python -m pytest -m hypothesis --timeout 3600 \
+	  --numprocesses 3 --dist loadfile
 
 # The sanitizer is a nightly feature that stable ships; RUSTC_BOOTSTRAP lets it in. A target of its own keeps it off build scripts.
 fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples, then fewer under AddressSanitizer
@@ -79,7 +79,7 @@ $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --skip-install
 	touch -r $(VENV)/.building $(NATIVE)
 
-$(STAMP): pyproject.toml tools/setup
+$(STAMP): pyproject.toml tools/setup tools/constraints.txt
 	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
 

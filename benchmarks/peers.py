@@ -76,15 +76,17 @@ def live(port: int) -> None:
 def lost(seen: Collection[int], count: int) -> int:
     """Batches missing from a replay of a buffer of `count`, by the numbers that came.
 
-    The buffer moves on while live batches are published, and a reply may go on with them: so more than `count` numbers may come,
-    which makes up for none that is missing between the first and the last.
+    The buffer moves on while live batches are published, and a reply may go on with them: so more than `count` numbers may
+    come, which makes up for none that is missing between the first and the last.
     """
     return max(count, max(seen) - min(seen) + 1) - len(seen) if seen else count
 
 
 def replay(port: int, pace: str, count: int) -> None:
-    """Ask once for everything from 0 when told, read at a pace, and say what came of a buffer of `count` batches. The socket has
-    pyzmq's default limits."""
+    """Ask once for everything from 0 when told, read at a pace, and say what came of a buffer of `count` batches.
+
+    The socket has pyzmq's default limits.
+    """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{port}")
     say("ready")

@@ -3,13 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The same examples in every run, so that no run fails for a change that is not its own. `HYPOTHESIS_PROFILE=explore` looks for
-# new ones. Hypothesis reads its table of characters when first asked for text, which is a second that no test is slow by.
+# new ones, `HYPOTHESIS_SCALE` times as many as each property has by itself, and keeps those that failed in `.hypothesis`.
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(
-    "explore", deadline=None, max_examples=5_000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Gives each property more examples when exploring, whether it has said how many it takes or not.
+
+    Hypothesis has no setting for it: what `@settings(max_examples=...)` says counts more than the profile.
+    """
+    scale = int(os.environ.get("HYPOTHESIS_SCALE", "20"))
+    if PROFILE != "explore":
+        return
+    scaled: set[Any] = set()
+    for item in items:
+        function: Any = getattr(item, "function", None)
+        if not getattr(function, "is_hypothesis_test", False):
+            continue
+        machine: Any = getattr(item, "cls", None)
+        if isinstance(getattr(machine, "settings", None), settings):  # the TestCase of a state machine
+            if machine not in scaled:
+                machine.settings = _more(machine.settings, scale)
+            scaled.add(machine)
+        else:
+            if function not in scaled:  # of several parameters there is one function
+                function._hypothesis_internal_use_settings = _more(function._hypothesis_internal_use_settings, scale)
+            scaled.add(function)
+
+
+def _more(before: settings, scale: int) -> settings:
+    return settings(before, max_examples=before.max_examples * scale)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The files in which most of the time went, set-up included; of several processes all together."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section(f"slowest 10 of {len(seconds)} files, {sum(seconds.values()):.0f} s in all")
+        for file, each in sorted(seconds.items(), key=lambda pair: -pair[1])[:10]:
+            terminalreporter.line(f"{each:7.2f}s {file}")

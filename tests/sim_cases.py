@@ -9,8 +9,6 @@ from itertools import accumulate, count
 from pathlib import Path
 from random import Random
 
-from hypothesis import settings
-
 from kvevents.index import PrefixIndex
 from kvevents.routing import Policy, Router, policy
 from kvevents.sim.audit import Audit
@@ -23,13 +21,6 @@ from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.timeline import Timeline
 from sim_model import Mirror, contents
-
-
-def examples(count: int) -> settings:
-    """So many, or as many as a profile that looks for new ones asks for."""
-    asked = settings.default.max_examples if settings.default else 0
-    return settings(max_examples=asked if asked > 100 else count)
-
 
 SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=0.00002, reload=0.0001)
 

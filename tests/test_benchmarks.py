@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.figures import FIGURES
 from benchmarks.peers import lost
 from benchmarks.trials import rows

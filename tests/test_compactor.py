@@ -45,11 +45,6 @@ CHUNKS = 2 * 24 * 1024
 histories = st.binary(min_size=300, max_size=2500)
 
 
-def examples(count: int) -> settings:
-    asked = settings.default.max_examples if settings.default else 0
-    return settings(max_examples=asked if asked > 100 else count)
-
-
 def history() -> History:
     found = History.create()
     assert found is not None
@@ -153,7 +148,7 @@ def prompts_of(adversary: Adversary, stream: Stream) -> list[Prompt]:
     return prompts
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(histories, st.data())
 def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.DataObject) -> None:
     """Twins, equal hashes of pages, middles removed and stored again, orphans, tiers, groups, sparse groups, LoRA, salts,
@@ -170,7 +165,7 @@ def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.Data
         assert told == len(cuts)
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(histories, st.data())
 def test_what_is_spelled_natively_is_the_same_state(data: bytes, drawn: st.DataObject) -> None:
     """The same histories: payloads within their limit lead an empty compactor, and an index, to the same state. Where no two
@@ -234,7 +229,7 @@ def test_what_is_missed_is_noted_until_everything_is_cleared() -> None:
     assert not native(kept).partial
 
 
-@examples(40)
+@settings(max_examples=40)
 @given(histories)
 def test_folding_many_is_folding_each(data: bytes) -> None:
     """Among them payloads that only Python reads, and some that nobody does."""
@@ -259,7 +254,7 @@ def tomorrow(batch: Batch) -> bytes:
     return encode_batch(KVEventBatch(batch.ts, events, batch.rank), dialects()[12])
 
 
-@examples(30)
+@settings(max_examples=30)
 @given(histories)
 def test_memory_returns_to_the_baseline(data: bytes) -> None:
     """Whatever was kept: after scoped clears of every tier that there is, and after a clear of everything."""
@@ -421,7 +416,7 @@ class Chains:
         return self._remove(self._paths.pop(0) if len(self._paths) > 4 else [])
 
 
-@examples(40)
+@settings(max_examples=40)
 @given(st.integers(0, 1 << 32), st.integers(20, 100), st.integers(2, 30))
 def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: int, every: int) -> None:
     """What is told again and again, and what is told once, lead an index to what one knows who saw everything."""

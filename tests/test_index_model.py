@@ -52,12 +52,6 @@ SLACK = 4096
 histories = st.binary(min_size=1500, max_size=4000)
 
 
-def examples(count: int) -> settings:
-    """As many as there is time for in every run; with the profile "explore" as many as it asks for."""
-    asked = settings.default.max_examples if settings.default else 0
-    return settings(max_examples=asked if asked > 100 else count)
-
-
 class Quartet:
     """The oracle, an index that is given events, one that is given the bytes they were sent as, and one that is asked late."""
 
@@ -140,7 +134,7 @@ def adversarial(data: bytes, max_orphans: int) -> None:
     quartet.check_state()
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(histories)
 def test_any_history_leaves_what_the_model_has(data: bytes) -> None:
     """Engines that follow no rule: every hashing, tier, group, salt and adapter, children before parents, late and repeated
@@ -148,14 +142,14 @@ def test_any_history_leaves_what_the_model_has(data: bytes) -> None:
     adversarial(data, max_orphans=1_000_000)
 
 
-@examples(20)
+@settings(max_examples=20)
 @given(histories, st.integers(0, 6))
 def test_what_waits_is_dropped_oldest_first_when_the_pool_is_full(data: bytes, max_orphans: int) -> None:
     """The same histories with a pool of a few blocks."""
     adversarial(data, max_orphans)
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(ALL_WORKERS), st.sampled_from([1, 2, 3]), st.integers(1, 80), st.booleans()), max_size=5
@@ -195,7 +189,7 @@ def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]
             yield engine.reset
 
 
-@examples(30)
+@settings(max_examples=30)
 @given(st.binary(min_size=300, max_size=900))
 def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
     """Two engines with block pools of their own seeds, one of them hybrid: caches fill, evict in LRU order, keep copies and are
@@ -222,7 +216,7 @@ def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-@examples(15)
+@settings(max_examples=15)
 @given(histories)
 def test_memory_returns_to_the_baseline_when_every_worker_is_removed(asked: bool, data: bytes) -> None:
     choices = Choices(data)
@@ -321,7 +315,7 @@ def test_snapshots_of_an_index_that_nobody_asks_are_those_of_any_other() -> None
         assert answer(index.match(list(range(4000)))) == {("a", 0): (2998, 2998, 2998, 2998)}
 
 
-@examples(30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 3_000)), max_size=12), st.integers(0, 12))
 def test_keys_are_counted_while_caches_grow_and_shrink(steps: list[tuple[bool, int, int]], asks_at: int) -> None:
     """Thousands of blocks come and go, of two workers that share them, until somebody asks, and afterwards."""
@@ -356,7 +350,7 @@ def same_state(one: PrefixIndex, other: PrefixIndex) -> bool:
     return told[0] == told[1] and all(one.digest(worker) == other.digest(worker) for worker in workers_of(one))
 
 
-@examples(20)
+@settings(max_examples=20)
 @given(histories)
 def test_applying_many_is_applying_each(data: bytes) -> None:
     choices = Choices(data)

@@ -39,11 +39,6 @@ SCOPES = [Scope(), Scope(lora="adapter"), Scope(salt="tenant"), Scope(lora=7, sa
 KEY = 0x1234_5678_9ABC_DEF0
 
 
-def examples(count: int) -> settings:
-    asked = settings.default.max_examples if settings.default else 0
-    return settings(max_examples=asked if asked > 100 else count)
-
-
 def keyed(
     hashes: Sequence[int], keys: Sequence[int], size: int = SIZE, *, parent: int | None = None, **fields: Any
 ) -> BlockStored:
@@ -101,7 +96,7 @@ steps = st.tuples(
 )
 
 
-@examples(150)
+@settings(max_examples=150)
 @given(st.lists(steps, max_size=25))
 def test_true_keys_lead_where_tokens_lead(history: list[Any]) -> None:
     """Chains cut anywhere, copies, moves between tiers, windows, removals and clears, in every namespace: after each event both
@@ -174,7 +169,7 @@ def said(hashes: list[int], prompt: list[int], scope: Scope, part: slice, medium
     return store(hashes[part], prompt[first * SIZE : end * SIZE], SIZE, parent, medium=medium, **fields)
 
 
-@examples(40)
+@settings(max_examples=40)
 @given(st.binary(min_size=400, max_size=2500))
 def test_a_stream_behind_a_relay_that_takes_tokens_out_has_the_same_digest(data: bytes) -> None:
     """Engines that follow no rule but that of distinct hashes; keys are asked of the index that knows the tokens."""
@@ -306,7 +301,7 @@ def test_numbers_that_mean_nothing_match_nothing_but_are_counted(index: PrefixIn
 # --- beside others ----------------------------------------------------------------------------------------------------------
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.integers(0, 4)), max_size=12), st.sampled_from(SCOPES))
 def test_workers_told_by_keys_and_by_tokens_are_found_together(held: list[tuple[str, bool, int]], scope: Scope) -> None:
     """Of one prompt, in any namespace, some workers by both: blocks of one key are not hidden behind each other, whichever came

@@ -17,7 +17,7 @@ from kvevents.stream import RawBatch
 from relay_cases import Consumer, Held, Upstream, World, block, killing, world
 from relay_journal_cases import Killed
 
-EXAMPLES: Final = settings.default.max_examples // 5 if settings.default else 20
+EXAMPLES: Final = 20
 """Of each kind; each is some 500 turns."""
 UPSTREAM = st.integers(0, 1)
 NUMBER = st.integers(1, 6)

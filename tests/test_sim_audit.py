@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -22,7 +22,7 @@ from kvevents.sim.results import Difference
 from kvevents.sim.sequence import Sequence
 from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
-from sim_cases import Run, examples, request
+from sim_cases import Run, request
 from sim_model import Mirror
 
 WORKER = ("engine", 0)
@@ -121,14 +121,14 @@ STREAMS = st.builds(recorded, st.one_of(FULL, HYBRID, TIERED), PROMPTS, st.integ
 FULL_STREAMS = st.builds(recorded, FULL, PROMPTS, st.integers(1, 3))
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(STREAMS)
 def test_a_true_stream_has_no_disagreement(stream: Recorded) -> None:
     assert outcome(stream.audited(), told(stream.batches)) == (len(stream.lookups), 0, 0)
     assert stream.wrong() == 0
 
 
-@examples(80)
+@settings(max_examples=80)
 @given(FULL_STREAMS, st.data())
 def test_a_lost_event_is_noticed_wherever_it_matters(stream: Recorded, data: st.DataObject) -> None:
     """The audit counts exactly the lookups for which a plain reader of the same events comes to something else."""
@@ -140,7 +140,7 @@ def test_a_lost_event_is_noticed_wherever_it_matters(stream: Recorded, data: st.
     assert outcome(stream.audited(), told(stream.batches)) == (len(stream.lookups), stream.wrong(), 0)
 
 
-@examples(80)
+@settings(max_examples=80)
 @given(FULL_STREAMS, st.data())
 def test_a_lost_batch_leaves_its_lookups_unproven_and_is_noticed_after_it(stream: Recorded, data: st.DataObject) -> None:
     """Without any gap told: nothing that was looked up at the lost batch counts as compared, but what precedes its events."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
@@ -16,7 +16,6 @@ from kvevents.index import Namespace, PrefixIndex
 from kvevents.sim.cache import SPELLINGS, CacheSize, PrefixCache
 from kvevents.sim.sequence import Sequence
 from kvevents.wire.encode import batch_encoder
-from sim_cases import examples
 from sim_model import Mirror, PlainCache, PlainPool, contents, plainly, waiting
 
 # What is done to which of the sequences that are there, and with how many tokens.
@@ -141,7 +140,7 @@ class IndexHistory(History):
         assert (match.tokens if match else 0) == cached
 
 
-@examples(200)
+@settings(max_examples=200)
 @given(st.one_of(SIZES, HYBRID, TIERED), PROMPTS, MOVES)
 def test_events_describe_exactly_the_cache_and_every_lookup_finds_what_they_say(
     size: CacheSize, prompts: list[tuple[list[int], int, str | None]], moves: list[tuple[str, int, int]]
@@ -150,7 +149,7 @@ def test_events_describe_exactly_the_cache_and_every_lookup_finds_what_they_say(
     IndexHistory(PrefixCache(size, max_step_tokens=12), prompts).play(moves)
 
 
-@examples(80)
+@settings(max_examples=80)
 @given(SIZES, PROMPTS, MOVES)
 def test_full_attention_does_what_the_plain_model_does(
     size: CacheSize, prompts: list[tuple[list[int], int, str | None]], moves: list[tuple[str, int, int]]

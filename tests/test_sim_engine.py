@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
@@ -14,7 +14,7 @@ from kvevents.events import AllBlocksCleared, BlockStored
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import Batching, Engine
 from kvevents.sim.requests import Request
-from sim_cases import SECONDS, Run, examples, request
+from sim_cases import SECONDS, Run, request
 
 NONE = {"host_blocks": st.just(0), "window": st.none()}
 FULL = st.builds(CacheSize, st.integers(1, 12), st.integers(1, 5), **NONE)
@@ -47,7 +47,7 @@ def lived(size: CacheSize, batching: Batching, arrivals: list[tuple[int, Request
     return run
 
 
-@examples(250)
+@settings(max_examples=250)
 @given(SIZES, BATCHINGS, ARRIVALS)
 def test_every_request_is_answered_or_refused_whatever_the_pool(
     size: CacheSize, batching: Batching, arrivals: list[tuple[int, Request]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
@@ -16,7 +16,7 @@ from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.sampling import MAX_SAMPLES
 from kvevents.sim.settings import FleetSettings
-from sim_cases import conversations, examples, fleet_of, play, request
+from sim_cases import conversations, fleet_of, play, request
 
 SMALL = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 """So little memory that blocks are evicted and sequences preempted all the time."""
@@ -241,7 +241,7 @@ def test_an_engine_may_be_restarted_at_any_moment(down: float) -> None:
     assert retried > 100
 
 
-@examples(100)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 250), st.integers(0, 2), st.floats(0, 1)), min_size=1, max_size=6),
     st.sampled_from(["prefix-aware", "session-affinity"]),

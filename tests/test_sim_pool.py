@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvevents.sim.pool import NULL, Pool, Shelf
-from sim_cases import examples
 from sim_model import PlainPool, waiting
 
 NAMES = range(1, 6)
@@ -82,7 +81,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(examples(60), stateful_step_count=25)
+TestHistories.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def test_the_queue_stays_short_however_often_its_blocks_are_used_again() -> None:

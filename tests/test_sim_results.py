@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.index import PrefixIndex
@@ -16,7 +16,7 @@ from kvevents.sim.sampling import FIRST_INTERVAL, MAX_SAMPLES, Samples
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.station import Station
 from kvevents.sim.tally import Tally
-from sim_cases import examples, request
+from sim_cases import request
 
 # --- distributions
 
@@ -76,7 +76,7 @@ def test_times_of_an_answer() -> None:
 # --- samples
 
 
-@examples(20)
+@settings(max_examples=20)
 @given(st.integers(1, 4 * MAX_SAMPLES), st.integers(0, 50))
 def test_samples_are_bounded_and_lose_no_token(count: int, each: int) -> None:
     """However long a run is: fewer than the limit, in order, at ever greater intervals, and their tokens add up."""

@@ -180,7 +180,7 @@ class RawStreamMachine(StreamMachine):
         super().told()
 
 
-SETTINGS = settings(max_examples=max(300, settings.default.max_examples if settings.default else 0), stateful_step_count=40)
+SETTINGS = settings(max_examples=300, stateful_step_count=40)
 TestStream = StreamMachine.TestCase
 TestStream.settings = SETTINGS
 TestRawStream = RawStreamMachine.TestCase
