@@ -112,7 +112,7 @@ def test_the_table_has_each_policy_under_its_name() -> None:
         ("least-loaded", {"sample": -1}, "sample is -1; it is a whole number from 0 on"),
         ("session-affinity", {"factor": 0.9}, "factor is 0.9; it is a number from 1 on"),
         ("session-affinity", {"spare": 1.5}, "spare is 1.5; it is a whole number from 0 on"),
-        ("prefix-aware", {"load": "heavy"}, "load is 'heavy'; it is one of work, relative"),
+        ("prefix-aware", {"wait_weight": -1.0}, "wait_weight is -1.0; it is a finite number from 0 on"),
         ("prefix-aware", {"load_weight": math.inf}, "load_weight is inf; it is a finite number from 0 on"),
         ("prefix-aware", {"decoding_weight": -1}, "decoding_weight is -1; it is a finite number from 0 on"),
         ("prefix-aware", {"context_weight": math.nan}, "context_weight is nan; it is a finite number from 0 on"),
@@ -251,22 +251,38 @@ def test_without_a_session_the_fewest_requests_count() -> None:
 # --- caches -----------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), loads, st.sampled_from(["work", "relative"]))
-def test_at_equal_load_the_longest_holder_is_chosen(held: list[int], load: Load, form: str) -> None:
+weights = st.sampled_from([0.0, 0.15, 1.0])
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), loads, weights, weights)
+def test_at_equal_load_the_longest_holder_is_chosen(
+    held: list[int], load: Load, wait_weight: float, load_weight: float
+) -> None:
     fleet = [candidate(place, load, gpu=tokens) for place, tokens in enumerate(held)]
-    assert policy("prefix-aware", 1, load=form).choose(PROMPT, fleet).chosen.tokens == max(held)
+    one = policy("prefix-aware", 1, wait_weight=wait_weight, load_weight=load_weight)
+    assert one.choose(PROMPT, fleet).chosen.tokens == max(held)
 
 
-def test_a_cache_is_worth_waiting_for_four_times_as_long_as_computing_takes() -> None:
-    """Of 1,000 tokens 600 are held by a worker where others wait; the alternative is idle."""
+def test_a_cache_is_worth_waiting_for_longer_than_computing_takes() -> None:
+    """Of 1,000 tokens 600 are held by a worker where others wait; the other worker is idle.
+
+    What waits is twice the mean. So 0.1, and 0.15 for each 1,000 tokens, outweigh 0.6 of a prompt from 3,334 tokens on.
+    """
     one = policy("prefix-aware", 1)
-    assert chosen(one, candidate(0, waiting(2399), gpu=600), candidate(1)) == "w0"
-    assert chosen(one, candidate(0, waiting(2401), gpu=600), candidate(1)) == "w1"
+    assert chosen(one, candidate(0, waiting(3333), gpu=600), candidate(1)) == "w0"
+    assert chosen(one, candidate(0, waiting(3334), gpu=600), candidate(1)) == "w1"
+
+
+def test_an_idle_worker_takes_what_another_holds_little_of() -> None:
+    """With work in the fleet, be it little: otherwise all prompts with one short prefix in common go to its first holder."""
+    fleet = [candidate(0, decoding(1), gpu=100), candidate(1)]
+    assert chosen(policy("prefix-aware", 1), *fleet) == "w1"
+    assert chosen(policy("prefix-aware", 1, load_weight=0.0), *fleet) == "w0"
 
 
 def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_takes() -> None:
     """The same, for this request alone; one that is being answered counts 256 tokens."""
-    one = policy("prefix-aware", 1, load_weight=1.0)
+    one = policy("prefix-aware", 1, wait_weight=1.0, load_weight=0.0)
     assert chosen(one, candidate(0, waiting(599), gpu=600), candidate(1)) == "w0"
     assert chosen(one, candidate(0, waiting(601), gpu=600), candidate(1)) == "w1"
     assert chosen(one, candidate(0, decoding(2), gpu=600), candidate(1)) == "w0"
@@ -274,15 +290,16 @@ def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_ta
 
 
 def test_one_small_request_in_an_idle_fleet_does_not_cost_the_cache() -> None:
-    """It does with relative loads, since one request of one worker is many times the mean."""
+    """It does where loads are over the mean alone, since one request of one worker is many times the mean."""
     fleet = [candidate(0, waiting(20), gpu=900), *[candidate(place) for place in range(1, 8)]]
     assert chosen(policy("prefix-aware", 1), *fleet) == "w0"
-    assert chosen(policy("prefix-aware", 1, load="relative"), *fleet) != "w0"
+    assert chosen(policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.25), *fleet) != "w0"
 
 
 def test_a_score_by_hand() -> None:
     """Work over the length: 100 waiting, 2 answered at 50, 2,000 of context at 0.1 are 400 of 1,000 tokens, weighed half."""
-    one = policy("prefix-aware", 1, load_weight=0.5, decoding_weight=50, context_weight=0.1, tiers={"cpu": 0.6})
+    weighed: dict[str, Any] = {"wait_weight": 0.5, "load_weight": 0.0, "decoding_weight": 50, "context_weight": 0.1}
+    one = policy("prefix-aware", 1, **weighed, tiers={"cpu": 0.6})
     fleet = [candidate(0, Load(3, 100, 2, 2000), "DEGRADED", gpu=400, cpu=600, disk=600), candidate(1)]
     considered = one.choose(PROMPT, fleet).considered
     assert considered[0].uncached == pytest.approx(1 - 0.5 * (400 + 0.6 * 200) / 1000)
@@ -293,9 +310,15 @@ def test_a_score_by_hand() -> None:
 
 def test_relative_loads_by_hand() -> None:
     """Work over the mean, as `/v1/select` has it."""
-    one = policy("prefix-aware", 1, load="relative", load_weight=0.5)
+    one = policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.5)
     considered = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).considered
     assert [entry.load for entry in considered] == pytest.approx([0.25, 0.75])
+
+
+def test_both_parts_of_the_load_are_added() -> None:
+    one = policy("prefix-aware", 1, wait_weight=0.1, load_weight=0.5)
+    considered = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).considered
+    assert [entry.load for entry in considered] == pytest.approx([0.25 + 0.01, 0.75 + 0.03])
 
 
 def test_tiers_have_their_weights() -> None:

@@ -17,7 +17,6 @@ from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
 from kvevents.index import PrefixIndex
 from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch, dialects, encode_batch
-from kvevents.wire.decode import fast
 from kvevents.wire.limits import DEFAULT_WIRE_LIMITS
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored
 
@@ -109,8 +108,8 @@ def agree(*payloads: bytes) -> None:
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_every_golden_payload_is_read_as_python_reads_it(golden: Golden) -> None:
-    """What every engine sends all the time is the scanner's business; byte hashes and the like may be left to Python."""
-    assert check(golden.payload) or fast(golden.payload, DEFAULT_WIRE_LIMITS) is None
+    """All but the batch that is a map, of one commit between releases: that one is left to Python."""
+    assert check(golden.payload) is (golden.case != "map_batch")
 
 
 @given(st.data())

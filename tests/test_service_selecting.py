@@ -328,7 +328,7 @@ def test_why_is_a_sentence() -> None:
     found = choose(candidates_of(1, 1), held, {0: "DEGRADED"})
     assert found.why == (
         "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 down to gpu, 50 down to cpu), must compute 78%, and its load counts "
-        "0.25: score 1.030, the best of 2."
+        "0.10: score 0.880, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     trust = {("w0", 0): Trusted("STALE", "connection lost"), ("w1", 0): Trusted("STALE", "connection lost")}

@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+import msgspec
+
 from benchmarks.simulation.ladder import Stage, climb
 from kvevents.routing import policy
 from kvevents.sim.fleet import simulate
@@ -31,20 +33,21 @@ def trace_path() -> Path:
 
 
 @lru_cache(1)
-def trace(limit: int | None) -> tuple[Request, ...]:
+def trace(path: Path, limit: int | None) -> tuple[Request, ...]:
     """Its first `limit` requests, or all."""
-    return tuple(read_trace(trace_path(), limit=limit))
+    return tuple(read_trace(path, limit=limit))
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The trace, so many times as fast as it was recorded."""
+    """A trace, so many times as fast as it was recorded; whatever the seed."""
 
     speed: float = 1.0
     limit: int | None = None
+    path: Path = field(default_factory=trace_path, repr=False)
 
-    def requests(self) -> Iterator[Request]:
-        return rescaled(trace(self.limit), self.speed)
+    def requests(self, _: int) -> Iterator[Request]:
+        return rescaled(trace(self.path, self.limit), self.speed)
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,12 @@ class Generated:
     rate: float
     count: int
 
-    def requests(self) -> Iterator[Request]:
-        return workload(self.name, rate=self.rate, requests=self.count)
+    def requests(self, seed: int) -> Iterator[Request]:
+        return workload(self.name, rate=self.rate, requests=self.count, seed=seed)
 
 
 class _Asked(Protocol):
-    def requests(self) -> Iterator[Request]: ...
+    def requests(self, seed: int) -> Iterator[Request]: ...
 
 
 _Result_co = TypeVar("_Result_co", covariant=True)
@@ -86,7 +89,7 @@ class Case:
 
     def run(self) -> PolicyResult:
         chosen = policy(self.policy, self.fleet.seed, **dict(self.settings))
-        return simulate(self.fleet, self.policy, self.asked.requests(), chosen=chosen)
+        return simulate(self.fleet, self.policy, self.asked.requests(self.fleet.seed), chosen=chosen)
 
     def __str__(self) -> str:
         words = [f"{name} {value}" for name, value in self.settings]
@@ -96,6 +99,10 @@ class Case:
     def under(self, name: str, **settings: Any) -> Case:
         """The same under another policy."""
         return replace(self, policy=name, settings=tuple(settings.items()))
+
+    def seeded(self, seed: int) -> Case:
+        """The same with another seed, of the policy, the engines and generated requests."""
+        return replace(self, fleet=msgspec.structs.replace(self.fleet, seed=seed))
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ def _asking(name: str, *, estimated: bool = False, **policy_settings: float) -> 
 ROUTERS: Final[dict[str, Callable[[FleetSettings, PrefixIndex], Router]]] = {
     "prefix-aware": _asking("prefix-aware"),
     "prefix-aware, estimated": _asking("prefix-aware", estimated=True),
-    "prefix-aware, load_weight 1": _asking("prefix-aware", load_weight=1.0),
-    "prefix-aware, estimated, load_weight 1": _asking("prefix-aware", estimated=True, load_weight=1.0),
+    "prefix-aware, wait_weight 1": _asking("prefix-aware", wait_weight=1.0, load_weight=0.0),
+    "prefix-aware, estimated, wait_weight 1": _asking("prefix-aware", estimated=True, wait_weight=1.0, load_weight=0.0),
     "session-affinity": _asking("session-affinity"),
     "least-loaded": _asking("least-loaded"),
     "random": _asking("random"),

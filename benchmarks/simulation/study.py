@@ -74,8 +74,8 @@ class Plan:
         base = self.traced("round-robin", speed)
         yield from ((name, base.under(name)) for name in POLICIES)
         yield "least-loaded, by requests", base.under("least-loaded", by="requests")
-        yield "prefix-aware, load_weight 1", base.under("prefix-aware", load_weight=1.0)
-        yield "prefix-aware, load relative", base.under("prefix-aware", load="relative")
+        yield "prefix-aware, wait_weight 1 alone", base.under("prefix-aware", wait_weight=1.0, load_weight=0.0)
+        yield "prefix-aware, load_weight 0.1 alone", base.under("prefix-aware", wait_weight=0.0, load_weight=0.1)
         yield "prefix-aware, overlay 2 s", replace(base.under("prefix-aware"), fleet=_with(base.fleet, overlay=2.0))
 
     def caches(self, speed: float) -> Iterator[tuple[str, list[Case]]]:

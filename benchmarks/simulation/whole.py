@@ -17,7 +17,7 @@ def run(requests: int) -> dict[str, float]:
     """Seconds from requests in memory to the result, of eight engines with blocks of 16 tokens."""
     if trace_path() == SAMPLE:
         to_stderr("the conversation trace is not here, so this is the packaged sample; see benchmarks/README.md")
-    asked = trace(requests or None)
+    asked = trace(trace_path(), requests or None)
     procfs.forget_peak()
     began, cpu = time.monotonic(), time.process_time()
     result = simulate(FleetSettings(engines=8, block_size=16), "prefix-aware", asked)

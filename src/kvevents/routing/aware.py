@@ -1,13 +1,15 @@
 """The worker that has least to do until a prompt is computed, its cache considered.
 
-Theory of operation. A candidate's score is the share of the prompt that it must compute, 0 to 1, plus its load. By default
-load is the work that waits there, in tokens, over the length of this prompt. Since engines compute prompts one after the
-other (chunked prefill shares a step, not the work), the score is about how long the first token takes, in units of computing
-the whole prompt. With a `load_weight` of 1 a cache would be worth waiting for exactly as long as computing would take: best
-for this request, and not for those behind it, which wait for what it computes, and find evicted what it put in memory again.
-So computing counts four times as much as waiting by default (docs/adr/0008-prefix-aware-score.md). A fleet that is idle has
-no load at all, and one request more is not "many times the mean", as it is for relative loads, the alternative that
-`/v1/select` uses because it does not know what unit loads are in.
+Theory of operation. A candidate's score is the share of the prompt that it must compute, 0 to 1, plus what the work costs that
+waits there, in two parts. `wait_weight` times the work over the length of this prompt: engines compute prompts one after the
+other (chunked prefill shares a step, not the work), so with a weight of 1 it is how long the first token takes, in units of
+computing the whole prompt. That is best for this request, and not for those behind it, which wait for what it computes, and
+find evicted what it put in memory again. So computing counts more than waiting.
+
+`load_weight` times the work over the mean of all candidates, as in `/v1/select`: whatever the length of prompts, a worker
+without work takes some from one that holds little of them, which fills every cache of a fleet that has little to do. Alone it
+would do that too well: in a fleet that is almost idle one small request is many times the mean, and would cost a long cached
+prefix (docs/adr/0008-prefix-aware-score.md has figures of both, and of their sum).
 
 Two things this does not see. Requests that are being answered take memory and steps, not prompt tokens: they count as some
 tokens each, and a worker with far more requests than the others gets no credit for its cache (`guard`), so that a prefix that
@@ -17,7 +19,7 @@ everybody asks for spreads to others. And routers do not know each other's reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, get_args
@@ -28,17 +30,6 @@ from kvevents.routing.scoring import TIER_WEIGHTS, TRUST_WEIGHTS, State, TierWei
 from kvevents.routing.settings import check_count, check_name, check_range, check_weights
 from kvevents.routing.turns import TIES, Turns
 
-
-def _over_length(work: Sequence[float], length: int) -> list[float]:
-    whole = max(length, 1)
-    return [tokens / whole for tokens in work]
-
-
-def _over_mean(work: Sequence[float], _: int) -> list[float]:
-    return relative_loads(work)
-
-
-_LOADS: Final[dict[str, Callable[[Sequence[float], int], list[float]]]] = {"work": _over_length, "relative": _over_mean}
 _UNBOUND: Final = float("inf")
 _BEST: Final = "the best of {candidates}"
 _WAYS: Final = {
@@ -52,11 +43,11 @@ _WAYS: Final = {
 class PrefixAwareSettings:
     """See `PrefixAware`."""
 
-    load: str = "work"
-    """What load is: `work`, tokens that wait over the length of the prompt, or `relative`, the same tokens over the mean of all
-    candidates."""
-    load_weight: float = 0.25
-    """What load counts against the uncached share, from 0 on. With 0 only caches decide."""
+    wait_weight: float = 0.15
+    """What work that waits counts against computing as many tokens, from 0 on. With 1 only this request's TTFT matters."""
+    load_weight: float = 0.05
+    """What work of the mean of all candidates counts against computing the whole prompt, from 0 on. With 0 in both only caches
+    decide."""
     decoding_weight: float = DECODING_WEIGHT
     """Tokens of work that each request being answered counts as, from 0 on."""
     context_weight: float = 0.0
@@ -78,8 +69,7 @@ class PrefixAwareSettings:
     """Look only at the one that holds most and so many others, drawn by chance; 0 looks at all."""
 
     def __post_init__(self) -> None:
-        check_name("load", self.load, _LOADS)
-        for name in ("load_weight", "decoding_weight", "context_weight"):
+        for name in ("wait_weight", "load_weight", "decoding_weight", "context_weight"):
             check_range(name, getattr(self, name), 0, finite=True)
         check_weights("tiers", self.tiers)
         check_weights("trust", self.trust, get_args(State))
@@ -101,7 +91,6 @@ class PrefixAware:
         self._turns = Turns(self._random)
         self._tiers = TierWeights({**TIER_WEIGHTS, **settings.tiers})
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
-        self._loads = _LOADS[settings.load]
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """Of equal ones that which computes less, since work that is not done helps everybody; then by `tie`."""
@@ -120,11 +109,12 @@ class PrefixAware:
         return [order.pop(longest), *order[: self.settings.sample]]
 
     def _consider(self, length: int, drawn: Sequence[Candidate]) -> list[Considered]:
-        trusted, saved_by, weight = self._trust.get, self._tiers.saved, self.settings.load_weight
-        loads, bound = self._loads(self._work(drawn), length), self._bound(drawn)
+        trusted, saved_by, bound = self._trust.get, self._tiers.saved, self._bound(drawn)
+        work = self._work(drawn)
+        wait, load = self.settings.wait_weight / max(length, 1), self.settings.load_weight
         found: list[Considered] = []
-        for one, load in zip(drawn, loads, strict=True):
-            uncached, weighted, hot = 1.0, weight * load, one.load.requests > bound
+        for one, tokens, relative in zip(drawn, work, relative_loads(work), strict=True):
+            uncached, weighted, hot = 1.0, wait * tokens + load * relative, one.load.requests > bound
             if one.tokens and not hot:
                 uncached -= trusted(one.trust, 0.0) * saved_by(one.tokens, one.tiers, length)
             found.append(Considered(one, uncached + weighted, uncached, weighted, hot))

@@ -121,8 +121,8 @@ class SelectRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """All workers of the model when not given."""
     tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
     """What a token that a tier holds is worth, against computing it."""
-    load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.25
-    """What load counts against tokens that must be computed; docs/adr/0008 says why so little."""
+    load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.1
+    """What a load of the mean counts against computing the whole prompt; docs/adr/0008 says why so little."""
     trust: dict[State, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
     """How far a worker is believed in each state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
