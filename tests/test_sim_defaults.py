@@ -37,7 +37,7 @@ def comparison() -> Comparison:
     written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with redirect_stdout(written):
         assert main(["sim", "compare", "--json"]) == 0
-    return msgspec.json.decode(written.buffer.getvalue(), type=Comparison)  # type: ignore[attr-defined]
+    return msgspec.json.decode(written.buffer.getvalue(), type=Comparison)
 
 
 def figures(result: PolicyResult) -> list[float]:
