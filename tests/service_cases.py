@@ -84,6 +84,7 @@ class Client:
         assert parts.port
         self.host, self.port = parts.hostname, parts.port
         self.token = token
+        self._asked_at = monotonic()
         self._connection = (
             HTTPConnection(self.host, self.port, timeout=DEADLINE)
             if tls is None
@@ -95,6 +96,9 @@ class Client:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.token is not None:
             sent["authorization"] = f"Bearer {self.token}"
+        if monotonic() - self._asked_at > 30:
+            self._connection.close()  # the server closes connections that are idle for longer; the next request opens another
+        self._asked_at = monotonic()
         self._connection.request(method, path, body, sent)
         response = self._connection.getresponse()
         return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
