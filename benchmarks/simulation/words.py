@@ -17,8 +17,8 @@ trace](https://github.com/kvcache-ai/Mooncake): 12,031 requests, 145 million pro
   0.
 - TTFT: seconds from a request's arrival to its first token, of all requests. Hit rate: prompt tokens that engines found in
   their caches, of all. Imbalance: the most prompt tokens that an engine had to compute, over the mean of all.
-- The defaults of `prefix-aware` were chosen on this traffic ([ADR 0008](adr/0008-prefix-aware-score.md)), the beginning of
-  this trace and llm-d's shape among it, and not on traffic kept apart. One seed each.
+- The defaults of `prefix-aware` were chosen on the generators below and on the packaged sample ([ADR
+  0008](adr/0008-prefix-aware-score.md)), and not on this trace. One seed each.
 - Requests come when the trace says, however slow the fleet is. One that is too slow gets slower to the end: beyond saturation
   TTFT tells who is worse, and for the rest how long the run was.
 """
@@ -95,7 +95,7 @@ differs:
   that length follows from the output: 1,500 answers of 1,000 tokens at 5,000 a second are 300 s. The report's 4,800 a second
   and a p90 of 106 s do not fit an open queue of answers of 1,000; how long answers were is not told.
 - *Estimated scheduling* is much worse there than here, since ours hardly ever moves a prompt from where it was first sent.
-  With a `load_weight` of 1 it moves some, believes from then on that two pods have them, learns of no eviction, and breaks
+  With a `wait_weight` of 1 it moves some, believes from then on that two pods have them, learns of no eviction, and breaks
   down as theirs does, at 20 a second already (theirs at 40). With events the same weight holds until 46. So the gain of
   precise over estimated is as much one of how rarely prompts are moved as of what is known.
 - *Preemptions*: 9,000 in 16,000 requests, all from 40 a second on, where 190 answers at once in a pod outgrow its memory.
