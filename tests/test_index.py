@@ -505,6 +505,15 @@ def test_a_gap_forgets_nothing_and_what_it_names_is_late(index: PrefixIndex, fee
     assert feed(chain(1, 2)).status == "applied"
 
 
+def test_a_compacted_gap_is_not_counted(index: PrefixIndex, feed: Feed) -> None:
+    """The snapshot behind it has what it left out."""
+    feed(chain(1))
+    assert index.apply(Gap("a", 0, 1, 5, compacted=True)).status == "applied"
+    assert index.stats().gaps == 0
+    feed.seq = 6
+    assert feed(chain(1, 2)).status == "applied"
+
+
 def test_a_removed_worker_stays_removed_until_it_is_admitted(index: PrefixIndex, feed: Feed) -> None:
     """What is still in flight when a worker leaves never brings it back; a new life does, or `admit`."""
     feed(chain(1, 2))

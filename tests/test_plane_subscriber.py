@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvevents.errors import UnknownSourceError
-from kvevents.events import BlockStored, EventBatch
+from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
 from kvevents.index import PrefixIndex
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import Pushed
@@ -16,6 +16,7 @@ from kvevents.plane.records import (
     Blank,
     Join,
     Leave,
+    Lost,
     Page,
     Record,
     Renewed,
@@ -23,7 +24,7 @@ from kvevents.plane.records import (
     encode_page,
 )
 from kvevents.plane.subscriber import MOST_BEHIND, LogSubscriber
-from kvevents.stream import Trust
+from kvevents.stream import Gap, Trust
 from kvevents.wire import encode_batch
 
 
@@ -66,6 +67,29 @@ def test_a_stream_is_not_exact_before_the_end_of_its_lane_was_read() -> None:
     assert found.trust("engine") == Trust.REPLAYING
     found.put(0, [pushed(2)])
     found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.EXACT
+
+
+@pytest.mark.parametrize("compacted", [True, False])
+def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(compacted: bool) -> None:
+    """The record says so: such a gap is delivered as one, counted apart, and the stream is not doubted for it."""
+    found = subscriber()
+    clear = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
+    records = (
+        Join("engine", 0, b""),
+        Beat("bridge", 1.0, 0.0),
+        Lost("engine", 0, 0, 0, 4, compacted),
+        Batched("engine", 0, 0, 5, True, clear),
+        Trusting("engine", 0, "bridge", "EXACT", "", {}),
+    )
+    found.put(0, [pushed(1, *records)])
+    gap, batch = found.receive_many(timeout=0.0)
+    assert gap == Gap("engine", 0, 0, 4, compacted=compacted)
+    counters = found.status("engine").counters
+    assert (counters.compacted, counters.gaps, counters.lost) == ((5, 0, 0) if compacted else (0, 1, 5))
+    assert (found.trust("engine") == Trust.EXACT) is compacted
+    index = PrefixIndex()
+    found.report(batch, index.apply(batch).findings)
     assert found.trust("engine") == Trust.EXACT
 
 

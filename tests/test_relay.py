@@ -143,6 +143,17 @@ def test_gaps_that_come_together_are_one_hole_unless_something_between_them_heal
     assert len(plain.held) == (3 if between is None else 1)
 
 
+def test_numbers_that_a_snapshot_represents_are_no_hole(made: World) -> None:
+    """What the upstream has compacted is complete downstream too: no number is left out, and nothing is counted as lost."""
+    relay = made.begin()
+    consumer = made.consumer()
+    relay._forward([Gap("u0", 0, 0, 8, compacted=True), CLEARING])
+    made.settle()
+    assert relay.status().holes == 0
+    assert not any(isinstance(each, Gap) for each in consumer.seen)
+    assert relay._keeping.checkpoints[0].doubts == {}
+
+
 def test_history_that_was_truncated_before_the_relay_came_is_told_of_as_far_as_it_is_known(made: World) -> None:
     """The clear that every life begins with leaves a number for a snapshot, although a hole comes at once."""
     made.upstream.store(1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, SnapshotError
-from kvevents.events import BlockStored
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
 from kvevents.stream import (
     TRANSITIONS,
     Batch,
@@ -30,7 +30,7 @@ from kvevents.stream import (
 )
 from kvevents.stream.identity import MAX_ANCHORS
 from kvevents.stream.state import digest_of
-from kvevents.wire import Rejected, live_frames, replay_batch_frames, replay_end_frames
+from kvevents.wire import Rejected, encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
 SOURCE = Source("tcp://engine:5557", "tcp://engine:5558", topic="kv", name="engine", rank=3)
@@ -89,7 +89,7 @@ class Wire:
         self.answer(replayed(start, life), END)
 
     def taken(self) -> list[str]:
-        """`b5` a batch, `r5` a replayed one, `g2-4` a gap, `R1` a reset."""
+        """`b5` a batch, `r5` a replayed one, `g2-4` a gap, `c2-4` a compacted one, `R1` a reset."""
         return [_short(delivery) for delivery in self.stream.deliveries()]
 
 
@@ -97,7 +97,7 @@ def _short(delivery: Batch | Gap | Reset) -> str:
     if isinstance(delivery, Batch):
         return f"{'r' if delivery.replayed else 'b'}{delivery.seq}"
     if isinstance(delivery, Gap):
-        return f"g{delivery.first}-{delivery.last}"
+        return f"{'c' if delivery.compacted else 'g'}{delivery.first}-{delivery.last}"
     return f"R{delivery.incarnation}"
 
 
@@ -598,7 +598,7 @@ def test_a_snapshot_and_the_batch_of_its_number_are_no_contradiction(live_first:
         if wire.asked() is not None:
             wire.answer(*answer)
     wire.feed(live(9))
-    assert wire.taken() == ["g0-6", "r7", "b8" if live_first else "r8", "b9"]
+    assert wire.taken() == ["c0-6", "r7", "b8" if live_first else "r8", "b9"]
     for _ in range(3):
         if (start := wire.asked()) is not None:
             wire.answer(*(replayed(number) for number in range(start, 10)), END)
@@ -625,9 +625,53 @@ def test_an_answer_that_begins_with_a_snapshot_ends_the_wait_for_all_before_it(w
     wire.feed(live(0), live(1), live(3), live(5), live(8))
     assert wire.asked() == 2
     wire.answer(snapshot(6), replayed(7), replayed(8), END)
-    assert wire.taken() == ["b0", "b1", "g2-2", "b3", "g4-4", "b5", "r6", "r7", "b8"]
+    assert wire.taken() == ["b0", "b1", "c2-2", "b3", "c4-4", "b5", "r6", "r7", "b8"]
     assert wire.stream.counters.requests == 2
     assert Doubt.LOST not in wire.stream.doubts
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_numbers_that_a_snapshot_represents_are_not_lost(decode: bool) -> None:
+    """They have a counter of their own, whether or not payloads are read here; a checkpoint right behind them has no doubt."""
+    stream = Stream(SOURCE, LIMITS) if decode else Stream(SOURCE, LIMITS, decode=None)
+    before = stream.standing()
+    stream.connected(0.0)
+    assert stream.ask(0.0) is not None
+    for frames in (snapshot(6), replayed(7), END):
+        stream.receive_replay(frames, 0.0)
+    deliveries = stream.deliveries()
+    assert deliveries[0] == Gap("engine", 3, 0, 5, compacted=True)
+    counters = stream.counters
+    assert (counters.compacted, counters.gaps, counters.lost, counters.delivered) == (6, 0, 0, 2)
+    assert Doubt.LOST not in stream.doubts
+    assert before.after(deliveries[:1], stream.standing()).checkpoint("engine", 3).doubts == {}
+
+
+def test_a_snapshot_in_parts_represents_the_numbers_before_its_first_part(wire: Wire) -> None:
+    """Its first part begins with the clear; a part that is missing in the middle is lost."""
+    wire.feed(live(0), live(9))
+    first = encode_batch(
+        KVEventBatch(0.0, [AllBlocksCleared(), BlockRemoved([], heartbeat=Heartbeat("0" * 32, 10.0, "EXACT"))])
+    )
+    parts = replay_batch_frames(TOPIC, 6, first), replayed(8), replayed(9), END
+    for _ in range(4):
+        if wire.asked() is not None:
+            wire.answer(*parts)
+    assert wire.taken() == ["b0", "c1-5", "r6", "g7-7", "r8", "b9"]
+    counters = wire.stream.counters
+    assert (counters.compacted, counters.gaps, counters.lost) == (5, 1, 1)
+    assert Doubt.LOST in wire.stream.doubts
+
+
+def test_numbers_before_a_clear_of_the_engine_itself_are_lost(wire: Wire) -> None:
+    """It came live, so it is not a snapshot, although replay repeats it and has nothing before it."""
+    clear = payload_of(0, 3, clear=True)
+    wire.feed(live(0), live(1), live_frames(TOPIC, 3, clear))
+    for _ in range(2):
+        assert wire.asked() == 2
+        wire.answer(replay_batch_frames(TOPIC, 3, clear), END)
+    assert wire.taken() == ["b0", "b1", "g2-2", "b3"]
+    assert (wire.stream.counters.compacted, wire.stream.counters.lost) == (0, 1)
 
 
 def test_snapshots_do_not_wait_for_each_other(wire: Wire) -> None:

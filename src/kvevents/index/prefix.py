@@ -96,8 +96,9 @@ class PrefixIndex(_native.NativeIndex):
     def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> Applied:
         """Apply what a subscriber delivered. A batch leads where its events lead, a raw one where its payload does.
 
-        A gap forgets nothing: what it lost may have been removals, so its stream is no longer exact. What a peer sent never
-        raises; `UsageError` where events are not as `kvevents.events` declares them.
+        A gap forgets nothing: what it lost may have been removals, so its stream is no longer exact. A compacted one changes
+        nothing: the snapshot that follows has all that it left out. What a peer sent never raises; `UsageError` where events
+        are not as `kvevents.events` declares them.
 
         After a batch with a heartbeat, its digest is compared with this index's of the stream: they are of the same moment.
         """
@@ -107,6 +108,8 @@ class PrefixIndex(_native.NativeIndex):
         if isinstance(delivery, Batch):
             return self._apply_events(delivery)
         if isinstance(delivery, Gap):
+            if delivery.compacted:
+                return _APPLIED
             return self._gap(delivery.source, delivery.rank, delivery.incarnation, delivery.last)
         applied = self._reset(delivery.source, delivery.rank, delivery.incarnation)
         if applied.status == "applied":

@@ -121,7 +121,7 @@ _JUDGES: Final[dict[type[Any], Callable[[Head, Any], Verdict]]] = {
 def as_written(head: Head, record: StreamRecord) -> StreamRecord:
     """A record as it is written: of a gap only what the log does not have."""
     if isinstance(record, Lost) and head.last_seq >= 0:
-        return Lost(*record.key, record.incarnation, head.last_seq + 1, record.last)
+        return Lost(*record.key, record.incarnation, head.last_seq + 1, record.last, record.compacted)
     return record
 
 

@@ -304,7 +304,7 @@ class Ledger:
         else:
             standing.last_seq, standing.half, standing.digest = record.last, None, None
             self._newest.pop(record.key, None)
-            yield Gap(record.source, record.rank, record.first, record.last, record.incarnation)
+            yield Gap(record.source, record.rank, record.first, record.last, record.incarnation, record.compacted)
 
     def _trust(self, record: Trusting) -> Iterable[Event]:
         standing = self.streams.get(record.key)

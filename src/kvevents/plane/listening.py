@@ -196,5 +196,5 @@ def _record(delivery: RawDelivery, added: dict[Key, int]) -> StreamRecord:
     if isinstance(delivery, RawBatch):
         return Batched(*key, life, delivery.seq, delivery.replayed, delivery.payload)
     if isinstance(delivery, Gap):
-        return Lost(*key, life, delivery.first, delivery.last)
+        return Lost(*key, life, delivery.first, delivery.last, delivery.compacted)
     return Renewed(*key, life, delivery.reason[:MAX_REASON])

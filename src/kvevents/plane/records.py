@@ -82,6 +82,8 @@ class Lost(_Record, frozen=True, array_like=True, tag="g", gc=False):
     incarnation: _Count
     first: _Count
     last: _Count
+    compacted: bool = False
+    """Whether the snapshot that follows represents them; see `Gap.compacted`."""
 
 
 class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):

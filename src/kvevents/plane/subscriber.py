@@ -251,6 +251,9 @@ class LogSubscriber:
                     self._doubt(key, Doubt.LOST)
             counters.delivered += 1
             counters.replayed += event.replayed
+        elif isinstance(event, Gap) and event.compacted:
+            self._begun.add(key)
+            counters.compacted += event.last - event.first + 1
         elif isinstance(event, Gap):
             counters.gaps += 1
             counters.lost += event.last - event.first + 1

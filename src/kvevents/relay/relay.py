@@ -318,6 +318,9 @@ class Relay:
 
     def _gap(self, ordinal: int, gap: Gap) -> None:
         self._news = True
+        if gap.compacted:
+            log.info("%s rank %d: a snapshot represents numbers %d to %d", gap.source, gap.rank, gap.first, gap.last)
+            return
         log.warning("%s rank %d: numbers %d to %d are lost; consumers are told", gap.source, gap.rank, gap.first, gap.last)
         if not self._gap_told:
             self._output.lose()

@@ -53,7 +53,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: _Count
     incarnation: _Count
     last_seq: _Through
-    """Number of the newest batch handed out, or told to be lost, in this incarnation; -1 before the first."""
+    """Number of the newest batch handed out, or inside of a gap handed out, in this incarnation; -1 before the first."""
     anchors: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
     """What the publisher must still hold to be the same, by their numbers; without any the stream begins with a `Reset`.
 
@@ -128,7 +128,9 @@ class Standing(NamedTuple):
             if isinstance(delivery, Reset):
                 incarnation, last_seq, proof, doubts, newest = delivery.incarnation, -1, Proof(), {}, None
             elif isinstance(delivery, Gap):
-                last_seq = doubts[Doubt.LOST] = delivery.last
+                last_seq = delivery.last
+                if not delivery.compacted:
+                    doubts[Doubt.LOST] = last_seq
             else:
                 last_seq = delivery.seq
                 newest = delivery

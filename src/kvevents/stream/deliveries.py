@@ -73,13 +73,15 @@ class Reset(msgspec.Struct, frozen=True, gc=False):
 
 
 class Gap(msgspec.Struct, frozen=True, gc=False):
-    """Batches `first` to `last`, both included, are lost for good; what follows continues after them."""
+    """Batches `first` to `last`, both included, are not delivered; what follows continues after them."""
 
     source: str
     rank: int
     first: int
     last: int
     incarnation: int = 0
+    compacted: bool = False
+    """Whether the missing numbers are represented by the snapshot that follows: nothing is lost. False: they are lost."""
 
 
 Delivery: TypeAlias = Batch | Reset | Gap

@@ -662,12 +662,13 @@ class Stream(Generic[B]):
             self._brought(ask)
             self._pending.take(reply.seq)
             while self._expected < reply.seq:
-                self._declare_gap_before(reply.seq)
+                self._declare_gap_before(reply.seq, compacted=True)
         elif ask.fruitless:
             # Asked again, and again it is not there.
             self._brought(ask)
             ask.fruitless = 0
-            self._declare_gap_before(reply.seq)
+            came_live = self._pending.peek(reply.seq) == (reply.payload, False)
+            self._declare_gap_before(reply.seq, compacted=not came_live and _is_snapshot(reply.payload))
 
     def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
         if not anchor.is_of(reply.payload):
@@ -929,18 +930,28 @@ class Stream(Generic[B]):
 
     def _declare_gap_before_pending(self) -> None:
         first = self._pending.first()
-        self._declare_gap(self._newest if first is None else first - 1)
+        if first is None or (waiting := self._pending.peek(first)) is None:
+            self._declare_gap(self._newest, compacted=False)
+            return
+        payload, replayed = waiting
+        # A live batch that begins with a clear is the engine's own, and not a snapshot.
+        self._declare_gap(first - 1, compacted=replayed and _is_snapshot(payload))
 
-    def _declare_gap_before(self, seq: int) -> None:
-        self._declare_gap(min(seq, self._pending.first() or seq) - 1)
+    def _declare_gap_before(self, seq: int, *, compacted: bool) -> None:
+        """Give up what is missing before the next batch that waits or `seq`, the number of an answer's first batch."""
+        self._declare_gap(min(seq, self._pending.first() or seq) - 1, compacted=compacted)
 
-    def _declare_gap(self, last: int) -> None:
-        self._out.append(Gap(self._name, self._rank, self._expected, last, self.incarnation))
-        self.counters.gaps += 1
-        self.counters.lost += last - self._expected + 1
+    def _declare_gap(self, last: int, *, compacted: bool) -> None:
+        count = last - self._expected + 1
+        self._out.append(Gap(self._name, self._rank, self._expected, last, self.incarnation, compacted))
         self._emitted = True
         self._expected = last + 1
-        self._doubt(Doubt.LOST)
+        if compacted:
+            self.counters.compacted += count
+        else:
+            self.counters.gaps += 1
+            self.counters.lost += count
+            self._doubt(Doubt.LOST)
         self._drain()
 
     def _settle_if_complete(self) -> None:

@@ -24,6 +24,10 @@ class Pending:
         found = self._batches.get(seq)
         return None if found is None else found[0]
 
+    def peek(self, seq: int) -> tuple[bytes, bool] | None:
+        """Return `(payload, replayed)` of this number."""
+        return self._batches.get(seq)
+
     def add(self, seq: int, payload: bytes, *, replayed: bool) -> bool:
         """Keep a batch whose number is not here yet; False when there is no room."""
         size = self._bytes + len(payload)

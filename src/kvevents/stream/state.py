@@ -119,8 +119,11 @@ class StreamCounters:
     malformed: dict[str, int] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     gaps: int = 0
+    """Runs of numbers that are lost. Those that a snapshot represents are not among them."""
     lost: int = 0
     """Batches inside those gaps."""
+    compacted: int = 0
+    """Batches that were not delivered because a snapshot represents them: nothing is lost."""
     healed: int = 0
     """Holes after something live that replay has begun to fill: losses, and what was missed between two connections. The
     history before the first live batch is none. One of which a part is lost counts among `gaps` as well."""
