@@ -6,6 +6,7 @@ import importlib
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from hypothesis import given
@@ -29,6 +30,7 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     DEADLINE,
     Socket,
     ask,
+    batch,
     consumers_context,
     dealer,
     numbers,
@@ -44,16 +46,16 @@ Context = zmq.Context[Socket]
 
 def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> list[KVEventBatch]:
     batches = [KVEventBatch(float(number), engine.events()) for number in range(count)]
-    for batch in batches:
-        publisher.publish(batch)
+    for each in batches:
+        publisher.publish(each)
     wait_until(lambda: publisher.stats().queued == 0, "all to be published")
     return batches
 
 
 def index_of(batches: list[KVEventBatch]) -> PrefixIndex:
     index = PrefixIndex()
-    for seq, batch in enumerate(batches):
-        index.apply_payload(WORKER, 0, seq, encode_batch(batch))
+    for seq, each in enumerate(batches):
+        index.apply_payload(WORKER, 0, seq, encode_batch(each))
     return index
 
 
@@ -195,12 +197,16 @@ def test_a_snapshot_that_nobody_would_read_is_not_sent(context: Context, monkeyp
 # --- on and off
 
 
-def test_compaction_is_off_where_engines_are_to_be_what_they_are() -> None:
-    """In the engines' own modules, when asked for, and without replay."""
+def test_compaction_is_on_in_the_drop_in_modules() -> None:
+    """An engine that uses them serves late consumers as our own publisher does."""
     own: list[Any] = [vllm.ZmqEventPublisher(0, ANY, ANY), sglang.ZmqEventPublisher(0, ANY, ANY)]
     for publisher in own:
-        assert publisher.stats().history is None
+        assert publisher.stats().history is not None
         publisher.shutdown()
+
+
+def test_compaction_is_off_when_asked_for_and_without_replay() -> None:
+    """`compact=False`, as an argument and in a configuration; and no endpoint at which anybody could ask."""
     for settings in ({"replay_endpoint": ANY, "compact": False}, {}):
         with publishing(**settings) as publisher:
             assert publisher.stats().history is None
@@ -208,6 +214,49 @@ def test_compaction_is_off_where_engines_are_to_be_what_they_are() -> None:
     made: Any = EventPublisherFactory.create(config)
     assert made.stats().history is None
     made.shutdown()
+
+
+def test_a_consumer_of_the_engines_kind_joins_late_and_is_exact(context: Context) -> None:
+    """The loop of vLLM's example on DEALER, with vLLM's event types: a request from 0, then every batch of the reply.
+
+    It knows nothing of snapshots: it applies stores, removals and clears in order, and holds what the engine holds.
+    """
+    publisher = vllm.ZmqEventPublisher(0, ANY, ANY, buffer_steps=20)
+    resident: set[int] = set()
+    for number in range(200):
+        stored = vllm.BlockStored([number], None, [number], 1, None, "GPU", None)
+        gone = sorted(resident)[:1] if number % 3 else []
+        publisher.publish(vllm.KVEventBatch(float(number), [stored, vllm.BlockRemoved(list(gone), "GPU")]))
+        resident = (resident | {number}) - set(gone)
+    wait_until(lambda: publisher.stats().published == 200, "everything to be published")
+    decoder = msgspec.msgpack.Decoder(type=vllm.KVEventBatch)
+    found: set[Any] = set()
+    replay = dealer(context, publisher)
+    ask(replay, 0)
+    reply = read_reply(replay)
+    assert numbers(reply)[-1] == 199
+    for _, payload in reply:
+        for event in decoder.decode(payload).events:
+            match event:
+                case vllm.BlockStored():
+                    found.update(event.block_hashes)
+                case vllm.BlockRemoved():
+                    found.difference_update(event.block_hashes)
+                case vllm.AllBlocksCleared():
+                    found.clear()
+    assert found == resident
+    publisher.shutdown()
+
+
+def test_a_reply_holds_the_buffer_exactly(context: Context) -> None:
+    """However many batches wait to be folded as a group: `buffer_steps` as they were sent, and a snapshot of all before."""
+    with publishing(replay_endpoint=ANY, buffer_steps=1_000) as publisher:
+        for number in range(1_010):
+            publisher.publish(batch(number))
+        wait_until(lambda: publisher.stats().published == 1_010, "everything to be published")
+        replay = dealer(context, publisher)
+        ask(replay, 0)
+        assert numbers(read_reply(replay)) == list(range(9, 1_010))
 
 
 def test_without_the_native_module_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

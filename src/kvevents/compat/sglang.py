@@ -144,10 +144,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         topic: str = "",
         bind: bool | None = None,
     ) -> None:
-        # As in SGLang, what has left the buffer is gone.
-        super().__init__(
-            attn_dp_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, bind=bind, compact=False
-        )
+        super().__init__(attn_dp_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, bind=bind)
         # Now, since the working directory may change before anybody asks.
         self._local_pub_endpoint = _absolute(self._bound) if self._binds else None
         self._local_replay_endpoint = None if self._replay_bound is None else _absolute(self._replay_bound)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import msgspec
 
 from kvevents import events, publisher
 from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
 from kvevents.compat.lax import Field, read_bool, read_fields, read_int, read_str
-from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch
 from kvevents.publisher.factory import PublisherRegistry
@@ -70,7 +70,7 @@ class BlockStored(KVCacheEvent):
     lookahead_token_ids: list[list[int]] | None = None
 
     def __hash__(self) -> int:
-        # Of what differs between events; equality decides about the rest.
+        # The fields that vLLM 0.33 hashes (vllm/distributed/kv_events.py); `lora_name` is not one of them.
         lookahead = self.lookahead_token_ids
         return hash(
             (
@@ -80,7 +80,10 @@ class BlockStored(KVCacheEvent):
                 self.block_size,
                 self.lora_id,
                 self.medium,
+                tuple(self.extra_keys) if self.extra_keys else None,
                 self.group_idx,
+                self.kv_cache_spec_kind,
+                self.kv_cache_spec_sliding_window,
                 self.locality,
                 self.ownership,
                 self.session_id,
@@ -131,7 +134,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
 class KVEventsConfig:
     """`vllm.config.kv_events.KVEventsConfig`: a dataclass that checks its fields.
 
-    Any string is taken as the publisher's name, so that registered publishers can be named; the factory refuses unknown ones.
+    `publisher` names one that is registered with `EventPublisherFactory`: vLLM itself takes `null` and `zmq` only.
 
     Raises `ConfigError`, a ValueError, which names the fields that cannot be read.
     """
@@ -152,6 +155,7 @@ class KVEventsConfig:
             setattr(self, name, value)
         if self.publisher is None:
             self.publisher = "zmq" if self.enable_kv_cache_events else "null"
+        EventPublisherFactory.check_name(self.publisher)
 
     @classmethod
     def from_cli(cls, cli_value: str) -> Self:
@@ -172,7 +176,7 @@ class EventPublisher(publisher.EventPublisher):
     """The face of every publisher."""
 
     def get_publisher_config(self) -> KVEventsConfig | None:
-        """The settings in force, with endpoints as they were resolved; None when there are none to tell."""
+        """The settings in force, with endpoints as they were resolved; None without settings."""
         return None
 
 
@@ -181,7 +185,12 @@ class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
-    """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters."""
+    """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters.
+
+    As in vLLM, `tcp://*:0` binds a port that the OS chooses at this node's address (`get_ip`), and nowhere else.
+
+    Raises `ConfigError`, a ValueError, for `tcp://*:0` on a node without a known address.
+    """
 
     def __init__(
         self,
@@ -193,48 +202,54 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
     ) -> None:
-        # As in vLLM, what has left the buffer is gone.
-        super().__init__(data_parallel_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, compact=False)
-        self._publisher_config = KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=_advertised(self._endpoint, self._bound) or self._endpoint,
-            replay_endpoint=_advertised(self._replay_endpoint, self._replay_bound),
-            buffer_steps=buffer_steps,
-            hwm=hwm,
-            max_queue_size=max_queue_size,
-            topic=topic,
+        super().__init__(
+            data_parallel_rank, _at_node(endpoint), _at_node(replay_endpoint), buffer_steps, hwm, max_queue_size, topic
         )
 
     def get_publisher_config(self) -> KVEventsConfig:
         """The settings in force; a port left to the OS is the one it chose, at this node's address."""
-        return self._publisher_config
+        config = super().get_publisher_config()
+        return KVEventsConfig(**{field.name: getattr(config, field.name) for field in fields(KVEventsConfig)})
 
     def _refuse_collision(self, endpoint: str, replay_endpoint: str | None) -> None:
         """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in vLLM."""
 
 
-def _advertised(endpoint: str | None, bound: str | None) -> str | None:
-    """What vLLM from 0.31 reports: endpoints as configured, `tcp://*:0` as this node's address with the chosen port."""
-    found = split_tcp(bound or "")
-    if endpoint != "tcp://*:0" or found is None:
+_Endpoint = TypeVar("_Endpoint", str, str | None)
+
+
+def _at_node(endpoint: _Endpoint) -> _Endpoint:
+    """What vLLM from 0.31 binds for an endpoint: `tcp://*:0` is a port that the OS chooses at this node's address."""
+    if endpoint != "tcp://*:0":
         return endpoint
-    return f"tcp://{_node_address()}:{found[1]}"
+    address = get_ip()
+    if address in _WILDCARDS:
+        raise ConfigError(
+            f"endpoint {endpoint} is published as this node's address, which is not known; "
+            "set VLLM_HOST_IP to it, or name an address or a port in the endpoint"
+        )
+    return f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0"
 
 
-def _node_address() -> str:
-    """`VLLM_HOST_IP`, or the address that this host uses towards the world, or loopback when it has no route there."""
+_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - names to recognise
+_PROBED: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses reserved for documentation (RFC 5737, RFC 3849)."""
+
+
+def get_ip() -> str:
+    """`VLLM_HOST_IP`, or the address that this host uses towards the world, or `0.0.0.0` where it has no route there.
+
+    As `vllm.utils.network_utils.get_ip`.
+    """
     given = os.environ.get("VLLM_HOST_IP")
     if given:
-        return f"[{given}]" if ":" in given else given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing; 192.0.2.0/24 is reserved for documentation (RFC 5737).
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
+        return given
+    for family, address in _PROBED:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # of a datagram socket: this chooses a route and sends nothing
+            found: str = probe.getsockname()[0]
+            return found
+    return _WILDCARDS[0]
 
 
 class EventPublisherFactory(PublisherRegistry):

@@ -25,6 +25,13 @@ class EventPublisher(ABC):
     def shutdown(self) -> Any:
         """Stop, after sending what can be sent in bounded time."""
 
+    def get_publisher_config(self) -> Any:
+        """The settings in force, with endpoints as they were resolved; None without settings.
+
+        vLLM 0.31 and later asks for them when the engine starts (`vllm/v1/core/sched/scheduler.py`).
+        """
+        return None
+
     def stats(self) -> PublisherStats:
         """Counters since the start; all zero for publishers that count nothing."""
         return PublisherStats()

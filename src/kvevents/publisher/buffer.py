@@ -136,7 +136,7 @@ class ReplayBuffer:
         """Add batches, pushing out the oldest. Called before they are sent live, so that what was seen can be asked for."""
         with self._lock:
             self._kept.extend(batches)
-            surplus = self._count_surplus()
+            surplus = self._count_surplus(self._surplus)
         if surplus and (not self._in_background or surplus > BACKLOG):
             with self._folding:
                 self._compact()
@@ -162,11 +162,11 @@ class ReplayBuffer:
         self._in_background, self._stopped = False, True
         self._due.set()
 
-    def _count_surplus(self) -> int:
-        """How many of the oldest batches are to leave now; 0 until there are enough of them for a group."""
+    def _count_surplus(self, least: int) -> int:
+        """How many of the oldest batches are to leave now; 0 unless they are more than `least`."""
         kept = self._kept
         surplus = len(kept) - self._steps
-        surplus = surplus if surplus > self._surplus else 0
+        surplus = surplus if surplus > least else 0
         stats = self._history_stats
         if kept.bytes > KEPT_BYTES and len(kept) > 1 and stats is not None and stats.lost is None:
             surplus = max(surplus, self._heavy())
@@ -178,10 +178,10 @@ class ReplayBuffer:
         left = accumulate(self._kept, lambda left, batch: left - len(batch[1]), initial=self._kept.bytes)
         return min(sum(1 for _ in takewhile(lambda left: left > room, left)), len(self._kept) - 1)
 
-    def _compact(self) -> None:
-        """Take out of the buffer what is to leave, and fold it."""
+    def _compact(self, *, exactly: bool = False) -> None:
+        """Take out of the buffer what is to leave, and fold it; `exactly` does not wait for a group of batches."""
         with self._lock:
-            surplus = self._count_surplus()
+            surplus = self._count_surplus(0 if exactly else self._surplus)
             taken = self._kept.take(surplus) if surplus else []
         if taken and self._history is not None:
             with self._switching_off():
@@ -212,7 +212,7 @@ class ReplayBuffer:
         """
         with self._asking:
             with self._folding:
-                self._compact()
+                self._compact(exactly=True)
                 with self._lock:
                     found = self._kept.since(start) if self._kept else []
                     newest = self._kept.newest if self._kept else self._folded[0]

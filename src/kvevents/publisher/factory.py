@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final
 
 from kvevents.config import KVEventsConfig
+from kvevents.errors import ConfigError
 from kvevents.publisher.base import EventPublisher
 from kvevents.publisher.null import NullEventPublisher
 from kvevents.publisher.zmq import ZmqEventPublisher
@@ -30,9 +31,15 @@ class PublisherRegistry:
         cls._registry[name] = ctor
 
     @classmethod
-    def _constructor(cls, kind: str) -> Callable[..., EventPublisher]:
+    def check_name(cls, kind: str) -> None:
+        """Raise `ConfigError`, a ValueError, unless a publisher of this name is registered."""
         if kind not in cls._registry:
-            raise ValueError(f"Unknown event publisher '{kind}'; registered: {', '.join(sorted(cls._registry))}")
+            names = " or ".join(map(repr, sorted(cls._registry)))
+            raise ConfigError(f"Unknown event publisher '{kind}': Input should be {names}, or registered beforehand")
+
+    @classmethod
+    def _constructor(cls, kind: str) -> Callable[..., EventPublisher]:
+        cls.check_name(kind)
         return cls._registry[kind]
 
 

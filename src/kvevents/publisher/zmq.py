@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import zmq
 
-from kvevents.config import Curve, check_heartbeat, resolve_dialect
-from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind
+from kvevents.config import Curve, KVEventsConfig, check_heartbeat, resolve_dialect
+from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, split_tcp
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.events import BlockRemoved, KVEventBatch
 from kvevents.publisher import lifetime
@@ -138,6 +138,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._queue_full = Episode(logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full")
         self._bad_batches = Episode(logger, f"{self.endpoint}: a batch cannot be encoded")
         self._last_fault = ""
+        self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
         self._deadline: float | None = None
         self._closing = threading.RLock()
@@ -199,6 +200,20 @@ class ZmqEventPublisher(QueuedPublisher):
     def connections_refused(self) -> int:
         """Connections of clients that know this end's key and are not in `curve.allowed`; those to all sockets count."""
         return self._broadcast.connections_refused
+
+    def get_publisher_config(self) -> Any:
+        """The settings in force that the engines know, as `kvevents.config.KVEventsConfig`.
+
+        Endpoints are those of this rank, as configured; of a port left to the OS, with the one that it chose.
+        """
+        return KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=_resolved(self._endpoint, self._bound) or self._endpoint,
+            replay_endpoint=_resolved(self._replay_endpoint, self._replay_bound),
+            topic=self._topic_bytes.decode(),
+            **self._counts,
+        )
 
     def stats(self) -> PublisherStats:
         """Counters since the start. Safe from any thread, also after `shutdown()`."""
@@ -443,6 +458,14 @@ class ZmqEventPublisher(QueuedPublisher):
     def _after_fork(self) -> None:
         self._broadcast.forget_locks()
         self._become_child(f"it belongs to process {self._pid}, of which this one is a fork; make a publisher of your own here")
+
+
+def _resolved(endpoint: str | None, bound: str | None) -> str | None:
+    """An endpoint as configured; of a port left to the OS, the host as configured with the port that was bound."""
+    found, actual = split_tcp(endpoint or ""), split_tcp(bound or "")
+    if found is None or actual is None or found[1] != 0:
+        return endpoint
+    return f"tcp://{found[0]}:{actual[1]}"
 
 
 def _check_counts(**counts: int) -> None:
