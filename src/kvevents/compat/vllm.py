@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
@@ -202,9 +202,8 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
     ) -> None:
-        super().__init__(
-            data_parallel_rank, _at_node(endpoint), _at_node(replay_endpoint), buffer_steps, hwm, max_queue_size, topic
-        )
+        replay_at = None if replay_endpoint is None else _at_node(replay_endpoint)
+        super().__init__(data_parallel_rank, _at_node(endpoint), replay_at, buffer_steps, hwm, max_queue_size, topic)
 
     def get_publisher_config(self) -> KVEventsConfig:
         """The settings in force; a port left to the OS is the one it chose, at this node's address."""
@@ -215,10 +214,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in vLLM."""
 
 
-_Endpoint = TypeVar("_Endpoint", str, str | None)
-
-
-def _at_node(endpoint: _Endpoint) -> _Endpoint:
+def _at_node(endpoint: str) -> str:
     """What vLLM from 0.31 binds for an endpoint: `tcp://*:0` is a port that the OS chooses at this node's address."""
     if endpoint != "tcp://*:0":
         return endpoint
