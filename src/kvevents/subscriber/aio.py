@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+from kvevents.errors import ClosedError, UsageError
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.base import BaseSubscriber, Options, Sources
@@ -15,9 +17,12 @@ from kvevents.subscriber.base import BaseSubscriber, Options, Sources
 class AsyncSubscriber(BaseSubscriber[B]):
     """Follows one or many sources and hands out their deliveries in order.
 
-    Use it from one task of one event loop. Iterate over it with `async for`, or await `receive`. `decode=False` is as for
-    `Subscriber`.
+    Receive from one task, whose thread also adds and removes sources; any task or thread may call `close`, `trust`, `status` or
+    `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` is as for `Subscriber`.
     """
+
+    _waits = False
+    """Whether a task is waiting for deliveries."""
 
     if TYPE_CHECKING:
 
@@ -38,8 +43,9 @@ class AsyncSubscriber(BaseSubscriber[B]):
     async def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
         """The next delivery; None after `timeout` seconds without one (None waits without bound, 0 does not wait).
 
-        Raises `ClosedError` after `close`. Cancelling it loses nothing.
+        Raises `ClosedError` after `close`, and when another task or thread calls `close` meanwhile. Cancellation loses nothing.
         """
+        self._check_open()
         ready = self._hub.ready
         if ready or await self._take_turns(timeout):
             return ready.popleft()
@@ -52,23 +58,33 @@ class AsyncSubscriber(BaseSubscriber[B]):
     ) -> list[B | Reset | Gap]:
         """What `receive` would hand out without waiting any further, at most `limit`; empty after `timeout` seconds."""
         self._check_limit(limit)
+        self._check_open()
         if self._hub.ready or await self._take_turns(timeout):
             return self._hub.take(limit)
         return []
 
     async def _take_turns(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
         """Wait until something is ready; False after `timeout`."""
-        self._check_open()
         hub, clock = self._hub, self._clock
         end = None if timeout is None else clock() + timeout
-        while True:
-            await self._wait(end)
-            self._check_open()
-            hub.turn(hub.transport.wait(0), clock())
-            if hub.ready:
-                return True
-            if end is not None and clock() >= end:
-                return False
+        if self._waits:
+            raise UsageError(f"another task is waiting in receive() of this {type(self).__name__}; receive from one task")
+        call = object()
+        try:
+            self._waits = True
+            self._enter(call)
+            while True:
+                await self._wait(end)
+                with self._lock:
+                    self._check_open()
+                    hub.turn(hub.transport.wait(0), clock())
+                if hub.ready:
+                    return True
+                if end is not None and clock() >= end:
+                    return False
+        finally:
+            self._waits = False
+            self._leave(call)
 
     async def _wait(self, end: float | None) -> None:
         """Until a link has something, a timer is due, or `end`."""
@@ -80,21 +96,28 @@ class AsyncSubscriber(BaseSubscriber[B]):
         if pause == 0:
             await asyncio.sleep(0)
         elif descriptor < 0:
-            self._hub.turn(self._hub.transport.wait(pause), self._clock())
+            with self._lock:
+                self._hub.turn(self._hub.transport.wait(pause), self._clock())
             await asyncio.sleep(0)
         else:
             await _readable(descriptor, pause)
 
     async def __aiter__(self) -> AsyncIterator[B | Reset | Gap]:
+        """Every delivery until `close`."""
         ready = self._hub.ready
         while not self._closed:
             if ready:
                 yield ready.popleft()
             else:
-                await self._take_turns(None)
+                with suppress(ClosedError):
+                    await self._take_turns(None)
 
     async def close(self) -> None:
-        """Close every connection; idempotent."""
+        """Stop: iteration ends, and `receive` raises `ClosedError`, also where another task is waiting in it. Idempotent.
+
+        Any task or thread may call it; it does not wait. A call that is waiting closes the connections as it returns.
+        Otherwise they are closed when this returns.
+        """
         self._close()
 
     async def __aenter__(self) -> Self:

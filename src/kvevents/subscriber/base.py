@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypedDict
@@ -37,7 +38,14 @@ class Options(TypedDict, total=False):
 
 
 class BaseSubscriber(Generic[B]):
-    """Sources in, state out; how to wait is the front end's."""
+    """Sources in, state out; how to wait is the front end's.
+
+    Threads. The connections belong to the calls that use them: `add`, `remove` and the wait inside `receive`. `_calls` holds a
+    token for each of them. `close` may come from anywhere, also from a signal handler in the middle of a call. It closes the
+    connections itself if no call uses them; else it wakes the call, and the last call to leave closes them. Either side first
+    changes its own variable (`_closed` or `_calls`) and then reads the other one, so one of them always sees both changes.
+    `_lock` is held while streams are read or changed, never while waiting for messages.
+    """
 
     def __init__(
         self,
@@ -52,6 +60,8 @@ class BaseSubscriber(Generic[B]):
         self._clock = clock
         self._hub: Hub[B] = Hub(transport or ZmqTransport(), limits, max_concurrent_replays, decode=decode)
         self._closed = False
+        self._calls: set[object] = set()
+        self._lock = threading.RLock()
         try:
             for source in [sources] if isinstance(sources, (Source, str)) else sources:
                 self.add(source)
@@ -68,13 +78,23 @@ class BaseSubscriber(Generic[B]):
         Raises `ConfigError` for a name and rank that are followed already, or that are not those of `resume`, `EndpointError`
         for an impossible endpoint.
         """
-        self._check_open()
-        self._hub.add(Source(source) if isinstance(source, str) else source, resume)
+        call = object()
+        try:
+            self._enter(call)
+            with self._lock:
+                self._hub.add(Source(source) if isinstance(source, str) else source, resume)
+        finally:
+            self._leave(call)
 
     def remove(self, name: str, rank: int = 0) -> None:
         """Stop following a source; deliveries already received from it are still handed out."""
-        self._check_open()
-        self._hub.remove(name, rank)
+        call = object()
+        try:
+            self._enter(call)
+            with self._lock:
+                self._hub.remove(name, rank)
+        finally:
+            self._leave(call)
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings | None) -> None:
         """Say what reading and applying a batch has shown; without it, trust does not know. None says nothing.
@@ -84,30 +104,39 @@ class BaseSubscriber(Generic[B]):
         may come next. There is nothing to say of other deliveries, nor of sources that were removed; it does nothing then.
         """
         if findings is not None:
-            self._hub.report(delivery, findings)
+            with self._lock:
+                self._hub.report(delivery, findings)
 
     def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
         """What to keep of a stream to `resume` it in a later process: how far its deliveries were handed out, no further.
 
         Take it when everything received was applied and reported. It may be taken after `close`, too.
         """
-        return self._hub.checkpoint(name, rank)
+        with self._lock:
+            return self._hub.checkpoint(name, rank)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The same of every stream."""
-        return self._hub.checkpoints()
+        with self._lock:
+            return self._hub.checkpoints()
 
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
-        """How far the deliveries of a stream can be trusted; `name` may be left out when there is one stream only."""
-        return self._hub.trust(name, rank)
+        """How far the deliveries of a stream can be trusted; `name` may be left out when there is one stream only.
+
+        Any thread may call this, `status` and `statuses`, also after `close`.
+        """
+        with self._lock:
+            return self._hub.trust(name, rank)
 
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Trust, numbers and counters of one stream."""
-        return self._hub.status(name, rank)
+        with self._lock:
+            return self._hub.status(name, rank)
 
     def statuses(self) -> list[StreamStatus]:
         """The same of every stream."""
-        return self._hub.statuses()
+        with self._lock:
+            return self._hub.statuses()
 
     @staticmethod
     def _check_limit(limit: int | None) -> None:
@@ -118,10 +147,29 @@ class BaseSubscriber(Generic[B]):
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
 
+    def _enter(self, call: object) -> None:
+        """Begin to use the connections; `_leave` must follow. Raises `ClosedError`."""
+        self._calls.add(call)
+        self._check_open()
+
+    def _leave(self, call: object) -> None:
+        """Stop using the connections, and close them if `close` came meanwhile."""
+        self._calls.discard(call)
+        if self._closed:
+            self._release()
+
     def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._hub.close()
+        self._closed = True
+        if self._calls:
+            self._hub.transport.wake()
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            if not self._calls:
+                self._hub.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {'closed' if self._closed else self._hub.describe()}>"
+        with self._lock:
+            return f"<{type(self).__name__} {'closed' if self._closed else self._hub.describe()}>"

@@ -255,7 +255,7 @@ class Hub(Generic[B]):
             heapq.heappush(self._timers, (due, self._tie, entry))
 
     def close(self) -> None:
-        """Close every link."""
+        """Close every link; idempotent."""
         for entry in self._entries.values():
             entry.link.close()
         self.transport.close()

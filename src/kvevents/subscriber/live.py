@@ -10,7 +10,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.stream import Source, Stream
 from kvevents.subscriber.draining import drain, drain_live, has_news
-from kvevents.subscriber.sockets import Sockets, attach, drop, watch
+from kvevents.subscriber.sockets import Sockets, attach, drop, end_monitor, monitor, watch
 
 _UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN: Final = zmq.Event.DISCONNECTED
@@ -53,7 +53,7 @@ class ZmqLive:
         source, selector = self._source, self._selector
         self._sub = self._sockets.open(zmq.SUB, source.endpoint)
         try:
-            self._monitor = self._sub.get_monitor_socket(_UP | _DOWN | _RETRIED)
+            self._monitor = monitor(self._sub, _UP | _DOWN | _RETRIED)
             self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
             self._sub.subscribe(source.topic.encode())
             watch(selector, self._sub, self._link)
@@ -139,7 +139,7 @@ class ZmqLive:
         """Close both sockets."""
         if not self._sub.closed:
             if self._monitor is not None:
-                self._sub.disable_monitor()
+                end_monitor(self._sub)
                 drop(self._selector, self._monitor)
                 self._monitor = None
             drop(self._selector, self._sub)

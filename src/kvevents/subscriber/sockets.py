@@ -57,6 +57,21 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> None:
         ) from error
 
 
+def monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """Open the socket on which libzmq reports these connection events."""
+    while True:
+        # pyzmq repeats other calls that a signal has interrupted, but not this one.
+        with contextlib.suppress(zmq.error.InterruptedSystemCall):
+            return socket.get_monitor_socket(events)
+
+
+def end_monitor(socket: zmq.Socket[bytes]) -> None:
+    """Have libzmq report nothing more."""
+    while True:
+        with contextlib.suppress(zmq.error.InterruptedSystemCall):
+            return socket.disable_monitor()
+
+
 def watch(selector: selectors.BaseSelector, socket: zmq.Socket[bytes], link: object) -> None:
     """Have the selector tell of `link` when a socket has news."""
     selector.register(socket.fileno(), selectors.EVENT_READ, link)

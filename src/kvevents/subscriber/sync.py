@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+from kvevents.errors import ClosedError
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.base import BaseSubscriber, Options, Sources
@@ -14,7 +16,8 @@ from kvevents.subscriber.base import BaseSubscriber, Options, Sources
 class Subscriber(BaseSubscriber[B]):
     """Follows one or many sources and hands out their deliveries in order.
 
-    Use it from one thread. Iterate over it, or call `receive`::
+    Receive from one thread, which also adds and removes sources; any thread may call `close`, `trust`, `status` and `statuses`.
+    Iterate over it, or call `receive`::
 
         with Subscriber(Source("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")) as subscriber:
             for delivery in subscriber:
@@ -43,8 +46,9 @@ class Subscriber(BaseSubscriber[B]):
     def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:
         """The next delivery; None after `timeout` seconds without one (None waits without bound, 0 does not wait).
 
-        Raises `ClosedError` after `close`.
+        Raises `ClosedError` after `close`, and when another thread or a signal handler calls `close` meanwhile.
         """
+        self._check_open()
         ready = self._hub.ready
         if ready or self._take_turns(timeout):
             return ready.popleft()
@@ -53,21 +57,29 @@ class Subscriber(BaseSubscriber[B]):
     def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[B | Reset | Gap]:
         """What `receive` would hand out without waiting any further, at most `limit`; empty after `timeout` seconds."""
         self._check_limit(limit)
+        self._check_open()
         if self._hub.ready or self._take_turns(timeout):
             return self._hub.take(limit)
         return []
 
     def _take_turns(self, timeout: float | None) -> bool:
         """Wait until something is ready; False after `timeout`."""
-        self._check_open()
         hub, clock = self._hub, self._clock
         end = None if timeout is None else clock() + timeout
-        while True:
-            hub.turn(hub.transport.wait(self._pause(clock(), end)), clock())
-            if hub.ready:
-                return True
-            if end is not None and clock() >= end:
-                return False
+        call = object()
+        try:
+            self._enter(call)
+            while True:
+                links = hub.transport.wait(self._pause(clock(), end))
+                with self._lock:
+                    self._check_open()
+                    hub.turn(links, clock())
+                if hub.ready:
+                    return True
+                if end is not None and clock() >= end:
+                    return False
+        finally:
+            self._leave(call)
 
     def _pause(self, now: float, end: float | None) -> float | None:
         due = self._hub.timeout(now)
@@ -77,15 +89,21 @@ class Subscriber(BaseSubscriber[B]):
         return left if due is None else min(due, left)
 
     def __iter__(self) -> Iterator[B | Reset | Gap]:
+        """Every delivery until `close`."""
         ready = self._hub.ready
         while not self._closed:
             if ready:
                 yield ready.popleft()
             else:
-                self._take_turns(None)
+                with suppress(ClosedError):
+                    self._take_turns(None)
 
     def close(self) -> None:
-        """Close every connection; idempotent."""
+        """Stop: iteration ends, and `receive` raises `ClosedError`, also where another thread is waiting in it. Idempotent.
+
+        Any thread and any signal handler may call it; it does not wait. A call that is waiting closes the connections as it
+        returns. Otherwise they are closed when this returns.
+        """
         self._close()
 
     def __enter__(self) -> Self:

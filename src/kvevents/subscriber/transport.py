@@ -50,6 +50,13 @@ class Transport(Protocol):
         """A descriptor that is readable when `wait` has something; -1 when there is none and `wait` must be asked."""
         ...
 
+    def wake(self) -> None:
+        """Make the present call of `wait` return, and every later one: the subscriber is being closed.
+
+        Any thread may call it, a signal handler too, also after `close`.
+        """
+        ...
+
     def close(self) -> None:
         """Release what the links shared; idempotent."""
         ...

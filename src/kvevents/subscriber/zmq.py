@@ -7,8 +7,10 @@ libzmq signals a socket's descriptor once per change; therefore each socket is r
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import selectors
+import threading
 from typing import Any, Final
 
 import zmq
@@ -45,6 +47,12 @@ class ZmqTransport:
         self._context = context or _private_context()
         self._selector = selectors.DefaultSelector()
         self._links: set[ZmqLink] = set()
+        self._wake_lock = threading.RLock()
+        """So that `wake` never writes to a descriptor that `close` has given back."""
+        self._closed = False
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def open(self, source: Source) -> ZmqLink:
         """Start connecting to `source`."""
@@ -57,19 +65,31 @@ class ZmqTransport:
 
     def wait(self, timeout: float | None) -> set[ZmqLink]:
         """Links whose descriptors are signalled."""
-        return {key.data for key, _ in self._selector.select(timeout)}
+        return {key.data for key, _ in self._selector.select(timeout) if key.data is not None}
 
     def fileno(self) -> int:
         """The selector's own descriptor, where the platform has one (epoll, kqueue)."""
         fileno = getattr(self._selector, "fileno", None)
         return -1 if fileno is None else int(fileno())
 
+    def wake(self) -> None:
+        """Leave something to read in the selector."""
+        with self._wake_lock, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._wake_writer, b"\0")
+
     def close(self) -> None:
         """Close every link and the context, if it is ours."""
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._wake_writer)
         for link in self._links:
             link.close()
         self._links.clear()
         self._selector.close()
+        os.close(self._wake_reader)
         if self._owned:
             # Not term(): a socket that an exception left half made would block it for ever.
             self._context.destroy(linger=0)

@@ -203,6 +203,9 @@ class FakeTransport:
         """No descriptor: `wait` must be asked."""
         return -1
 
+    def wake(self) -> None:
+        """`wait` never waits."""
+
     def close(self) -> None:
         """Close every link."""
         for link in self._links:
