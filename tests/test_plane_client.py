@@ -15,7 +15,7 @@ pytest.importorskip("nats")
 from kvevents.errors import PlaneError
 from kvevents.plane import voice
 from kvevents.plane.client import NotPermittedError, PlaneClient
-from kvevents.plane.connection import opened
+from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.faults import told
 from kvevents.plane.settings import PlaneSettings
 from test_discovery_backoff import within
@@ -25,7 +25,7 @@ class Script:
     """A server of NATS that greets, answers pings, and says what a test wants it to."""
 
     def __init__(self) -> None:
-        self.info: dict[str, Any] = {"server_id": "x", "version": "2.9.10", "max_payload": 1 << 20, "headers": True}
+        self.info: dict[str, Any] = {"server_id": "x", "version": "2.11.0", "max_payload": 1 << 20, "headers": True}
         self.connections = 0
         self.nonsense: list[bytes] = []
         """Said to a connection, one after another, in the place of a greeting."""
@@ -198,3 +198,25 @@ async def test_who_publishes_to_a_server_that_takes_nothing_can_be_cancelled() -
         client.abandon()
         await within(client.close())
         taken.set()
+
+
+async def test_a_server_that_is_too_old_is_refused_with_its_version() -> None:
+    """Before anything is asked of JetStream, in a sentence that says what to do."""
+    script = Script()
+    script.info["version"] = "2.10.29"
+    async with script.serving() as settings, opened(settings, name="test") as client:
+        sentence = r"127\.0\.0\.1:\d+ has version 2\.10\.29; a plane needs nats-server 2\.11 or newer"
+        with pytest.raises(PlaneError, match=sentence) as caught:
+            await require_jetstream(client)
+        assert caught.value.fault == "old"
+        assert not any(b"$JS.API" in line for line in script.lines)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.1-RC.1", "3.0.0", "built-here"])
+async def test_newer_servers_and_builds_without_a_number_are_asked(version: str) -> None:
+    script = Script()
+    script.info["version"] = version
+    async with script.serving() as settings, opened(settings, name="test") as client:
+        asking = asyncio.create_task(require_jetstream(client))
+        await script.wait_for(b"PUB $JS.API.INFO")
+        asking.cancel()

@@ -340,6 +340,27 @@ async def test_a_lease_outlives_a_server_that_is_killed_and_comes_back(tmp_path:
             keeping.cancel()
 
 
+async def test_a_renewal_that_was_sent_late_is_not_taken_for_somebody_else(server: NatsServer) -> None:
+    """As one that waited in the client for the servers to come back: it changes the entry between reading and taking it."""
+    async with bucket(server, name="late") as found:
+        lease = found.lease()
+        assert await lease.acquire()
+        before = await found.store.get(KEY)
+        await found.store.update(KEY, before.value, before.revision)
+        now = lease._clock()
+        lease._clock = lambda: now + 2 * lease.seconds  # type: ignore[misc]
+        assert not held(lease)
+        read = lease._read
+        reads = iter([leases._Entry(before.revision, lease._own)])
+
+        async def stale() -> leases._Entry | None:
+            return next(reads, None) or await read()
+
+        lease._read = stale  # type: ignore[method-assign]
+        assert await lease.acquire()
+        assert held(lease)
+
+
 async def test_what_cannot_be_renewed_is_lost_by_the_own_clock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with nats_server(tmp_path) as server:
         async with bucket(server, name="away") as found:

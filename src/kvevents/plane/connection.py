@@ -34,6 +34,9 @@ PENDING_BYTES: Final = 8 << 20
 CLOSE_SECONDS: Final = 5.0
 """For what was published to reach the server, and for the end."""
 
+LEAST_VERSION: Final = (2, 11)
+"""Of nats-server: the oldest that is tested with, and whose releases still get fixes."""
+
 _FIRST_HINTS: Final[dict[Fault, str]] = {
     "away": "look whether it runs, and whether its name and port are these",
     "denied": "it does not take this login; look at user and password, token, credentials or nkey",
@@ -93,7 +96,11 @@ async def close(client: PlaneClient) -> None:
 
 
 async def require_jetstream(client: Client) -> AccountInfo:
-    """What this account has and may have in JetStream. Raises `PlaneError` where JetStream is not enabled, or not reached."""
+    """What this account has and may have in JetStream.
+
+    Raises `PlaneError` where JetStream is not enabled, or not reached, or older than `LEAST_VERSION`.
+    """
+    _require_version(client)
     try:
         with told("asking for JetStream"):
             return await client.jetstream(timeout=CLOSE_SECONDS).account_info()
@@ -107,6 +114,22 @@ async def require_jetstream(client: Client) -> AccountInfo:
             "that of its account where there are accounts",
             fault=error.fault,
         ) from error
+
+
+def _require_version(client: Client) -> None:
+    version = client.connected_server_version
+    try:
+        found = (version.major, version.minor)
+    except ValueError:  # a build of somebody's own
+        return
+    if found < LEAST_VERSION:
+        server = client.connected_url
+        where = f" at {server.hostname}:{server.port}" if server is not None else ""
+        raise PlaneError(
+            f"the NATS server{where} has version {version.major}.{version.minor}.{version.patch}; a plane needs nats-server "
+            f"{'.'.join(map(str, LEAST_VERSION))} or newer: update it",
+            fault="old",
+        )
 
 
 def _says_there_is_none(error: BaseException | None) -> bool:

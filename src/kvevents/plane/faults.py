@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias
 from kvevents.errors import PlaneError
 
 Fault: TypeAlias = Literal[
-    "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "refused", "timeout", "tls"
+    "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
 ]
 """What `PlaneError.fault` is, besides `other`."""
 
@@ -29,6 +29,7 @@ HINTS: Final[dict[Fault, str]] = {
     "full": "the stream, the account or the disk has no room left; raise its limit or free some",
     "large": "the message is above what the server or the stream takes; raise max_payload",
     "missing": "it has never been there, or somebody has deleted it",
+    "old": "update it",
     "refused": "the server understands the request and will not have it",
     "timeout": "there was no answer in time; look at the servers' load, their disks, and whether a majority of them runs",
     "tls": "look at tls_ca, tls_certificate, tls_key and tls_hostname, and whether the server speaks TLS",

@@ -198,9 +198,11 @@ class Lease:
             except PlaneError:
                 if self._clock() >= end:
                     raise
-            if (left := end - self._clock()) <= 0:
+            left = end - self._clock()
+            if left <= 0 and self.rival is not None:
                 return False
-            await asyncio.sleep(min(left, AGAIN_SECONDS))
+            # Without a rival the entry changed after it was read, perhaps by a renewal of this process that was sent late.
+            await asyncio.sleep(min(left, AGAIN_SECONDS) if left > 0 else AGAIN_SECONDS)
 
     async def renew(self) -> bool:
         """Hold it for `seconds` from now on; False when it is lost, which `lost` explains.
@@ -257,9 +259,9 @@ class Lease:
     async def _try(self) -> bool:
         if self.is_held:
             return True
+        self.rival = None
         found = await self._read()
         if found is None:
-            self.rival = None
             return await self._put(None)
         if self._may_take(found):
             return await self._put(found.revision)
