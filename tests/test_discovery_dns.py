@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -221,12 +222,25 @@ async def test_cancelling_ends_it_in_the_middle_of_a_question(server: NameServer
         await within(following)
 
 
+NO_NAME, NO_SCHEME = "is no name to resolve; write HOST:PORT", "cannot be followed; write tcp://"
+
+
 @pytest.mark.parametrize(
-    "target", ["", "engines.test", "engines.test:0", "engines.test:65536", "engines.test:x", ":5557", "udp://h:1", "tcp://h"]
+    ("target", "says"),
+    [
+        ("", NO_NAME),
+        ("engines.test", NO_NAME),
+        ("engines.test:0", NO_NAME),
+        ("engines.test:65536", NO_NAME),
+        ("engines.test:x", NO_NAME),
+        (":5557", NO_NAME),
+        ("udp://h:1", NO_SCHEME),
+        ("tcp://h", NO_NAME),
+    ],
 )
-def test_a_target_that_is_none(target: str) -> None:
-    """Refused when it is written, with what it should look like."""
-    with pytest.raises(ConfigError, match="write"):
+def test_an_invalid_target_is_refused(target: str, says: str) -> None:
+    """When it is written, with the target and what it should look like."""
+    with pytest.raises(ConfigError, match=re.escape(f"{target!r} {says}")):
         DnsProvider(target, MODEL)
 
 

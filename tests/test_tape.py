@@ -647,6 +647,10 @@ def test_recorded_gaps() -> None:
 def test_only_timestamps_are_moved(payload: bytes) -> None:
     """What does not begin with an array and a float is played as it is in every round."""
     assert restamp(payload, 5.0) == payload
+
+
+def test_timestamps_are_moved() -> None:
+    """By as many seconds as the round began later, and nothing else of the batch."""
     assert restamp(stamped(1.5), 2.0) == stamped(3.5)
 
 
