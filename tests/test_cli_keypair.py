@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvevents.certificates import read_pair, read_public_keys
-from kvevents.cli.asking import first_to_answer
+from kvevents.cli.asking import ask
 from kvevents.cli.unlocking import unlock
 from kvevents.config import Curve
 from kvevents.events import BlockRemoved, EventBatch
@@ -121,7 +121,7 @@ def test_record_with_keys(keys: Path, tmp_path: Path) -> None:
     assert '"pub"' in (tmp_path / "run.jsonl").read_text()
 
 
-def test_a_replay_endpoint_is_looked_for_with_keys(keys: Path) -> None:
+def test_a_replay_endpoint_is_asked_with_keys(keys: Path) -> None:
     """It answers those whom it lets in."""
     server = read_public_keys(keys / "engine.key")[0]
     friend, stranger = (
@@ -130,9 +130,9 @@ def test_a_replay_endpoint_is_looked_for_with_keys(keys: Path) -> None:
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         replay = publisher.replay_endpoint
         assert replay is not None
-        assert first_to_answer([replay], 20.0, friend) == replay
-        assert first_to_answer([replay], 0.2, stranger) is None
-        assert first_to_answer([replay], 0.2) is None
+        assert ask(replay, 0, silence=20.0, seconds=20.0, curve=friend).answered
+        assert not ask(replay, 0, silence=0.2, seconds=0.2, curve=stranger).answered
+        assert not ask(replay, 0, silence=0.2, seconds=0.2).answered
 
 
 def test_a_consumer_that_listens(keys: Path) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from kvevents.cli import objects
-from kvevents.cli.asking import first_to_answer
-from kvevents.cli.sources import replay_candidates
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
 from kvevents.stream import Batch, Gap, Reset, Trust
@@ -134,31 +132,30 @@ def test_gaps_and_resets_stand_out_even_when_quiet() -> None:
     assert re.search(r"1 gap, 2 lost, 1 reset,", ended.err)
 
 
-def test_ranks_count_up_from_both_ports_and_replay_is_found_behind_them() -> None:
+def test_ranks_count_up_from_both_ports() -> None:
+    """Of the endpoint and of the replay endpoint, which are those of rank 0."""
     with adjacent(ranks=2) as tapes:
         for tape in tapes:
             tape.play(3)
-        ended = run("tail", tapes[0].endpoint, "--ranks", 2, "--json", "--count", 6)
-    assert f"replay endpoint: {tapes[0].replay_endpoint} answers" in ended.err
+        ended = run("tail", tapes[0].endpoint, "--replay", tapes[0].replay_endpoint, "--ranks", 2, "--json", "--count", 6)
     found = sorted((each["rank"], each["seq"]) for each in objects_of(ended.out))
     assert found == [(rank, seq) for rank in (0, 1) for seq in range(3)]
 
 
-def test_where_replay_is_looked_for() -> None:
-    assert replay_candidates("tcp://h:6000") == ["tcp://h:6001", "tcp://h:5558"]
-    assert replay_candidates("tcp://h:5557") == ["tcp://h:5558"]
-    assert replay_candidates("tcp://h:5557", ranks=4) == ["tcp://h:5561"]
-    assert replay_candidates("tcp://h:65535") == ["tcp://h:5558"]
-    assert replay_candidates("ipc:///x") == []
-
-
-def test_the_first_candidate_that_answers_is_taken_and_a_mute_one_is_not() -> None:
-    with tape_of(*MIXED) as one, tape_of(*MIXED) as other, tape_of(*MIXED, replay_mute=True) as mute:
-        ends = [tape.replay_endpoint or "" for tape in (mute, one, other)]
-        assert first_to_answer(ends, timeout=0.3) == ends[1]
-        assert first_to_answer([ends[1], ends[2]]) == ends[1]
-        assert first_to_answer(ends[:1], timeout=0.1) is None
-        assert first_to_answer([]) is None
+@pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
+def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> None:
+    """The next port answers replay requests for another engine: its batches are not delivered, and stderr says what to add."""
+    other = [(b"other", seq, payload(AllBlocksCleared())) for seq in range(40)]
+    words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
+    with adjacent(tape=MIXED, faults=Faults(replay_foreign=other)) as (tape,):
+        tape.play(2)
+        with Program(*words, tape.endpoint, "--count", 2) as program:
+            assert tape.wait_for_subscriber(SECONDS)
+            tape.play(2)
+            ended = program.end()
+    assert f"add --replay tcp://HOST:PORT (`kvevents doctor {tape.endpoint}` looks for it), or --no-replay" in ended.err
+    assert "2 batches, 0 replayed" in ended.err
+    assert "DEGRADED (no replay endpoint" in ended.err + ended.out
 
 
 def test_without_replay_it_says_that_losses_cannot_be_mended(tmp_path: Path) -> None:
@@ -167,14 +164,15 @@ def test_without_replay_it_says_that_losses_cannot_be_mended(tmp_path: Path) -> 
         assert tape.wait_for_subscriber(SECONDS)
         tape.play(2)
         ended = program.end()
-    assert "losses are told but cannot be mended; name one with --replay" in ended.err
+    assert "no replay endpoint given: lost batches stay lost; add --replay" in ended.err
     assert "DEGRADED (no replay endpoint" in ended.err
 
 
 def test_it_waits_for_an_engine_that_is_not_there_yet_and_misses_nothing() -> None:
+    """Replay brings what the engine sent before the connection was there."""
     with adjacent() as (tape,):
         tape.stop()
-        with Program("tail", tape.endpoint, "--count", 10) as program:
+        with Program("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--count", 10) as program:
             program.err.wait("waiting for .*: nothing listens there yet")
             tape.restart()
             tape.play(10)
@@ -184,26 +182,27 @@ def test_it_waits_for_an_engine_that_is_not_there_yet_and_misses_nothing() -> No
 
 
 def test_exit_code_3_when_nothing_ever_arrives() -> None:
+    """Neither from an idle engine nor from one that is not there."""
     with tape_of(*MIXED) as tape, refusing() as nowhere:
         idle = run(*tail(tape, "--idle", 0.3))
-        absent = run("tail", nowhere, "--idle", 0.3)
+        absent = run("tail", nowhere, "--no-replay", "--idle", 0.3)
         tape.play()
         heard = run(*tail(tape, "--idle", 0.3))
     assert idle.code == absent.code == 3
-    assert re.search(r"trust EXACT\nnothing arrived within 0.3 s; `kvevents doctor tcp://\S+` finds out why", idle.err)
+    assert re.search(r"\nnothing arrived within 0.3 s; `kvevents doctor tcp://\S+` finds out why", idle.err)
     assert "nothing listens there yet" in absent.err
     assert heard.code == 0
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
 def test_seconds_are_over_also_where_no_engine_comes(command: list[str], tmp_path: Path) -> None:
+    """Whichever of the two limits comes first ends the wait."""
     words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
     with refusing() as nowhere:
-        alone, before_idle = run(*words, nowhere, "--seconds", 0.3), run(*words, nowhere, "--seconds", 0.3, "--idle", 60)
-        idle = run(*words, nowhere, "--seconds", 60, "--idle", 0.3)
-    assert [ended.code for ended in (alone, before_idle, idle)] == [0, 0, 3]
-    assert alone.err.endswith("0.3 s are over, and no engine was there\n")
-    assert before_idle.err == alone.err
+        alone = run(*words, nowhere, "--seconds", 0.3)
+        idle = run(*words, nowhere, "--seconds", 60, "--idle", 0.3, *(["--force"] if "record" in words else []))
+    assert [ended.code for ended in (alone, idle)] == [0, 3]
+    assert "0 batches, 0 replayed, 0 gaps, 0 lost, 0 resets, trust CONNECTING" in alone.err
     assert "nothing arrived within 0.3 s" in idle.err
 
 

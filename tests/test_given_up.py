@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvevents.cli.asking import _request as request
-from kvevents.cli.asking import ask, dealers, first_to_answer
+from kvevents.cli.asking import ask, dealers
 from kvevents.events import KVEventBatch
 from kvevents.publisher import ZmqEventPublisher, connecting
 from kvevents.stream import Ask, Batch, Source
@@ -145,7 +145,6 @@ def test_asking_a_peer_that_has_broken_the_protocol_waits_for_nothing(peer: Call
         request(socket, 0)
     endpoint = peer(no_replay_endpoint, no_replay_endpoint).endpoint
     assert not ask(endpoint, 0, silence=0.1, seconds=1).answered
-    assert first_to_answer([endpoint], timeout=0.1) is None
 
 
 def test_a_publisher_that_connects_comes_back_to_who_listens(

@@ -13,12 +13,8 @@ import zmq
 
 from kvevents.config import Curve
 from kvevents.errors import EndpointError
-from kvevents.wire import MAX_SEQ, ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
+from kvevents.wire import ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
 
-LOOKUP_SECONDS: Final = 1.0
-"""How long an unknown endpoint has to answer. Idle engines need up to 0.1 s."""
-BEYOND_ALL: Final = MAX_SEQ
-"""A start that no stream reaches: the engine answers with an end marker alone, which costs it nothing."""
 MAX_REPLY_MESSAGES: Final = 200_000
 """Messages read of one reply; an engine keeps 10,000 batches. An endless reply ends here."""
 
@@ -75,32 +71,10 @@ def _dealer(context: zmq.Context[Dealer], endpoint: str, curve: Curve | None) ->
     return socket
 
 
-def first_to_answer(endpoints: Sequence[str], timeout: float = LOOKUP_SECONDS, curve: Curve | None = None) -> str | None:
-    """The first of `endpoints`, in their order, that answers a replay request; None when none does in time."""
-    if not endpoints:
-        return None
-    answered: set[str] = set()
-    with dealers(endpoints, curve) as sockets:
-        names = dict(zip(sockets, endpoints, strict=True))
-        poller = zmq.Poller()
-        for socket in sockets:
-            poller.register(socket, zmq.POLLIN)
-            _request(socket, BEYOND_ALL)
-        until = time.monotonic() + timeout
-        while endpoints[0] not in answered and (left := until - time.monotonic()) > 0:
-            for socket, _ in poller.poll(ceil(1000 * left)):
-                answered |= {names[socket]} if _is_answer(socket.recv_multipart()) else set()
-    return next((endpoint for endpoint in endpoints if endpoint in answered), None)
-
-
 def _request(socket: Dealer, start: int) -> None:
     # A peer that has broken the protocol by now takes nothing any more, and answers nothing.
     with suppress(zmq.Again):
         socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
-
-
-def _is_answer(frames: list[bytes]) -> bool:
-    return isinstance(parse_replay_reply(frames), ReplayBatch | ReplayEnd)
 
 
 def ask(endpoint: str, start: int, *, silence: float, seconds: float, curve: Curve | None = None) -> Reply:

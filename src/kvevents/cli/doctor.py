@@ -11,10 +11,12 @@ from typing import Final
 import msgspec
 
 from kvevents.cli import options
-from kvevents.cli.asking import Reply, first_to_answer
+from kvevents.cli.asking import Reply
 from kvevents.cli.checkup.address import check_address, next_ranks
-from kvevents.cli.checkup.findings import Finding, Verdict, worst
-from kvevents.cli.checkup.replay import check_replay, contents_of, topics_of
+from kvevents.cli.checkup.candidate import examine_candidate
+from kvevents.cli.checkup.comparing import check_losses, check_stream, compare
+from kvevents.cli.checkup.findings import Finding, Verdict, warn, worst
+from kvevents.cli.checkup.replay import NAME_IT, check_replay, contents_of, topics_of
 from kvevents.cli.checkup.sample import MAX_PER_TURN, Sample
 from kvevents.cli.checkup.service import ServiceExamination
 from kvevents.cli.checkup.traffic import check_decoding, check_frames, check_ranks, check_topic, check_traffic
@@ -22,7 +24,6 @@ from kvevents.cli.checkup.trust import check_trust
 from kvevents.cli.client import client_of
 from kvevents.cli.command import COULD_NOT_LOOK, FAILED, OK, Command
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.sources import replay_candidates
 from kvevents.cli.stopping import Stop
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
@@ -59,7 +60,6 @@ class Examination:
         self.replay: str | None = args.replay
         self._curve = options.curve_of(args)
         self._args = args
-        self._tried: list[str] = []
 
     def findings(self) -> Iterator[Finding]:
         """Every check whose preconditions hold, from the address up to trust."""
@@ -68,18 +68,45 @@ class Examination:
             yield from found
             if not publishes:
                 return
-        self._look_for_replay()
-        replay, reply = check_replay(self.replay, self._tried, self._curve)
-        with Stop() as stop, Sample(self._args.endpoint, bind=self._args.bind, curve=self._curve) as sample:
+        replay: list[Finding] = []
+        reply: Reply | None = None
+        with Stop() as stop, self._sample() as sample:
+            if self.replay is None:
+                replay.append(self._look_for_replay(sample, stop))
+            if self.replay is not None:
+                found, reply = check_replay(self.replay, self._curve)
+                replay += found
             status = self._watch(sample, stop)
         yield from self._traffic(sample, reply, status.trust != Trust.CONNECTING)
         yield from replay
+        yield from self._comparisons(sample, reply)
         yield check_trust(status, self._args.seconds)
 
-    def _look_for_replay(self) -> None:
-        if self.replay is None and not self._args.no_replay and not self._args.bind:
-            self._tried = replay_candidates(self._args.endpoint)
-            self.replay = first_to_answer(self._tried, curve=self._curve)
+    def _sample(self) -> Sample:
+        return Sample(self._args.endpoint, self._args.topic, bind=self._args.bind, curve=self._curve)
+
+    def _look_for_replay(self, sample: Sample, stop: Stop) -> Finding:
+        """Use the unnamed replay endpoint if it is proven to belong to this stream; what was found."""
+        if self._args.no_replay or self._args.bind:
+            return warn("replay", "no replay endpoint given: what is missed cannot be had again", NAME_IT)
+
+        def wait_for_live() -> None:
+            self._until_over(stop, lambda: sample.take(TURN), lambda: bool(sample.numbers.received))
+
+        found = examine_candidate(self._args.endpoint, sample.numbers, wait_for_live, self._curve)
+        self.replay = found.endpoint
+        return found.finding
+
+    def _comparisons(self, sample: Sample, reply: Reply | None) -> Iterator[Finding]:
+        """Whether replay belongs to the stream, and what was lost of the live batches."""
+        proven: str | None = None
+        if self.replay is not None and reply is not None and reply.answered:
+            comparison = compare(self.replay, sample.numbers, self._curve)
+            if (finding := check_stream(self.replay, comparison)) is not None:
+                yield finding
+            proven = self.replay if comparison.same_stream else None
+        if (losses := check_losses(sample.numbers, proven, self._curve)) is not None:
+            yield losses
 
     def _watch(self, sample: Sample, stop: Stop) -> StreamStatus:
         """Take the sample and follow the stream, at the same time where both can connect."""
@@ -91,9 +118,9 @@ class Examination:
             self._until_over(stop, lambda: self._turn(subscriber, sample))
             return subscriber.statuses()[0]
 
-    def _until_over(self, stop: Stop, turn: Callable[[], None]) -> None:
+    def _until_over(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
         until = time.monotonic() + self._args.seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and not done():
             stop.check()
             turn()
 
@@ -112,7 +139,7 @@ class Examination:
     def _traffic(self, sample: Sample, reply: Reply | None, connected: bool) -> Iterator[Finding]:
         """What flows; where nothing does, what replay holds says as much about topic and dialect."""
         args = self._args
-        yield check_traffic(sample, args.seconds, connected=connected)
+        yield check_traffic(sample, connected=connected)
         replayed = reply is not None and not sample.messages
         contents = contents_of(reply) if reply is not None and replayed else sample.contents
         topics = topics_of(reply) if reply is not None and replayed else sample.topics
@@ -193,7 +220,8 @@ COMMAND: Final = Command(
     "doctor",
     "find out what works, what does not, and what to do about it",
     "Find out what works between here and an engine, or of a service and its fleet, what does not, and what to do about it.\n"
-    "It asks an engine for everything that can be replayed, which may delay a busy engine's live events by up to 0.2 s.",
+    "It asks an engine for everything that can be replayed, which may delay a busy engine's live events by up to 0.2 s.\n"
+    "Without --replay the next port is used if it holds live batches as they were published.",
     """\
   kvevents doctor tcp://10.0.0.7:5557
   kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic kv@ --seconds 30

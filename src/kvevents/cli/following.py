@@ -107,16 +107,6 @@ class Following:
             self._subscriber.receive(timeout=TURN)
 
 
-def waited_in_vain(args: Namespace, stop: Stop, console: Console) -> int:
-    """Say what ended the wait for an engine that never came, unless a signal did; returns the exit code."""
-    if stop.requested:
-        return OK
-    if args.seconds is None or (args.idle is not None and args.idle < args.seconds):
-        return nothing_arrived(args.endpoint, args.idle, console)
-    console.note(Span(f"{args.seconds:g} s are over, and no engine was there", "warn"))
-    return OK
-
-
 def nothing_arrived(endpoint: str, idle: float, console: Console) -> int:
     """Say that `--idle` ended a wait in vain; returns the exit code."""
     console.note(Span(f"nothing arrived within {idle:g} s; `kvevents doctor {endpoint}` finds out why", "warn"))

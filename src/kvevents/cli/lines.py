@@ -16,6 +16,7 @@ Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
 MAX_EVENTS_INLINE: Final = 3
 """Events spelled out on a batch's own line; of more, the rest is summed up."""
 MAX_HASHES_INLINE: Final = 3
+_MAX_RANGES: Final = 3
 _HASH_DIGITS: Final = 8
 """Of the 16 that a hash has: as with git, enough for a person to recognise it."""
 _TRUST_STYLES: Final[dict[str, Style]] = {"EXACT": "good", "DEGRADED": "warn", "STALE": "bad"}
@@ -26,6 +27,17 @@ def plural(count: int, noun: str) -> str:
     """`1 block`, `2 blocks`, `3 batches`."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def number_range(first: int, last: int) -> str:
+    """`#3`, `#3 to #5`."""
+    return f"#{first}" if first == last else f"#{first} to #{last}"
+
+
+def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
+    """`#3, #5 to #7, ...`."""
+    shown = ", ".join(number_range(first, last) for first, last in ranges[:_MAX_RANGES])
+    return f"{shown}, ..." if len(ranges) > _MAX_RANGES else shown
 
 
 def trust_style(trust: Trust) -> Style:
@@ -63,8 +75,7 @@ class LineFormat:
 
     def gap(self, gap: Gap) -> list[Part]:
         """A line that stands out."""
-        numbers = f"#{gap.first}" if gap.first == gap.last else f"#{gap.first} to #{gap.last}"
-        text = f"GAP     {numbers}: {plural(gap.last - gap.first + 1, 'batch')} lost for good"
+        text = f"GAP     {number_range(gap.first, gap.last)}: {plural(gap.last - gap.first + 1, 'batch')} lost for good"
         return [*self._now(gap.source, gap.rank), Span(text, "bad")]
 
     def trust(self, source: str, rank: int, trust: Trust) -> list[Part]:

@@ -113,9 +113,9 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
     """How to ask an engine for replay, and what to receive of it."""
     replay = parser.add_mutually_exclusive_group()
     replay.add_argument(
-        "--replay", metavar="ENDPOINT", type=endpoint, help="where it answers replay requests; looked for when not given"
+        "--replay", metavar="ENDPOINT", type=endpoint, help="where it answers replay requests (its replay_endpoint)"
     )
-    replay.add_argument("--no-replay", action="store_true", help="do without replay: losses are told, not mended")
+    replay.add_argument("--no-replay", action="store_true", help="do without replay: losses are reported, not repaired")
     parser.add_argument("--topic", default="", metavar="PREFIX", help="receive topics that begin with this only")
     parser.add_argument(
         "--bind", action="store_true", help="listen at ENDPOINT, for an engine whose own endpoint makes it connect"

@@ -39,16 +39,16 @@ COMMANDS: Final[tuple[Command, ...]] = (
 _DESCRIPTION: Final = "Watch, record, play, publish, examine and serve the KV cache events of inference engines."
 _EXAMPLES: Final = """\
 examples:
-  kvevents tail tcp://127.0.0.1:5557                 every event of an engine, in order, as it happens
-  kvevents doctor tcp://127.0.0.1:5557               what works, what does not, and what to do about it
-  kvevents record run.jsonl.gz tcp://127.0.0.1:5557  keep it
-  kvevents play run.jsonl.gz --wait-for-subscriber   be that engine again, without a GPU
-  kvevents relay 127.0.0.1:5557,127.0.0.1:5558       the same stream, with a memory
-  kvevents bridge --to nats://n1 --config fleet.toml the streams of a fleet as a log, for any number of services
-  kvevents serve                                     know a fleet's caches, and answer for them over HTTP
-  kvevents top                                       how that fleet fares, live
-  kvevents export run.jsonl.gz out                   a recording as tables, to be asked
-  kvevents sim compare                               how routing policies fare with a fleet, without a GPU
+  kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558  every event of an engine, in order, as it happens
+  kvevents doctor tcp://127.0.0.1:5557                  what works, what does not, and what to do about it
+  kvevents record run.jsonl.gz tcp://127.0.0.1:5557     keep it
+  kvevents play run.jsonl.gz --wait-for-subscriber      be that engine again, without a GPU
+  kvevents relay 127.0.0.1:5557,127.0.0.1:5558          the same stream, with a memory
+  kvevents bridge --to nats://n1 --config fleet.toml    the streams of a fleet as a log, for any number of services
+  kvevents serve                                        know a fleet's caches, and answer for them over HTTP
+  kvevents top                                          how that fleet fares, live
+  kvevents export run.jsonl.gz out                      a recording as tables, to be asked
+  kvevents sim compare                                  how routing policies fare with a fleet, without a GPU
 
 `kvevents COMMAND --help` explains a command. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage, 3 nothing
 arrived, 4 a check could not be made.

@@ -6,14 +6,15 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from kvevents.cli import options
 from kvevents.cli.command import Command
 from kvevents.cli.console import Console
-from kvevents.cli.following import Following, waited_in_vain
+from kvevents.cli.following import Following
 from kvevents.cli.lines import plural
-from kvevents.cli.sources import find_replay, sources_of
+from kvevents.cli.sources import report_missing, sources_of
 from kvevents.cli.stopping import Stop
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
@@ -26,15 +27,41 @@ FLUSH_SECONDS: Final = 1.0
 
 
 class Recorder:
-    """Writes deliveries as frames of their streams; each life of a publisher is a run of its own."""
+    """Writes deliveries as frames of their streams; each life of a publisher is a run of its own.
 
-    def __init__(self, writer: RecordingWriter, sources: Iterable[Source]) -> None:
+    A file that holds an older recording is replaced when the first delivery comes: if no engine comes, nothing is lost.
+    """
+
+    def __init__(self, path: Path, sources: Iterable[Source]) -> None:
         self.bytes = 0
-        self._writer = writer
+        self._path = path
         self._sources = {(source.label, source.rank): source for source in sources}
         self._flushed_at = 0.0
+        self._opened: RecordingWriter | None = None if _holds_something(path) else self._open()
+
+    def _open(self) -> RecordingWriter:
+        if _holds_something(self._path):
+            self._path.unlink()
+        writer = self._opened = RecordingWriter(self._path)
         for key, source in self._sources.items():
             self._note(key, 0, replay_endpoint=source.replay_endpoint, topic=source.topic)
+        return writer
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether the file is this recording's."""
+        return self._opened is not None
+
+    @property
+    def _writer(self) -> RecordingWriter:
+        return self._opened or self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._opened is not None:
+            self._opened.close()
 
     def record(self, delivery: Delivery) -> None:
         """Write one delivery. Raises `RecordingError` when the file cannot take it."""
@@ -50,9 +77,9 @@ class Recorder:
 
     def flush(self, now: float) -> None:
         """Hand to the file what is older than `FLUSH_SECONDS`."""
-        if now - self._flushed_at >= FLUSH_SECONDS:
+        if self._opened is not None and now - self._flushed_at >= FLUSH_SECONDS:
             self._flushed_at = now
-            self._writer.flush()
+            self._opened.flush()
 
     def _write(self, key: tuple[str, int], incarnation: int, frames: tuple[bytes, ...]) -> None:
         endpoint = self._sources[key].endpoint
@@ -74,24 +101,19 @@ def run(args: Namespace) -> int:
     """Record until told to stop."""
     console = Console()
     if not args.file.absolute().parent.is_dir():
-        # Said now: the wait for an engine may be long.
         raise UsageError(f"{args.file} cannot be written: there is no folder {args.file.absolute().parent}")
     if _holds_something(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or give --force to replace it")
     with Stop() as stop:
-        replay, go_on = find_replay(args, console, stop)
-        if not go_on:
-            return waited_in_vain(args, stop, console)
-        sources = sources_of(args, replay)
-        if _holds_something(args.file):
-            args.file.unlink()
-        with RecordingWriter(args.file) as writer, Subscriber(sources) as subscriber:
-            recorder = Recorder(writer, sources)
+        sources = sources_of(args)
+        report_missing(args, console)
+        with Recorder(args.file, sources) as recorder, Subscriber(sources) as subscriber:
             following = Following(subscriber, args, stop)
             _follow(following, recorder, console, args.count)
             code = following.summarize(console)
         size = f"{plural(following.batches, 'batch')} ({recorder.bytes:,} bytes)"
-        console.note(f"recorded {size} in {args.file}; `kvevents play {args.file}` serves them")
+        if recorder.has_opened:
+            console.note(f"recorded {size} in {args.file}; `kvevents play {args.file}` serves them")
         return code
 
 
@@ -126,9 +148,9 @@ COMMAND: Final = Command(
     "Keep what an engine publishes, byte for byte, in order and without holes as far as replay can fill them.\n"
     "The file holds the prompts' token ids: keep it as you would keep the prompts. Stop with Ctrl-C.",
     """\
-  kvevents record run.jsonl.gz tcp://127.0.0.1:5557
+  kvevents record run.jsonl.gz tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
   kvevents record run.jsonl.gz 10.0.0.7:5557 --replay 10.0.0.7:5558 --seconds 60
-  kvevents record all.jsonl.gz 10.0.0.7:5557 --ranks 4 --name pod-7
+  kvevents record all.jsonl.gz 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --name pod-7
 """,
     add_arguments,
     run,

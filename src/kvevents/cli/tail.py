@@ -10,9 +10,9 @@ import msgspec
 from kvevents.cli import objects, options
 from kvevents.cli.command import Command
 from kvevents.cli.console import Console
-from kvevents.cli.following import Following, TrustWatch, waited_in_vain
+from kvevents.cli.following import Following, TrustWatch
 from kvevents.cli.lines import Detail, LineFormat
-from kvevents.cli.sources import find_replay, name_of, sources_of
+from kvevents.cli.sources import name_of, report_missing, sources_of
 from kvevents.cli.stopping import Stop
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Gap, Reset, Trust
@@ -127,10 +127,9 @@ def run(args: Namespace) -> int:
     """Follow the engine until told to stop."""
     console = Console()
     with Stop() as stop:
-        replay, go_on = find_replay(args, console, stop)
-        if not go_on:
-            return waited_in_vain(args, stop, console)
-        with Subscriber(sources_of(args, replay)) as subscriber:
+        sources = sources_of(args)
+        report_missing(args, console)
+        with Subscriber(sources) as subscriber:
             following = Following(subscriber, args, stop)
             _follow(following, _tail(args, console), TrustWatch(subscriber), console)
             return following.summarize(console)
@@ -182,12 +181,12 @@ COMMAND: Final = Command(
     "show every event of an engine, once and in order, as it happens",
     "Show every event of an engine, once and in order, as it happens: what was missed is fetched by replay. Stop with Ctrl-C.",
     """\
-  kvevents tail tcp://127.0.0.1:5557
+  kvevents tail tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --name pod-7
-  kvevents tail 10.0.0.7:5557 --ranks 4 --only removed,cleared
-  kvevents tail 10.0.0.7:5557 --json --count 100 | jq .events
-  kvevents tail 10.0.0.7:5557 --key router.key_secret --server-key engine-0.key
-  kvevents tail 10.0.0.7:5557 --quiet --idle 60      is it alive, and does it lose anything?
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --only removed,cleared
+  kvevents tail 10.0.0.7:5557 --no-replay --json --count 100 | jq .events
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --key router.key_secret --server-key engine-0.key
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --quiet --idle 60      does it send, and is anything lost?
 """,
     add_arguments,
     run,

@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Final
 
 from kvevents.cli.asking import Reply, ask
 from kvevents.cli.checkup.address import check_replay_address
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.checkup.sample import Contents
-from kvevents.cli.lines import plural
+from kvevents.cli.lines import number_ranges, plural
 from kvevents.config import Curve
+from kvevents.events import AllBlocksCleared
+from kvevents.wire import ReplayBatch, decode_batch
 
 SILENCE: Final = 2.0
 """Seconds without a message after which an answer has ended. Engines pause 0.2 s at most."""
 PATIENCE: Final = 10.0
 """Seconds for a whole answer."""
-_HOLES_SHOWN: Final = 3
+_TRIES: Final = 4
+"""Further requests for what was missing in an answer. A subscriber asks as long as it gets anything."""
 
-_ENABLE: Final = (
-    'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration, then name it with --replay'
+NAME_IT: Final = (
+    'name the engine\'s replay endpoint with --replay; if it has none, start it with "replay_endpoint": "tcp://*:5558" in its'
+    " KV events configuration"
 )
 
 
-def check_replay(endpoint: str | None, tried: Sequence[str], curve: Curve | None = None) -> tuple[list[Finding], Reply | None]:
-    """Ask for everything once, and again for the first hole; findings and the answer."""
-    if endpoint is None:
-        where = f" ({' and '.join(tried)}: no answer)" if tried else ""
-        return [warn("replay", f"no replay endpoint{where}: what is missed cannot be had again", _ENABLE)], None
+def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[Finding], Reply | None]:
+    """Ask for everything once, and again for what is missing; findings and the answer."""
     if not endpoint.startswith("inproc://") and (wrong := check_replay_address(endpoint, curve)) is not None:
         return [wrong], None
     reply = ask(endpoint, 0, silence=SILENCE, seconds=PATIENCE, curve=curve)
     if not reply.answered:
         text = f"{endpoint} does not answer within {SILENCE:g} s"
-        return [
-            fail(
-                "replay",
-                text,
-                "the engine may hang or be under load, or this is another service's port; try again, then restart it",
-            )
-        ], reply
+        advice = "the engine may hang or be under load, or this is another service's port; try again, then restart it"
+        return [fail("replay", text, advice)], reply
     return [_reach(endpoint, reply), *_losses(endpoint, reply, curve)], reply
 
 
@@ -62,16 +57,26 @@ def _reach(endpoint: str, reply: Reply) -> Finding:
         if reply.malformed:
             return fail("replay", f"{endpoint} answers, but not with batches", "is this another service's port?")
         return ok("replay", f"{endpoint} answers and holds nothing yet ({', '.join(reply.shapes)})")
-    first, last = reply.batches[0].seq, reply.batches[-1].seq
+    oldest, last = reply.batches[0], reply.batches[-1].seq
+    first = oldest.seq
     held = (
         f"{endpoint} holds #{first} to #{last}, {plural(len(reply.batches), 'batch')}, as {' and '.join(sorted(reply.shapes))}"
     )
+    if _is_snapshot(oldest) and first:
+        text = f"{held}; the first is a snapshot of batches 0 to {first}: a late subscriber learns everything"
+        return ok("replay", text)
     if first == 0:
-        return ok("replay", f"{held}: complete since the engine started")
+        return ok("replay", held if reply.holes else f"{held}: complete since the engine started")
     text = f"{held}; what came before #{first} is gone"
     return warn(
         "replay", text, "subscribe before traffic starts, or raise buffer_steps; a late subscriber cannot learn what is gone"
     )
+
+
+def _is_snapshot(batch: ReplayBatch) -> bool:
+    """Whether a batch begins with a clear: what was before it does not matter to any subscriber."""
+    events = decode_batch(batch.payload).batch.events
+    return bool(events) and isinstance(events[0], AllBlocksCleared)
 
 
 def _losses(endpoint: str, reply: Reply, curve: Curve | None) -> list[Finding]:
@@ -88,13 +93,19 @@ def _losses(endpoint: str, reply: Reply, curve: Curve | None) -> list[Finding]:
 
 
 def _holes(endpoint: str, reply: Reply, curve: Curve | None) -> Finding:
-    holes = reply.holes
-    missing = sum(last - first + 1 for first, last in holes)
-    shown = ", ".join(f"#{first}" if first == last else f"#{first}-#{last}" for first, last in holes[:_HOLES_SHOWN])
-    text = f"{plural(missing, 'batch')} missing inside the answer ({shown}{', ...' if len(holes) > _HOLES_SHOWN else ''})"
-    again = ask(endpoint, holes[0][0], silence=SILENCE, seconds=PATIENCE, curve=curve)
-    if any(batch.seq == holes[0][0] for batch in again.batches):
+    missing = {seq for first, last in reply.holes for seq in range(first, last + 1)}
+    text = f"{plural(len(missing), 'batch')} missing inside the answer ({number_ranges(reply.holes)})"
+    left = set(missing)
+    for _ in range(_TRIES):
+        again = ask(endpoint, min(left), silence=SILENCE, seconds=PATIENCE, curve=curve)
+        left -= {batch.seq for batch in again.batches}
+        if not left or not again.answered:
+            break
+    if not left:
         advice = "kvevents asks again until it has them; other clients lose them. vLLM 0.33 has a larger send queue"
         return warn("replay", f"{text}; asked again, the engine has them: its send queue overflows", advice)
-    advice = "nothing can bring them back: the engine could not encode these batches, or its buffer lost them; see its log"
-    return warn("replay", f"{text}, also when asked again", advice)
+    if len(left) < len(missing):
+        advice = "kvevents asks again while answers bring something new, and reports the rest as a gap: see trust below"
+        return warn("replay", f"{text}; after {_TRIES} more requests {len(left):,} of them are missing", advice)
+    advice = "the engine could not encode these batches, or its buffer lost them: see its log"
+    return warn("replay", f"{text}, also when asked again: these numbers are lost", advice)

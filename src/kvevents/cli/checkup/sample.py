@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from math import ceil
 from types import TracebackType
@@ -11,6 +12,7 @@ import msgspec
 import zmq
 
 from kvevents.admission import admit
+from kvevents.cli.checkup.numbers import Numbers
 from kvevents.config import Curve
 from kvevents.errors import EndpointError
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
@@ -90,12 +92,16 @@ def _merged(payloads: list[bytes]) -> bytes | None:
 class Sample:
     """A SUB socket of its own, beside the subscriber's, since that one hides what it cannot use."""
 
-    def __init__(self, endpoint: str, *, bind: bool, curve: Curve | None = None) -> None:
+    def __init__(self, endpoint: str, topic: str = "", *, bind: bool, curve: Curve | None = None) -> None:
         self.messages = 0
         self.bytes = 0
+        self.seconds = 0.0
+        """From the start to the last look."""
+        self._began: Final = time.monotonic()
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
         self.contents = Contents()
+        self.numbers = Numbers(topic)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._admission = admit(self._context, curve, endpoint)
         self._socket = self._context.socket(zmq.SUB)
@@ -127,7 +133,9 @@ class Sample:
 
     def take(self, timeout: float) -> None:
         """Wait `timeout` seconds at most for messages and look at what there is."""
-        if not self._socket.poll(ceil(1000 * timeout)):
+        waiting = self._socket.poll(ceil(1000 * timeout))
+        self.seconds = time.monotonic() - self._began
+        if not waiting:
             return
         for _ in range(MAX_PER_TURN):
             try:
@@ -144,5 +152,6 @@ class Sample:
         live = parse_live(frames)
         if isinstance(live, Live):
             self.contents.add(live.payload)
+            self.numbers.add(live.topic, live.seq, live.payload)
         else:
             self.malformed[live.reason] += 1

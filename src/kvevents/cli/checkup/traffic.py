@@ -12,8 +12,9 @@ from kvevents.cli.lines import plural
 _TOPICS_SHOWN: Final = 5
 
 
-def check_traffic(sample: Sample, seconds: float, *, connected: bool) -> Finding:
+def check_traffic(sample: Sample, *, connected: bool) -> Finding:
     """Whether bytes flow."""
+    seconds = max(round(sample.seconds, 1), 0.1)
     if sample.messages:
         amount = f"{plural(sample.messages, 'message')}, {sample.bytes:,} bytes in {seconds:g} s"
         return ok("traffic", f"{amount} ({sample.messages / seconds:.1f} a second)")
