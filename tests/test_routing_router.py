@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from index_cases import Feed, store
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.routing import Decision, Load, NoWorkerError, Router, Worker, policy
+from kvevents.routing import POLICIES, Decision, Load, NoWorkerError, Router, Worker, policy
 from kvevents.routing.choice import Candidate, Choice, Prompt
 from kvevents.testing import VirtualClock
 
@@ -238,14 +239,17 @@ def test_a_policy_that_does_not_ask_is_promised_nothing() -> None:
 
 
 def test_not_all_of_a_prompt_is_promised() -> None:
-    """The last token is computed anew, on whatever tier it is; of an empty prompt nothing is held."""
+    """Engines recompute the last token and with it its block, on whatever tier it is; of an empty prompt nothing is held."""
     index = PrefixIndex()
     hold(index, A, 2, 4)
     router = router_of(A, index=index)
-    decision = router.route("r", PROMPT)
-    assert (decision.tokens, dict(decision.tiers)) == (7, {"gpu": 4, "cpu": 7, "disk": 7})
-    assert router.load(A).waiting_tokens == 1
+    for prompt in (PROMPT, array("I", PROMPT), tuple(PROMPT)):
+        decision = router.route("r", prompt)
+        assert (decision.tokens, dict(decision.tiers)) == (6, {"gpu": 4, "cpu": 6, "disk": 6})
+        assert router.load(A).waiting_tokens == 2
+    assert router.route("r", [*PROMPT, 9]).tokens == 8
     assert router.route("empty", []).tokens == 0
+    assert router_of(A, index=index, usable_only=False).route("r", PROMPT).tokens == 8
 
 
 def test_caches_of_other_namespaces_do_not_count() -> None:
@@ -260,7 +264,7 @@ def test_caches_of_other_namespaces_do_not_count() -> None:
         Namespace(salt="tenant-2"): 0,
         Namespace(lora="l"): 0,
         Namespace(model="qwen"): 0,
-        Namespace(model="llama"): 7,
+        Namespace(model="llama"): 6,
     }
     for scope, tokens in scopes.items():
         assert max(entry.candidate.tokens for entry in router.route("r", PROMPT, namespace=scope).considered) == tokens
@@ -277,9 +281,69 @@ def test_trust_is_asked_for_each_candidate() -> None:
     index = PrefixIndex()
     hold(index, A, 4)
     hold(index, B, 2)
-    states = {A: "STALE", B: "EXACT"}
+    states = {A: "DEGRADED", B: "EXACT"}
     decision = router_of(A, B, index=index, trust=states.__getitem__).route("r", PROMPT)
-    assert (decision.worker, [entry.candidate.trust for entry in decision.considered]) == (B, ["EXACT", "STALE"])
+    assert (decision.worker, [entry.candidate.trust for entry in decision.considered]) == (B, ["EXACT", "DEGRADED"])
+
+
+# --- workers without a connection -------------------------------------------------------------------------------------------
+
+STATES = st.sampled_from(["EXACT", "REPLAYING", "DEGRADED", "CONNECTING", "STALE"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    st.lists(STATES, min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 40), st.none() | st.sampled_from("stuv"), st.booleans()), min_size=1, max_size=20),
+    st.integers(0, 9),
+    st.data(),
+)
+def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
+    name: str, states: list[str], requests: list[tuple[int, str | None, bool]], seed: int, data: st.DataObject
+) -> None:
+    """With every policy, whatever caches, loads, sessions, retries and exclusions there are, and while states change."""
+    index = PrefixIndex()
+    workers = [(f"w{place}", 0) for place in range(len(states))]
+    for worker in workers:
+        if data.draw(st.booleans()):
+            hold(index, worker, data.draw(st.integers(1, 4)))
+    trust = dict(zip(workers, states, strict=True))
+    router = Router(policy(name, seed), index, trust=trust.__getitem__, overlay_seconds=60)
+    for worker in workers:
+        router.add(worker)
+    for number, (length, session, finishes) in enumerate(requests):
+        without = data.draw(st.sets(st.sampled_from(workers), max_size=len(workers) - 1))
+        decision = router.route(number, list(range(1, length + 1)), session=session, without=without)
+        left = [trust[worker] for worker in workers if worker not in without]
+        connected = [state for state in left if state not in {"CONNECTING", "STALE"}]
+        allowed = connected or [state for state in left if state == "CONNECTING"] or left
+        assert decision.trust == trust[decision.worker]
+        assert decision.trust in allowed
+        assert (decision.candidates, decision.unreachable) == (len(allowed), len(left) - len(allowed))
+        assert ("no worker is connected" in decision.why()) == (not connected and decision.unreachable == 0)
+        if finishes:
+            router.finished(number)
+        changed = data.draw(st.sampled_from(workers))
+        trust[changed] = data.draw(STATES)
+
+
+def test_a_dead_worker_is_no_black_hole() -> None:
+    """Its requests fail at once, so it has no load; still all go to the living one, which has some."""
+    index = PrefixIndex()
+    trust = {A: "EXACT", B: "STALE"}
+    for name in POLICIES:
+        router = Router(policy(name, 1), index, trust=trust.__getitem__)
+        router.add(A)
+        router.add(B)
+        router.route("long", [5] * 4000)
+        assert {router.route(number, PROMPT, session=f"s{number}").worker for number in range(50)} == {A}
+        why = router.route("r", PROMPT).why()
+        assert why.endswith("; 1 without a connection were left out.")
+        trust[A] = "STALE"
+        assert B in {router.route(number, PROMPT, session=f"s{number}").worker for number in range(50, 100)}
+        assert router.route("r", PROMPT).why().endswith("; no worker is connected, and it is STALE.")
+        trust[A] = "EXACT"
 
 
 def test_a_burst_follows_its_first_request() -> None:
@@ -295,7 +359,7 @@ def test_a_burst_follows_its_first_request() -> None:
             found.add(router.route(number, PROMPT).worker)
             router.finished(number)
         assert len(found) == workers
-    assert router.route("r", PROMPT).tokens == 7
+    assert router.route("r", PROMPT).tokens == 6
     clock.advance(2.1)
     assert router.route("r", PROMPT).tokens == 2
 

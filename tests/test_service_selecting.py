@@ -8,17 +8,19 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import UsageError
 from kvevents.routing import Turns, Worker
-from kvevents.routing.scoring import EQUAL
-from kvevents.service.selecting import SelectError, select
+from kvevents.routing.scoring import EQUAL, LOST
+from kvevents.service.selecting import SelectError, Standing, select
 from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, State, Trusted
 
 PROMPT = list(range(100))
 STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
+EXACT = Standing.of(Trusted("EXACT"))
+CONNECTED: list[State] = ["EXACT", "REPLAYING", "DEGRADED"]
 Row = tuple[float, State, tuple[int, int, int, int]]
 """Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and one that nobody knows."""
 
@@ -40,10 +42,10 @@ def choose(
 ) -> Selected:
     """`held` and `states` by the number of the worker; who is not named there is EXACT."""
     request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
-    trusted = {(one.instance, one.rank): Trusted("EXACT") for one in candidates}
-    trusted |= {(f"w{place}", 0): Trusted(state) for place, state in (states or {}).items()}
+    standings = {(one.instance, one.rank): EXACT for one in candidates}
+    standings |= {(f"w{place}", 0): Standing.of(Trusted(state)) for place, state in (states or {}).items()}
     hits = {(f"w{place}", 0): hit for place, hit in held.items()}
-    return select(request, candidates, hits, trusted, turns or Turns(Random(1)))
+    return select(request, candidates, hits, standings, turns or Turns(Random(1)))
 
 
 def scores(selected: Selected) -> dict[Worker, Considered]:
@@ -118,7 +120,7 @@ def test_trust_scales_what_is_believed(state: State, believed: float) -> None:
 def test_trust_that_the_request_weighs() -> None:
     """Its weights go before ours, state by state."""
     found = choose(
-        candidates_of(0, 0), dict.fromkeys((0, 1), held_of(gpu=100)), {0: "STALE", 1: "DEGRADED"}, trust={"STALE": 0.9}
+        candidates_of(0, 0), dict.fromkeys((0, 1), held_of(gpu=100)), {0: "REPLAYING", 1: "DEGRADED"}, trust={"REPLAYING": 0.9}
     )
     assert [score(found, place).uncached for place in (0, 1)] == pytest.approx([0.1, 0.5])
 
@@ -148,15 +150,17 @@ def test_ranks_are_workers_of_their_own() -> None:
     """The same instance with another rank holds something else."""
     candidates = [Candidate(instance="w", rank=rank) for rank in (0, 1)]
     request = SelectRequest(model="m", tokens=PROMPT)
-    found = select(request, candidates, {("w", 1): held_of(gpu=50)}, {("w", 1): Trusted("EXACT")}, Turns())
+    found = select(request, candidates, {("w", 1): held_of(gpu=50)}, {("w", 1): EXACT}, Turns())
     assert (found.instance, found.rank, found.considered) == ("w", 1, None)
 
 
 # --- properties -------------------------------------------------------------------------------------------------------------
 
 lengths = st.integers(0, 40)
-rows = st.tuples(st.floats(0, 1e6), st.sampled_from(STATES), st.tuples(lengths, lengths, lengths, lengths))
+tiers_held = st.tuples(lengths, lengths, lengths, lengths)
+rows = st.tuples(st.floats(0, 1e6), st.sampled_from(CONNECTED), tiers_held)
 fleets = st.lists(rows, min_size=1, max_size=6)
+any_fleets = st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from(STATES), tiers_held), min_size=1, max_size=6)
 shares = st.floats(0, 1)
 weights = st.fixed_dictionaries({}, optional={"gpu": shares, "cpu": shares, "disk": shares, "other": shares})
 
@@ -248,6 +252,41 @@ def test_scores_have_their_range(fleet: list[Row], tiers: dict[str, float], load
     assert [one.score for one in all_of[1:]] == sorted(one.score for one in all_of[1:])
 
 
+# --- workers without a connection ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(any_fleets, st.sampled_from(["rotate", "random", "first"]), st.integers(0, 99), st.data())
+def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
+    fleet: list[Row], tie: str, seed: int, data: st.DataObject
+) -> None:
+    """Whatever loads, caches, weights and ties are: the connected go first, then those not heard of yet, then the lost ones."""
+    trust = {state: data.draw(shares) for state in STATES}
+    found = ask(fleet, tie=tie, turns=Turns(Random(seed)), trust=trust, load_weight=data.draw(st.floats(0, 1000)))
+    states = [row[1] for row in fleet]
+    groups: list[list[State]] = [CONNECTED, ["CONNECTING"], ["STALE"]]
+    first = next(group for group in groups if any(state in group for state in states))
+    assert found.trust.state in first
+    assert found.trust.state == states[int(found.instance[1:])]
+    assert found.considered is not None
+    assert {one.trust.state for one in found.considered} == {state for state in states if state in first}
+    assert found.unreachable is not None
+    assert sorted(one.trust.state for one in found.unreachable) == sorted(state for state in states if state not in first)
+    assert ("no candidate is connected" in found.why) == (first is not CONNECTED and not found.unreachable)
+
+
+def test_a_worker_that_cannot_be_reached_is_lost_before_its_first_event() -> None:
+    """Nothing listens at its port: one that is not followed at all goes first, and a connected one before both."""
+    refused = Standing(Trusted("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), LOST)
+    request = SelectRequest(model="m", tokens=PROMPT, explain=True)
+    fleet = candidates_of(0, 9, 9)
+    found = select(request, fleet[:2], {}, {("w0", 0): refused}, Turns())
+    assert (found.instance, found.trust.reason) == ("w1", "this service does not follow it")
+    found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Turns())
+    assert found.instance == "w2"
+    assert found.why.endswith("the best of 1; 2 without a connection were left out.")
+
+
 # --- ties -------------------------------------------------------------------------------------------------------------------
 
 
@@ -331,9 +370,9 @@ def test_why_is_a_sentence() -> None:
         "0.10: score 0.880, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
-    trust = {("w0", 0): Trusted("STALE", "connection lost"), ("w1", 0): Trusted("STALE", "connection lost")}
-    why = select(request, candidates_of(0, 0), {}, trust, Turns(Random(1))).why
-    assert why.endswith("score 1.000, of 2 equally good ones taken in turn.")
+    lost = Standing.of(Trusted("STALE", "connection lost"))
+    why = select(request, candidates_of(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Turns(Random(1))).why
+    assert why.endswith("score 1.000, of 2 equally good ones taken in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
 
 

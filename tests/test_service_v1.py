@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvevents.service.announcing import MAX_QUEUED, Announcer
 from kvevents.service.shapes import LossEvent
-from service_cases import BLOCK, Engine, Service, Stream, engine, hex_keys, prompt, serving, until, write
+from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
 from test_cli import refusing
 
 NUMBERS = count(1)
@@ -227,6 +227,69 @@ def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple
         assert (alone["instance"], alone["considered"]) == (name, None)
         assert service.post("/v1/select", model=model, tokens=tokens, candidates=[]).reason == "no-candidates"
         assert service.post("/unregister", instance_id="other").status == 200
+
+
+def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """The dead one holds the prompt and has no load, since what is sent there fails at once. The answer has the trust.
+
+    Without any other it is chosen, and the answer says that nothing is connected."""
+    name, model, made = fresh
+    tokens = prompt(24)
+    made.store(prompt(25))
+    with engine(seed=902) as other, refusing() as nowhere:
+        assert service.register("other", other.publisher, model_name=model).status == 201
+        other.store(tokens)
+        service.exact(name, blocks=4)
+        service.exact("other", blocks=4)
+    until("stale", lambda: service.trust("other")[0] == "STALE")
+    assert service.register("refused", nowhere, model_name=model).status == 201
+    until("refused", lambda: "nothing listens" in service.trust("refused")[1])
+    body = {"model": model, "tokens": tokens, "explain": True}
+    loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
+    for more in ({}, {"candidates": loads, "load_weight": 1000.0}, {"candidates": loads, "trust": {"STALE": 1.0}}):
+        for _ in range(6):
+            told = service.post("/v1/select", body | more).json
+            assert (told["instance"], told["trust"]["state"], len(told["considered"])) == (name, "EXACT", 1)
+            assert {each["instance"]: each["trust"]["state"] for each in told["unreachable"]} == {
+                "other": "STALE",
+                "refused": "CONNECTING",
+            }
+            assert told["why"].endswith("2 without a connection were left out.")
+    dead = {"candidates": loads[1:]}
+    told = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
+    assert (told["instance"], told["trust"]["state"]) == ("other", "STALE")
+    assert told["why"].endswith("no candidate is connected.")
+    for gone in ("other", "refused"):
+        assert service.post("/unregister", instance_id=gone).status == 200
+
+
+def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """An engine that was registered with a LoRA or a salt takes prompts that name it; one that was not may have any."""
+    name, model, _ = fresh
+    with engines(2) as made:
+        assert service.register("adapter", made[0].publisher, model_name=model, lora_name="sql").status == 201
+        assert service.register("salted", made[1].publisher, model_name=model, additionalsalt="s3cret").status == 201
+        for each in ("adapter", "salted"):
+            service.exact(each)
+        service.exact(name)
+
+        def chosen(**scope: Any) -> set[str]:
+            """Equal candidates take turns, so that each comes."""
+            answers = [service.post("/v1/select", model=model, tokens=prompt(26), **scope) for _ in range(6)]
+            return {answer.json["instance"] for answer in answers}
+
+        assert chosen() == {name}
+        assert chosen(lora="sql") == {name, "adapter"}
+        assert chosen(lora="another") == {name}
+        assert chosen(salt="s3cret") == {name, "salted"}
+        assert chosen(salt="guessed") == {name}
+        every = [{"instance": each} for each in (name, "adapter", "salted")]
+        assert chosen(candidates=every) == {name}
+        assert chosen(candidates=every, salt="s3cret") == {name, "salted"}
+        refused = service.post("/v1/select", model=model, tokens=[], candidates=every[1:])
+        assert (refused.status, refused.reason) == (400, "no-candidates")
+        for gone in ("adapter", "salted"):
+            assert service.post("/unregister", instance_id=gone).status == 200
 
 
 def test_what_select_expects_counts_where_it_is_asked_for(service: Service, fresh: tuple[str, str, Engine]) -> None:

@@ -202,11 +202,11 @@ def test_a_promise_that_events_were_too_late_for_is_counted() -> None:
 
 
 def test_the_overlay_promises_before_any_event() -> None:
-    """The second of two equal prompts comes while the first is computed: all but its last token is believed to be there."""
+    """The second of two equal prompts comes while the first is computed: all but its last block is believed to be there."""
     first = request([3] * 20)  # the index learns the size of a block from it
     requests = [first, request([1] * 200, at=1.0), request([1] * 200, at=1.001)]
     results = [simulate(fleet_settings(engines=1, overlay=overlay), "prefix-aware", requests) for overlay in (0.0, 2.0)]
-    assert [result.promised_tokens for result in results] == [0, 199]
+    assert [result.promised_tokens for result in results] == [0, 196]
     assert [result.broken_promises for result in results] == [0, 0]
 
 

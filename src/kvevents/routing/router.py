@@ -11,6 +11,7 @@ from msgspec import Struct
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker
 from kvevents.routing.ledger import MAX_IN_FLIGHT, Ledger
+from kvevents.routing.scoring import distance_of, nearest
 from kvevents.routing.settings import check_range
 
 if TYPE_CHECKING:  # the index needs the native module, and most policies do not need the index
@@ -28,10 +29,12 @@ class Decision(Struct, frozen=True):
     """Name of the policy."""
     prompt: Prompt
     candidates: int
-    """How many there were to choose from."""
+    """How many there were to choose from: those with a connection, or all where no worker has one."""
     choice: Choice
     asked: bool
     """Whether the index was asked."""
+    unreachable: int = 0
+    """Workers that were left out because they have no connection and others do."""
 
     @property
     def worker(self) -> Worker:
@@ -47,6 +50,11 @@ class Decision(Struct, frozen=True):
     def tiers(self) -> Mapping[str, int]:
         """The same by tier, cumulative."""
         return self.choice.chosen.tiers
+
+    @property
+    def trust(self) -> str:
+        """State of the worker's stream; CONNECTING or STALE only if no worker has a connection."""
+        return self.choice.chosen.trust
 
     @property
     def load(self) -> Load:
@@ -70,8 +78,13 @@ class Decision(Struct, frozen=True):
         return (
             f"{self.policy} chose {source} rank {rank}, {reason}: it {self._held(chosen) if self.asked else ''}has "
             f"{load.requests:,} in flight ({load.waiting_tokens:,} prompt tokens waiting, {load.decoding:,} being answered)"
-            f"{self._scored() if self.asked else ''}."
+            f"{self._scored() if self.asked else ''}{self._reached()}."
         )
+
+    def _reached(self) -> str:
+        if self.unreachable:
+            return f"; {self.unreachable} without a connection were left out"
+        return f"; no worker is connected, and it is {self.trust}" if distance_of(self.trust) else ""
 
     def _held(self, chosen: Candidate) -> str:
         tiers = ", ".join(f"{tokens:,} down to {tier}" for tier, tokens in chosen.tiers.items() if tokens)
@@ -93,8 +106,11 @@ class Router:
     What it knows of a worker's load is what it has sent there itself and has not been told the end of, never what goes on
     inside an engine. `index` is needed by policies that ask it, and is kept up to date by others; so is `trust`, which names
     the state of a worker's stream (`lambda worker: subscriber.trust(*worker).name`), without which all are EXACT; it must not
-    call the router. With `overlay_seconds` above 0 a prompt is believed to be cached where it was sent for so long before any
-    event says so, if the policy asks the index. `max_in_flight` bounds what is remembered. Raises `ConfigError`.
+    call the router. Whatever the policy, a worker that is STALE is chosen only if no other one is left, and one that is
+    CONNECTING only if none has a connection. With `overlay_seconds` above 0 a prompt is believed to be cached where it was sent
+    for so long before any event says so, if the policy asks the index. `max_in_flight` bounds what is remembered. With
+    `usable_only` the last token of a prompt is not looked up, since engines recompute it: a cached block that it is in does not
+    count. Raises `ConfigError`.
     """
 
     def __init__(
@@ -105,6 +121,7 @@ class Router:
         trust: Callable[[Worker], str] | None = None,
         overlay_seconds: float = 0.0,
         max_in_flight: int = MAX_IN_FLIGHT,
+        usable_only: bool = True,
     ) -> None:
         if policy.asks_index and index is None:
             raise ConfigError(f"the policy {policy.name} needs an index; give the router a PrefixIndex")
@@ -114,6 +131,7 @@ class Router:
         self._index = index if policy.asks_index else None
         self._trust = trust
         self._overlay_seconds = overlay_seconds
+        self._usable_only = usable_only
         self._ledger = Ledger(max_in_flight)
         self._lock = threading.Lock()
 
@@ -157,23 +175,24 @@ class Router:
         """Choose a worker for a prompt, which is in flight under `key` from then on.
 
         `tokens` are a sequence or a buffer, as for `PrefixIndex.match`. Workers in `without` are not chosen, such as one that
-        has just failed; a key that is in flight already is a retry, and what it was before is forgotten. All of the prompt is
-        looked up, but no more than all of it but one token is promised: vLLM computes the last token anew, and for it the block
-        that the token is in. Raises `NoWorkerError` where nobody is left to choose.
+        has just failed; a key that is in flight already is a retry, and what it was before is forgotten. Raises
+        `NoWorkerError` if no worker is left to choose.
         """
         prompt = Prompt(len(tokens), session)
         held = self._held(tokens, prompt.length, namespace)
         with self._lock:
             self._ledger.finished(key)
-            candidates = self._candidates(held, without)
-            if not candidates:
+            known = self._candidates(held, without)
+            if not known:
                 raise NoWorkerError(_nobody(len(self._ledger.workers)))
+            candidates = nearest(known, [distance_of(one.trust) for one in known])
             choice = self.policy.choose(prompt, candidates)
             chosen = choice.chosen
             self._ledger.sent(key, chosen.worker, prompt.length, prompt.length - chosen.tokens)
         if self._index is not None and self._overlay_seconds:
             self._index.speculate(chosen.worker, tokens, namespace, self._overlay_seconds)
-        return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None)
+        left_out = len(known) - len(candidates)
+        return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None, left_out)
 
     def first_token(self, key: Hashable) -> None:
         """The answer begins: nothing of the prompt waits any more. Once is enough; unknown keys are fine."""
@@ -204,20 +223,17 @@ class Router:
         """By worker what it holds of the prompt, on whatever tiers and by tier."""
         if self._index is None:
             return {}
-        found: dict[Worker, tuple[int, dict[str, int]]] = {}
-        most = max(length - 1, 0)
-        match = self._index.match(tokens, namespace, overlay=self._overlay_seconds > 0)
-        for source, rank, gpu, cpu, disk, held in match.rows():
-            if held <= most:
-                found[source, rank] = held, {"gpu": gpu, "cpu": cpu, "disk": disk}
-            else:
-                found[source, rank] = most, {"gpu": min(gpu, most), "cpu": min(cpu, most), "disk": min(disk, most)}
-        return found
+        usable = tokens[: length - 1] if self._usable_only and length else tokens
+        match = self._index.match(usable, namespace, overlay=self._overlay_seconds > 0)
+        return {
+            (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk})
+            for source, rank, gpu, cpu, disk, held in match.rows()
+        }
 
     def _candidates(
         self, held: Mapping[Worker, tuple[int, Mapping[str, int]]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
-        trust = self._trust if self._index is not None else None
+        trust = self._trust
         found: list[Candidate] = []
         for worker, load in self._ledger.loads():
             if worker in without:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 State: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
 """Of a stream, as `kvevents.Trust` names it."""
@@ -25,6 +25,31 @@ TRUST_WEIGHTS: Final[Mapping[State, float]] = {
     "STALE": 0.0,
 }
 """How far a worker is believed in each state."""
+
+
+_DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
+"""How far a worker in a state is from taking a request: 0 with a connection, 1 before the first one, 2 after the last one."""
+LOST: Final = 2
+"""The distance of a worker whose connection is gone, or that cannot be reached."""
+
+
+def distance_of(state: str) -> int:
+    """How far a worker in a state is from taking a request, from 0 on; a state that is not known counts as connected."""
+    return _DISTANCE.get(state, 0)
+
+
+A = TypeVar("A", bound=Any)
+
+
+def nearest(candidates: Sequence[A], distances: Sequence[int]) -> Sequence[A]:
+    """The candidates with the least distance, in their order; at least one of at least one.
+
+    So a worker that is STALE takes a prompt only if no other one is connected or may still be.
+    """
+    least = min(distances)
+    if least == max(distances):
+        return candidates
+    return [one for one, distance in zip(candidates, distances, strict=True) if distance == least]
 
 
 class Scored(Protocol):

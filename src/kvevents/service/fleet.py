@@ -231,7 +231,7 @@ class Fleet(Listener):
         """Believe for a while that an instance's rank will hold a prompt, if it is a member."""
         for member in list(self.members.values()):
             registration = member.registration
-            if (registration.instance, registration.rank) == worker and registration.wall[:3] == wall[:3]:
+            if (registration.instance, registration.rank) == worker and member.admits(wall):
                 own = registration.wall
                 namespace = Namespace(
                     model=own.name, lora=None if own.lora else wall.lora, salt=None if own.salt else wall.salt

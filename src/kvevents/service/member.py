@@ -8,7 +8,8 @@ from typing import Final, NamedTuple, cast
 import msgspec
 
 from kvevents.index import WorkerInfo
-from kvevents.service.registration import Registration
+from kvevents.routing.scoring import LOST, distance_of
+from kvevents.service.registration import Registration, Wall
 from kvevents.service.shapes import Gap, SourceView, State, Trusted
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
@@ -131,6 +132,16 @@ class Member:
                 f"blocks of kind {kind} were set aside: {reason}" for kind, reason in self.info.rejected if reason in _LOSING
             )
         return frozenset(found)
+
+    def admits(self, wall: Wall) -> bool:
+        """Whether it may hold blocks of a prompt behind a wall."""
+        return self.registration.wall.admits(wall)
+
+    @property
+    def distance(self) -> int:
+        """How far it is from taking a request, as `kvevents.routing.scoring` counts."""
+        state = self.trusted.state
+        return LOST if self.fault and state == "CONNECTING" else distance_of(state)
 
     @property
     def block_sizes(self) -> list[int]:

@@ -38,13 +38,24 @@ class Wall(NamedTuple):
     lora: str | None = None
     salt: str | None = None
 
+    def admits(self, prompt: Wall) -> bool:
+        """Whether streams behind this wall may hold blocks of a prompt.
+
+        Model, tenant and group are equal then, and the prompt has the LoRA and the salt of this wall, if it has any.
+        """
+        return self[:3] == prompt[:3] and self.lora in {None, prompt.lora} and self.salt in {None, prompt.salt}
+
+    @property
+    def salt_digest(self) -> str | None:
+        """What is written and sent in place of the salt, which is a secret."""
+        return None if self.salt is None else sha256(self.salt.encode()).hexdigest()
+
     @property
     def name(self) -> str:
         """The same for the index. Salts are secrets, and names are written into snapshots, so of a salt there is a digest."""
         parts = [self.tenant, self.group, self.model]
         if self.lora is not None or self.salt is not None:
-            digest = "" if self.salt is None else sha256(self.salt.encode()).hexdigest()
-            parts += ["" if self.lora is None else f"+{self.lora}", digest]
+            parts += ["" if self.lora is None else f"+{self.lora}", self.salt_digest or ""]
         return SEPARATOR.join(parts)
 
 

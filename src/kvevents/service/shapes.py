@@ -77,6 +77,14 @@ class MatchManyRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=
     prompts: Annotated[list[list[Token]], Meta(max_length=1024)]
 
 
+class WorkerTrust(Struct, frozen=True, kw_only=True):
+    """How far one worker is trusted."""
+
+    instance: str
+    rank: int
+    trust: Trusted
+
+
 class Held(Struct, frozen=True, kw_only=True):
     """What one worker holds of a prompt."""
 
@@ -154,10 +162,14 @@ class Selected(Struct, frozen=True, kw_only=True):
     instance: str
     rank: int
     score: float
+    trust: Trusted
+    """CONNECTING or STALE only if no candidate has a connection."""
     why: str
     """One sentence."""
     considered: list[Considered] | None = None
-    """With `explain`, all candidates, the best first."""
+    """With `explain`, the candidates that were scored, the best first."""
+    unreachable: list[WorkerTrust] | None = None
+    """With `explain`, the candidates that were left out because they have no connection and others do."""
     missing: str = ""
     """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 

@@ -12,6 +12,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, 
 from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
+from kvevents.service.selecting import SelectError, Standing
 from kvevents.service.selecting import select as choose
 from kvevents.service.shapes import (
     BlocksAnswer,
@@ -131,13 +132,27 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
 
 def _selected(service: Service, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
     wall = _wall(asked)
-    members = [member for member in service.members().values() if member.registration.wall[:3] == wall[:3]]
-    workers = {(member.registration.instance, member.registration.rank): member.trusted for member in members}
+    standings: dict[tuple[str, int], Standing] = {}
+    foreign: set[tuple[str, int]] = set()
+    for member in service.members().values():
+        registration = member.registration
+        if member.admits(wall):
+            standings[registration.instance, registration.rank] = Standing(member.trusted, member.distance)
+        elif registration.wall[1:3] == wall[1:3]:  # of another model, LoRA or salt: its cache must not be used for this prompt
+            foreign.add((registration.instance, registration.rank))
     candidates = asked.candidates
     if candidates is None:
-        candidates = [Candidate(instance=instance, rank=rank) for instance, rank in workers]
+        candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
+    else:
+        candidates = [one for one in candidates if (one.instance, one.rank) not in foreign]
+        if asked.candidates and not candidates:
+            raise SelectError(
+                f"none of the {len(asked.candidates)} candidates serves model {asked.model!r} with this LoRA and salt",
+                "no-candidates",
+                "leave `candidates` out, or see /v1/sources",
+            )
     held = {(each.instance, each.rank): each for each in _held(found)}
-    chosen = choose(asked, candidates, held, workers, service.turns)
+    chosen = choose(asked, candidates, held, standings, service.turns)
     if asked.expect_seconds > 0:
         service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen

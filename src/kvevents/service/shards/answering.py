@@ -102,4 +102,5 @@ def _found(row: Row) -> Found:
 def _described(member: Member) -> Described:
     # Nobody but the engine's own replica needs its secrets.
     registration = msgspec.structs.replace(member.registration, salt=None, curve=None)
-    return Described(registration=registration, view=member.view(), hidden=member.hidden)
+    digest = member.registration.wall.salt_digest
+    return Described(registration=registration, view=member.view(), hidden=member.hidden, salt_digest=digest)

@@ -27,7 +27,7 @@ from kvevents.service.member import Member, Row
 from kvevents.service.registration import Key, Wall
 from kvevents.service.shards.answering import Answering, Rows
 from kvevents.service.shards.peers import AwayError, Peers
-from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question
+from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question, wall_of
 from kvevents.stream import Trust
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,10 @@ class Remote(Member):
         self.told = told
         self.hidden = told.hidden
         self.trusts(told.view.trust.state, told.view.trust.reason, now)
+
+    def admits(self, wall: Wall) -> bool:
+        """Of `Member`; the salt is not here, but its digest is."""
+        return super().admits(wall) and self.told.salt_digest in {None, wall.salt_digest}
 
     def trusts(self, state: str, reason: str, now: float) -> None:
         """How far it is to be trusted."""
@@ -337,6 +341,7 @@ class Shards:
                 member.lane
                 for member in self._members.values()
                 if (member.registration.instance, member.registration.rank) == (asked.instance, asked.rank)
+                and member.admits(wall_of(asked))
             ),
             None,
         )

@@ -67,6 +67,8 @@ class Described(Struct, frozen=True, kw_only=True):
     registration: Registration
     view: SourceView
     hidden: bool
+    salt_digest: str | None = None
+    """Of the salt that the registration leaves out: prompts must have it to find this rank."""
 
 
 @prepared
