@@ -90,7 +90,9 @@ def test_json_lines_are_a_promise() -> None:
         objects.encode(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)).decode()
         == batch
     )
-    assert objects.encode(Gap("pod", 1, 4, 6, 2)).decode() == '{"kind":"gap",' + head + '"first":4,"last":6}'
+    gap = '{"kind":"gap",' + head + '"first":4,"last":6,"compacted":'
+    assert objects.encode(Gap("pod", 1, 4, 6, 2)).decode() == f"{gap}false}}"
+    assert objects.encode(Gap("pod", 1, 4, 6, 2, compacted=True)).decode() == f"{gap}true}}"
     assert objects.encode(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
     trust = objects.encode_trust("pod", 1, Trust.STALE.because("gone"))
     assert trust.decode() == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'

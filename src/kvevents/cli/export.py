@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _SAID: Final = {
     "lost": "{} missing, as their numbers tell; blocks that were resident meanwhile are marked `across_gap`",
+    "compacted": "{} represented by a snapshot: nothing of them is lost",
     "rejected": "{} that could not be read ({reasons})",
     "late": "{} replayed too late for their place",
     "conflicting": "{} replayed from another life",
@@ -37,8 +38,8 @@ _NOUNS: Final = {
     "dropped": "block",
     "forgotten": "block",
 }
-_NOT_GRAVE: Final = frozenset({"unknown_removals"})
-"""A recording that began late has them."""
+_NOT_GRAVE: Final = frozenset({"compacted", "unknown_removals"})
+"""A recording that began late has them, and nothing is wrong."""
 
 
 def run(args: Namespace) -> int:

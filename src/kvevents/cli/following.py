@@ -33,6 +33,8 @@ class Tally:
     """Batches of which something could not be read."""
     gaps: int = 0
     lost: int = 0
+    compacted: int = 0
+    """Batches that a snapshot represents: nothing is lost."""
     resets: int = 0
 
     def add(self, delivery: Delivery) -> None:
@@ -41,6 +43,8 @@ class Tally:
             self.batches += 1
             self.replayed += delivery.replayed
             self.unreadable += bool(delivery.rejected)
+        elif isinstance(delivery, Gap) and delivery.compacted:
+            self.compacted += delivery.last - delivery.first + 1
         elif isinstance(delivery, Gap):
             self.gaps += 1
             self.lost += delivery.last - delivery.first + 1
@@ -117,6 +121,8 @@ def _summary(stream: str, tally: Tally, trust: Trust) -> list[Part]:
     parts: list[Part] = [Span(f"{stream}: ", "name"), f"{plural(tally.batches, 'batch')}, {tally.replayed} replayed, "]
     lost = f"{plural(tally.gaps, 'gap')}, {tally.lost} lost, "
     parts += [Span(lost, "bad") if tally.gaps else lost, f"{plural(tally.resets, 'reset')}, "]
+    if tally.compacted:
+        parts.append(f"a snapshot of {plural(tally.compacted, 'older batch')}, ")
     if tally.unreadable:
         parts.append(Span(f"{tally.unreadable} not fully readable, ", "warn"))
     return [*parts, "trust ", Span(str(trust), trust_style(trust))]

@@ -74,7 +74,10 @@ class LineFormat:
         return [*self._now(reset.source, reset.rank), Span(text, "loud")]
 
     def gap(self, gap: Gap) -> list[Part]:
-        """A line that stands out."""
+        """A line that stands out, unless a snapshot represents the missing batches."""
+        if gap.compacted:
+            text = f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost"
+            return [*self._now(gap.source, gap.rank), Span(text, "dim")]
         text = f"GAP     {number_range(gap.first, gap.last)}: {plural(gap.last - gap.first + 1, 'batch')} lost for good"
         return [*self._now(gap.source, gap.rank), Span(text, "bad")]
 

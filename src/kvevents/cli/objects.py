@@ -42,13 +42,14 @@ class ResetObject(msgspec.Struct, frozen=True, tag="reset", tag_field="kind"):
 
 
 class GapObject(msgspec.Struct, frozen=True, tag="gap", tag_field="kind"):
-    """Batches lost for good."""
+    """Batches that are not delivered: lost, or represented by the snapshot that follows."""
 
     source: str
     rank: int
     incarnation: int
     first: int
     last: int
+    compacted: bool
 
 
 class TrustObject(msgspec.Struct, frozen=True, tag="trust", tag_field="kind"):
@@ -77,7 +78,8 @@ def encode(delivery: Batch | Reset | Gap) -> bytes:
         return _ENCODER.encode(found)
     if isinstance(delivery, Reset):
         return _ENCODER.encode(ResetObject(delivery.source, delivery.rank, delivery.incarnation, delivery.reason))
-    return _ENCODER.encode(GapObject(delivery.source, delivery.rank, delivery.incarnation, delivery.first, delivery.last))
+    stream = (delivery.source, delivery.rank, delivery.incarnation)
+    return _ENCODER.encode(GapObject(*stream, delivery.first, delivery.last, delivery.compacted))
 
 
 def encode_trust(source: str, rank: int, trust: Trust) -> bytes:

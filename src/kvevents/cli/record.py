@@ -73,7 +73,7 @@ class Recorder:
         elif isinstance(delivery, Reset):
             self._note(key, delivery.incarnation, reset=delivery.reason)
         elif isinstance(delivery, Gap):
-            self._note(key, delivery.incarnation, gap=[delivery.first, delivery.last])
+            self._note(key, delivery.incarnation, gap=[delivery.first, delivery.last], compacted=delivery.compacted)
 
     def flush(self, now: float) -> None:
         """Hand to the file what is older than `FLUSH_SECONDS`."""

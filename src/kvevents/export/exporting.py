@@ -101,7 +101,9 @@ class _Worker:
     def close(self) -> None:
         """Nothing comes any more; count what its parts have counted."""
         ordering, residents = self.stream.ordering, self.residents
-        self.counts.update(duplicates=ordering.duplicates, late=ordering.late, conflicting=ordering.conflicting)
+        self.counts.update(
+            compacted=ordering.compacted, duplicates=ordering.duplicates, late=ordering.late, conflicting=ordering.conflicting
+        )
         self.counts.update(residents.counts)
         self.counts.update(forgotten=residents.forgotten)
 

@@ -43,6 +43,8 @@ class Ordering:
         self.life = 0
         self.duplicates = 0
         """Batches that came again, live or replayed."""
+        self.compacted = 0
+        """Batches that a snapshot represents."""
         self.late = 0
         """Replayed batches that came when their place was given up."""
         self.conflicting = 0
@@ -76,6 +78,14 @@ class Ordering:
         if not first <= self._expected <= last:
             return []
         self._skip_to(last + 1)
+        return self._drain()
+
+    def skip_compacted(self, first: int, last: int) -> list[Placed]:
+        """Batches `first` to `last` are not in the recording because the snapshot that follows represents them."""
+        if not first <= self._expected <= last:
+            return []
+        self.compacted += last + 1 - self._expected
+        self._expected = last + 1
         return self._drain()
 
     def restart(self) -> list[Placed]:

@@ -100,9 +100,10 @@ class Streams:
             yield from self._of(stream, stream.ordering.restart())
             stream.run = frame.run
             self._runs.setdefault(frame.run, {})[stream.endpoint] = stream
-        lost = _gap(said.get("gap"))
-        if lost is not None:
-            yield from self._of(stream, stream.ordering.give_up(*lost))
+        gap = _gap(said.get("gap"))
+        if gap is not None:
+            skip = stream.ordering.skip_compacted if said.get("compacted") is True else stream.ordering.give_up
+            yield from self._of(stream, skip(*gap))
 
     def _stream(self, run: str, endpoint: str | None) -> RecordedStream:
         streams = self._runs.setdefault(run, {})

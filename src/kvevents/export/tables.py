@@ -88,6 +88,7 @@ WORKERS: Final = Table(
         Column("lives", "int32", "lives that the recording tells of"),
         Column("batches", "int64", "batches in the table `batches`"),
         Column("lost", "int64", "batches that the recording lacks, as their numbers tell"),
+        Column("compacted", "int64", "batches that a snapshot represents: nothing of them is lost"),
         Column("duplicates", "int64", "batches that came again and count once"),
         Column("late", "int64", "replayed batches that came when their place was given up, and are left out"),
         Column("conflicting", "int64", "replayed batches of another life, left out"),

@@ -298,6 +298,9 @@ class Fleet(Listener):
 
     def _lost(self, member: Member, loss: Reset | Gap, now: float) -> None:
         what: Literal["gap", "reset"] = "gap"
+        if isinstance(loss, Gap) and loss.compacted:
+            log.info("%s: a snapshot represents batches %d to %d", member.registration.label, loss.first, loss.last)
+            return
         if isinstance(loss, Gap):
             member.gaps.append(GapView(first=loss.first, last=loss.last, incarnation=loss.incarnation, at=now))
             sentence = f"batches {loss.first} to {loss.last} are lost for good"

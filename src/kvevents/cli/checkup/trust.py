@@ -28,6 +28,8 @@ def check_trust(status: StreamStatus, seconds: float) -> Finding:
     """The trust that a subscriber reached, and why not more."""
     counters = status.counters
     so_far = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {counters.lost:,} lost"
+    if counters.compacted:
+        so_far += f"; a snapshot represents {counters.compacted:,} older ones"
     text = f"{status.trust}, {so_far}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
