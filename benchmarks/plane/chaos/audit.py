@@ -12,7 +12,7 @@ import nats
 
 from benchmarks.chaos.truth import UNPLACED, Key, key_of
 from kvevents.plane.layout import Layout
-from kvevents.plane.records import Batched, Lost, Page, Piece, Renewed, decode_page
+from kvevents.plane.records import START, Batched, Lost, Page, Piece, Renewed, decode_page, extend_history
 from kvevents.wire import decode_batch
 
 READ_SECONDS: Final = 20.0
@@ -39,7 +39,7 @@ class Audit:
     strays: int = 0
     """Pages that were meant for a lane that has been deleted."""
     overtaken: int = 0
-    """Pages that were sent behind one that is not there."""
+    """Pages whose writer expected others before them."""
     flaws: list[str] = field(default_factory=list)
     _streams: dict[tuple[str, int, int], Stream] = field(default_factory=dict)
     _position: int = 0
@@ -132,24 +132,25 @@ async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: 
         layout.subject(lane), stream=layout.stream(lane), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
     position, life = 0, ""
-    tail: str | None = None
+    history: bytes | None = START if state.first_seq == 1 else None
     while position < state.last_seq:
         for message in await consumer.fetch(at_once, timeout=READ_SECONDS):
             await message.ack()
             position = message.metadata.sequence.stream
             page = decode_page(message.data)
             life = life or ("" if page is None else page.life)
+            expected, known = None if page is None else page.history, history
+            before = START if page is not None and expected is None else expected if known is None else known
+            history = None if before is None else extend_history(before, "" if page is None else page.name)
             if page is None:
                 audit.pass_over(position)
                 audit.foreign += 1
             elif page.life != life:
                 audit.pass_over(position)
                 audit.strays += 1
-            elif page.after and tail is not None and page.after != tail:
+            elif expected is not None and known is not None and expected != known:
                 audit.pass_over(position)
                 audit.overtaken += 1
-                page = None
             else:
                 audit.take(position, page)
-            tail = page.name if page is not None and page.life == life else ""
     await consumer.unsubscribe()

@@ -6,6 +6,7 @@ servers do not take stays with the composer.
 
 A lane is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was
 deleted, is of another life or has lost pages: the ledger is begun anew then, and so are all streams once it has been read.
+Nothing is written over a new connection before the reader has verified that the lane is what it was.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kvevents.errors import KVEventsError, PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, make_lane, state_of
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import AGAIN_SECONDS, PAGE_HEADER, Broken, LaneReader, Pushed
+from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, LaneReader, Pushed, header_of
 from kvevents.plane.recalling import Recall
-from kvevents.plane.records import Beat, Key, Page, StreamRecord, decode_page, encode_page, message_id
+from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, decode_page, encode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.writing import Composer
 
@@ -79,8 +80,6 @@ class _Sent:
     name: str
     expected: int
     """Number of the page before it."""
-    patience: asyncio.Timeout
-    """For its acknowledgement."""
     answer: asyncio.Future[None]
 
 
@@ -188,22 +187,32 @@ class BridgeLane:
     # --- reading
 
     def connected(self) -> None:
-        """There is another connection: nothing that was asked over the last one is answered."""
-        for sent in self._sent:
-            with suppress(RuntimeError):  # it has not begun, or has just come to its end
-                sent.patience.reschedule(asyncio.get_running_loop().time())
+        """There is another connection: nothing that was asked over the last one is answered.
+
+        What was under way is judged again by what the reader finds: a page that was acknowledged may be lost since then.
+        """
+        self._give_up()
         if self._reader is not None:
             self._reader.look_again()
+
+    def _give_up(self) -> None:
+        self._sent.clear()
+        self.composer.returned()
+        for answer in self._answers:
+            answer.cancel()
+        self._wake.set()
 
     async def read(self) -> None:
         """Keep the ledger as the lane is, whatever becomes of it."""
         broken: Broken | None = None
+        settled = False
         while True:
             made = await self._begin(broken)
-            position = self.composer.ledger.position
+            settled = settled or (broken is not None and broken.why == "disputed")
             self._reader = reader = LaneReader(
-                self._client, self._layout, self.lane, position, made, self._take, self._remake, self
+                self._client, self._layout, self.lane, self.tail, made, self._take, self._remake, self
             )
+            reader.settled = settled
             catching_up = asyncio.create_task(self._catch_up(reader))
             try:
                 broken = await reader.run()
@@ -219,9 +228,7 @@ class BridgeLane:
             try:
                 state = await state_of(self._js, self._layout, self.lane)
                 made = state.made
-                recalled = await self._recall.ledger(self.lane, made)
-                if recalled is not None and recalled.position <= state.last:
-                    ledger = recalled
+                ledger = await self._recall.ledger(self.lane, state) or ledger
                 break
             except PlaneError as error:
                 if error.fault == "missing":  # the reader makes it
@@ -263,7 +270,7 @@ class BridgeLane:
         ledger = self.composer.ledger
         if self._reader is not None:
             ledger.life = ledger.life or self._reader.made or ""
-        for position, data, _, name in came:
+        for position, data, _, name, __ in came:
             if position <= ledger.position:
                 continue
             if self._is_next(name):
@@ -276,10 +283,10 @@ class BridgeLane:
                 self.conflicts += 1
                 self._sent.clear()
                 self._went_well()
-            if (page := decode_page(data)) is None:
+            if (page := decode_page(data)) is None or page.name != name:
                 if not ledger.foreign + self._foreign:
                     log.error("message %d of lane %d is no page; somebody else writes there", position, self.lane)
-                self.composer.skip(position)
+                self.composer.skip(position, name)
             else:
                 self.composer.read(position, page)
         self._hear(asyncio.get_running_loop().time())
@@ -293,6 +300,11 @@ class BridgeLane:
     def is_writing(self) -> bool:
         """Whether pages are under way."""
         return bool(self._sent)
+
+    @property
+    def tail(self) -> Tail:
+        """The newest message that was read, or was acknowledged."""
+        return self.composer.ledger.tail
 
     def _is_next(self, name: str) -> bool:
         return bool(self._sent) and self._sent[0].name == name
@@ -312,6 +324,9 @@ class BridgeLane:
         try:
             while True:
                 await self.ready.wait()
+                if self._reader is not None and not self._reader.looked.is_set():
+                    await self._reader.looked.wait()
+                    continue
                 if self._sent and self._sent[0].answer.done():
                     await self._settle(self._sent[0])
                 elif (self._sent and not self.composer.has_more) or not self._send():
@@ -329,9 +344,9 @@ class BridgeLane:
             self._host.is_adrift(list(composer.adrift))
         if page is None:
             return False
-        expected, patience = composer.ledger.position + len(self._sent), asyncio.timeout(ACK_SECONDS)
-        answer = asyncio.create_task(self._publish(page, expected, patience))
-        self._sent.append(_Sent(page.name, expected, patience, answer))
+        expected = composer.ledger.position + len(self._sent)
+        answer = asyncio.create_task(self._publish(page, expected, is_ahead=bool(self._sent)))
+        self._sent.append(_Sent(page.name, expected, answer))
         self._answers.add(answer)
         answer.add_done_callback(self._answered)
         return True
@@ -351,14 +366,14 @@ class BridgeLane:
             async with asyncio.timeout(wait):
                 await self._wake.wait()
 
-    async def _publish(self, page: Page, expected: int, patience: asyncio.Timeout) -> None:
+    async def _publish(self, page: Page, expected: int, *, is_ahead: bool) -> None:
         headers = {
             "Nats-Expected-Last-Sequence": str(expected),
-            "Nats-Msg-Id": message_id(page, f"{page.bridge}/{page.name}"),
             PAGE_HEADER: page.name,
+            HISTORY_HEADER: header_of(page.history, is_ahead=is_ahead),
         }
         with told(f"writing to lane {self.lane}"):
-            async with patience:
+            async with asyncio.timeout(ACK_SECONDS):
                 acknowledged = await self._js.publish(
                     self._layout.subject(self.lane),
                     encode_page(page),
@@ -366,7 +381,7 @@ class BridgeLane:
                     stream=self._layout.stream(self.lane),
                     headers=headers,
                 )
-        if acknowledged.duplicate or acknowledged.seq != expected + 1:
+        if acknowledged.seq != expected + 1:
             raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
 
     async def _settle(self, sent: _Sent) -> None:
@@ -398,7 +413,9 @@ class BridgeLane:
                         self._advanced.clear()
                         await self._advanced.wait()
             except TimeoutError:
-                self._say(error)  # what others have written does not come
+                self._say(error)  # what others have written does not come: there may be less than was read
+                if self._reader is not None:
+                    self._reader.look_again()
             else:
                 self._went_well()
             return

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 LAYOUT: Final = 1
 """Version of all this; another one is another plane."""
-DUPLICATE_SECONDS: Final = 120
-"""For which the servers remember the ids of messages. Besides, a page is refused where the lane does not end as its writer
-believes."""
 LEASE_SECONDS: Final = 15
 """After which an entry of the bucket of leases is gone unless it was renewed."""
 
@@ -57,6 +54,7 @@ class LaneState(NamedTuple):
     made: str
     """Which stream it is: one that was deleted and made anew is another one."""
     leader: str | None
+    """None for a server of no cluster; empty while there is no leader."""
 
 
 class Layout:
@@ -201,7 +199,7 @@ def _state(info: StreamInfo) -> LaneState:
         state.last_seq,
         state.bytes,
         (found.life if (found := _description(info)) is not None else "") or str(info.created),
-        info.cluster.leader if info.cluster is not None else None,
+        (info.cluster.leader or "") if info.cluster is not None else None,
     )
 
 
@@ -217,7 +215,6 @@ def _lane_config(layout: Layout, lane: int, settings: PlaneSettings) -> Any:
         max_bytes=settings.lane_bytes,
         storage=api.StorageType.FILE,
         num_replicas=settings.copies,
-        duplicate_window=DUPLICATE_SECONDS,
     )
 
 

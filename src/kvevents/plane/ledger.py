@@ -11,8 +11,9 @@ log is one story all the same, because the server takes a page only from a write
 
 Pieces of a large batch follow each other, with anything in between; a piece at offset 0 begins again.
 
-A writer may send a page before it knows that the one before is there. Such a page names that one, and is void wherever another
-message stands between them: the number that the server goes by is right then as well, where exactly one has come in between.
+Each page carries a digest of the names of all messages that its writer expects before it, and is void behind any others. The
+server compares numbers alone, and those can be right by chance: where the page before it was refused and exactly one of another
+bridge was stored in its place, or where the server has lost pages that it had acknowledged and their numbers were used again.
 
 A lane that is deleted and made anew has another `life`; pages of a writer who had not noticed are void in it. Where pages were
 purged before a bridge had read them, and no snapshot tells what was in them, the lane has a *hole*: nothing behind it can be
@@ -27,6 +28,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.plane.records import (
+    START,
     Batched,
     Beat,
     Blank,
@@ -39,7 +41,9 @@ from kvevents.plane.records import (
     Record,
     Renewed,
     StreamRecord,
+    Tail,
     Trusting,
+    extend_history,
 )
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset
 from kvevents.stream.checkpoint import Fingerprint
@@ -166,7 +170,9 @@ class Ledger:
         self.strays = 0
         """Pages that were meant for a lane of another life."""
         self.overtaken = 0
-        """Pages that were sent behind one that is not there."""
+        """Pages whose writer expected other messages before them."""
+        self.history: bytes | None = START
+        """Digest of the names of all messages that were read; None where the lane could not be read from its beginning."""
         self.life = ""
         """Of the lane; that of its first page where nobody has said."""
         self.floor = 0
@@ -174,23 +180,25 @@ class Ledger:
         self.hole = ""
         """Why nothing of the lane can be believed yet; empty where all of it was read."""
         self._newest: dict[Key, bytes] = {}
-        self._writer = self._tail = ""
-        """Who wrote the page that is read, and the name of the last one; empty where that is void or no page."""
+        self._writer = ""
+        """Who wrote the page that is read."""
+        self._name: str | None = ""
+        """Of the newest message."""
 
     # --- reading
 
     def feed(self, position: int, page: Page) -> list[Event]:
         """What a page brings. Its writer has read all before it, so `position` may leave numbers out: nobody wrote them."""
-        self.position = position
+        history = self.history
+        self._move(position, page.name, is_first=page.history is None)
         self.life = self.life or page.life
-        tail, self._tail = self._tail, ""
         if page.life != self.life:
             self.strays += 1
             return []
-        if page.after and page.after != tail:
+        if page.history is not None and history is not None and page.history != history:
             self.overtaken += 1
             return []
-        self._writer, self._tail = page.bridge, page.name
+        self._writer = page.bridge
         found: list[Event] = []
         for record in page.records:
             if isinstance(record, Beat):
@@ -200,6 +208,11 @@ class Ledger:
             elif not self.hole:
                 found += self._read(record)
         return found
+
+    def _move(self, position: int, name: str, *, is_first: bool = False) -> None:
+        self.position, self._name = position, name
+        known = START if is_first else self.history
+        self.history = None if known is None else extend_history(known, name)
 
     def _hear(self, beaten: Beaten) -> None:
         self.beats.pop(beaten.beat.bridge, None)
@@ -330,13 +343,17 @@ class Ledger:
         standing.ended = True
         return Breach(key, what)
 
-    def skip(self, position: int) -> None:
+    def skip(self, position: int, name: str = "") -> None:
         """A message that is no page."""
-        self.position = position
+        self._move(position, name)
         self.foreign += 1
-        self._tail = ""
 
     # --- what is known
+
+    @property
+    def tail(self) -> Tail:
+        """The newest message that was read."""
+        return Tail(self.position, self._name, self.history)
 
     def joined(self) -> dict[Key, bytes]:
         """The streams that there are, each with its card."""
@@ -374,7 +391,8 @@ class Ledger:
             self.streams[key].digest = digest_of(newest)
         rows = [(*key, standing) for key, standing in self.streams.items()]
         beats = [(beaten.beat, beaten.page) for beaten in self.beats.values()]
-        return msgspec.msgpack.encode(_Saved(self.position, rows, beats, self.life, self.floor, self.hole, self._tail))
+        saved = _Saved(self.position, rows, beats, self.life, self.floor, self.hole, self._name, self.history)
+        return msgspec.msgpack.encode(saved)
 
     @classmethod
     def restore(cls, data: bytes) -> Ledger:
@@ -384,7 +402,8 @@ class Ledger:
         ledger.position = saved.position
         ledger.streams = {(source, rank): standing for source, rank, standing in saved.streams}
         ledger.beats = {beat.bridge: Beaten(beat, page) for beat, page in saved.beats}
-        ledger.life, ledger.floor, ledger.hole, ledger._tail = saved.life, saved.floor, saved.hole, saved.tail
+        ledger.life, ledger.floor, ledger.hole = saved.life, saved.floor, saved.hole
+        ledger._name, ledger.history = saved.name, saved.history
         return ledger
 
     @classmethod
@@ -392,6 +411,7 @@ class Ledger:
         """Of a lane that can be read from behind a page on only; `hole` says why."""
         ledger = cls()
         ledger.position, ledger.hole = position, hole
+        ledger._name = ledger.history = None
         return ledger
 
 
@@ -403,7 +423,8 @@ class _Saved(msgspec.Struct, array_like=True):
     life: str = ""
     floor: int = 0
     hole: str = ""
-    tail: str = ""
+    name: str | None = ""
+    history: bytes | None = START
 
 
 def _out_of_turn(standing: Standing, record: Batched | Piece | Lost) -> str | None:

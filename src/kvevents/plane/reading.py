@@ -4,6 +4,9 @@ An ordered ephemeral consumer: the server pushes, nothing is acknowledged, and n
 connection, to the server that leads the lane, or to messages that came faster than they were taken, the numbers show it, and
 the consumer is made anew behind the last page that was handed out.
 
+Servers may lose messages that they have acknowledged, and use their numbers again. So a reader verifies its *tail*, the newest
+message that it has read: by name with each new consumer, and by the history that each page carries (`ledger`) with each page.
+
 A writer need not be told of its own pages, which are most of what a lane brings it where nobody else writes much, and which the
 servers would read from their disks for that. As long as that is so its reader *rests*: there is no consumer, what the writer
 knows to be there counts as read, and pages of others are asked for one by one: at once where a page of the writer was refused,
@@ -21,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import LaneState, Layout, state_of
+from kvevents.plane.records import START, Tail, extend_history
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
+    from nats.js import JetStreamContext
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +39,17 @@ SILENT_SECONDS: Final = 3.5
 """After so long without any the consumer is made anew."""
 AGAIN_SECONDS: Final = 0.5
 """Between two attempts to make it."""
-SHRUNK_SECONDS: Final = 3.0
-"""For which a lane must be told to end before what was read of it, to be believed: a server that has just become its leader may
-not have seen all of it. A stream may also have been brought back from an older copy."""
 DELETE_SECONDS: Final = 0.5
 """For the server to forget a consumer that nobody needs; it does by itself, a little later."""
 SHORT_REPLY: Final = 9
 """Words of a message's reply subject; there are more where it has the account's domain in it."""
 PAGE_HEADER: Final = "Kvevents-Page"
 """Of a message: what its writer calls the page."""
+HISTORY_HEADER: Final = "Kvevents-History"
+"""Of a message: `Page.history` in hexadecimal digits, or `FIRST`. `AHEAD` follows where the page was sent before
+its writer knew that the page before it was there."""
+FIRST: Final = "new"
+AHEAD: Final = "+"
 MANY_PAGES: Final = 20
 """Of others, between two looks of a reader that rests: so many are not asked for one by one."""
 FEW_PAGES: Final = 5
@@ -60,8 +67,9 @@ class Broken(NamedTuple):
     """Why a lane cannot be read on."""
 
     why: str
-    """`made anew`: it was deleted, and is another one now. `purged`: pages are gone that were not read. `shrunk`: pages are
-    gone that were read; who reads it from its beginning has what there is."""
+    """`made anew`: it was deleted, and is another one now. `purged`: pages are gone that were not read. `shrunk`, `rewritten`:
+    pages are gone that were read, in the latter case with others in their place. `disputed`: the writer of a page has read
+    something else before it than this reader has. What the lane holds now is to be read from a snapshot or its beginning on."""
     first: int = 1
     """Number of the oldest page that can be read on from."""
 
@@ -75,6 +83,8 @@ class Pushed(NamedTuple):
     """Of the messages behind it, those that the server had then."""
     name: str = ""
     """Of the page, as its writer calls it."""
+    history: str | None = None
+    """As `HISTORY_HEADER` says it; None for a message that is no page."""
 
 
 Take = Callable[[list[Pushed]], None]
@@ -92,9 +102,51 @@ class Writer(Protocol):
         """Whether pages are under way. What becomes of them shows whether anybody else has written."""
         ...
 
+    @property
+    def tail(self) -> Tail:
+        """The newest message that it knows to be there."""
+        ...
+
+
+def header_of(history: bytes | None, *, is_ahead: bool = False) -> str:
+    """Return what `HISTORY_HEADER` says of a page."""
+    return (FIRST if history is None else history.hex()) + (AHEAD if is_ahead else "")
+
+
+async def has_tail(js: JetStreamContext, layout: Layout, lane: int, state: LaneState, tail: Tail) -> bool:
+    """Return whether a lane still holds what somebody has read of it, as far as its messages show that.
+
+    Raises `PlaneError` where they cannot be read.
+    """
+    if tail.position > state.last:
+        return False
+    if tail.name is not None and tail.position >= max(1, state.first):
+        found = await _message(js, layout, lane, tail.position)
+        if found is not None and found.name != tail.name:
+            return False
+    if tail.history is not None and state.first <= tail.position + 1 <= state.last:
+        found = await _message(js, layout, lane, tail.position + 1)
+        if found is not None and found.history not in {None, FIRST} and not str(found.history).endswith(AHEAD):
+            return found.history == tail.history.hex()
+    return True
+
+
+async def _message(js: JetStreamContext, layout: Layout, lane: int, position: int) -> Pushed | None:
+    """One message of a lane; None where somebody has deleted it."""
+    try:
+        with told(f"reading page {position} of lane {lane}"):
+            async with asyncio.timeout(FETCH_SECONDS):
+                found = await js.get_msg(layout.stream(lane), position)
+    except PlaneError as error:
+        if error.fault != "missing":
+            raise
+        return None
+    headers = found.headers or {}
+    return Pushed(position, found.data or b"", 0, headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER))
+
 
 class LaneReader:
-    """Reads one lane. `run` ends only when the lane cannot be read on, or when `take` raises.
+    """Reads one lane behind `tail`. `run` ends only when the lane cannot be read on, or when `take` raises.
 
     `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it. With a
     `writer` the reader may rest, and what the writer knows is handed out at once.
@@ -105,14 +157,14 @@ class LaneReader:
         client: Client,
         layout: Layout,
         lane: int,
-        position: int,
+        tail: Tail,
         made: str | None,
         take: Take,
         remake: Remake | None = None,
         writer: Writer | None = None,
     ) -> None:
-        self.position = position
-        """Number of the last page that was handed out, or that the writer was found to know."""
+        self.tail = tail
+        """The last message that was handed out, or that the writer was found to know."""
         self.made = made
         """Which stream it is; None before it was asked for."""
         self.behind: int | None = None
@@ -121,6 +173,8 @@ class LaneReader:
         """As the server told it last."""
         self.caught_up = asyncio.Event()
         """Set once everything that the lane had was handed out, and taken."""
+        self.settled = False
+        """Whether the lane is read again because of a dispute: what the log holds shows who is right, so no other ends this."""
         self.fault = ""
         """Why nothing can be read at the moment."""
         self._client: Final = client
@@ -139,14 +193,25 @@ class LaneReader:
         """Whether there is nothing to wait for before the next look."""
         self._asked = False
         """Whether somebody else is known to have written."""
-        self._shrunk_at: float | None = None
+        self._dispute: Pushed | None = None
+        """The page behind the tail whose writer has read something else before it."""
+        self._void = 0
+        """Number of a page that is known to be void for that."""
+        self._verified: asyncio.Future[bool] | None = None
+        """Of the present consumer: whether the tail was found in the lane since it was made."""
         self._hole: int | None = None
         self._failure: BaseException | None = None
         self._came: list[Pushed] = []
         self._delivered = 0
         self._lost = asyncio.Event()
-        self._looked = asyncio.Event()
+        self.looked = asyncio.Event()
+        """Cleared while it is not known whether the lane is what it was."""
         self._alive_at = 0.0
+
+    @property
+    def position(self) -> int:
+        """Number of the tail."""
+        return self.tail.position
 
     async def run(self) -> Broken:
         """Read on until that cannot be."""
@@ -156,19 +221,21 @@ class LaneReader:
                     broken = await self._look()
                     if broken is not None:
                         return broken
-                    await (self._follow() if self._writer is None or not self._rests else self._rest(self._writer))
+                    broken = await (self._follow() if self._writer is None or not self._rests else self._rest(self._writer))
+                    if broken is not None:
+                        return broken
                 except PlaneError as error:
                     self._tell(error)
                 await asyncio.sleep(0.0 if self._at_once else AGAIN_SECONDS)
                 self._at_once = False
         finally:
-            self._looked.set()
+            self.looked.set()
 
     def look_again(self) -> asyncio.Event:
         """There is reason to believe that the lane is not what it was. What is returned is set when that was looked into."""
-        self._looked.clear()
+        self.looked.clear()
         self._lost.set()
-        return self._looked
+        return self.looked
 
     def ask(self) -> None:
         """Somebody else has written. What is pushed brings it by itself."""
@@ -202,9 +269,12 @@ class LaneReader:
         if state.made != self.made:
             return Broken("made anew")
         if state.last < self.position:
-            return self._look_at_less(state)
-        self._shrunk_at = None
-        self._looked.set()
+            if state.leader == "":
+                raise PlaneError(f"lane {self._lane} has no leader; wait until a majority of its servers runs", fault="away")
+            return Broken("shrunk", state.first)
+        if (broken := await self._settle(state)) is not None:
+            return broken
+        self.looked.set()
         if self._hole is not None or (self.position + 1 < state.first and self.position < state.last):
             return Broken("purged", max(state.first, self._hole or 0))
         if self.position >= state.last:
@@ -212,23 +282,31 @@ class LaneReader:
             self.caught_up.set()
         return None
 
-    def _look_at_less(self, state: LaneState) -> Broken | None:
-        now = asyncio.get_running_loop().time()
-        if self._shrunk_at is None:
-            self._shrunk_at = now
-        if now - self._shrunk_at > SHRUNK_SECONDS:
-            return Broken("shrunk", state.first)
-        raise PlaneError(
-            f"lane {self._lane} is told to end with page {state.last}, and {self.position} was read; its leader may be new",
-            fault="away",
-        )
+    async def _settle(self, state: LaneState) -> Broken | None:
+        """Look into whatever is doubted."""
+        dispute = self._dispute
+        if dispute is None and self.looked.is_set():
+            return None
+        if not await self._has(self.tail, state):
+            return Broken("rewritten", state.first)
+        if dispute is None:
+            return None
+        if not self.settled and not str(dispute.history).endswith(AHEAD):
+            return Broken("disputed", state.first)
+        log.warning("page %d of lane %d is void: its writer expected other pages before it", dispute.position, self._lane)
+        self._dispute, self._void = None, dispute.position
+        return None
+
+    async def _has(self, tail: Tail, state: LaneState) -> bool:
+        """Whether a lane still holds what was read of it; the page behind it is not asked here."""
+        return await has_tail(self._js, self._layout, self._lane, state, tail._replace(history=None))
 
     def _pass_by(self) -> None:
         """What the writer knows of what comes next."""
-        while self._writer is not None and self._writer.knows(self.position + 1, ""):
-            self.position += 1
+        if self._writer is not None and self._writer.tail.position > self.position:
+            self.tail = self._writer.tail
 
-    async def _rest(self, writer: Writer) -> None:
+    async def _rest(self, writer: Writer) -> Broken | None:
         """Ask for what others have written, if they have, and for nothing more until there is reason to, or for a while."""
         self._at_once = True
         asked, self._asked = self._asked, False
@@ -237,7 +315,7 @@ class LaneReader:
         if asked or not writer.is_writing():
             if last - self.position > MANY_PAGES or not await self._ask(last) or self._others > FEW_PAGES:
                 self._rests, self._others = False, 0
-                return
+                return None
             self.behind = 0
         self.fault = ""
         try:
@@ -245,14 +323,14 @@ class LaneReader:
                 await self._lost.wait()
         except TimeoutError:
             self._others = 0
+        return None
 
     async def _ask(self, last: int) -> bool:
         """Hand out all pages up to one. False where that is not to be had in this way."""
         while self.position < last:
             page = await self._fetch(self.position + 1)
-            if page is None:
+            if page is None or not self._move(page):
                 return False
-            self.position = page.position
             self._others += 1
             self._came.append(page)
             self._hand_out()
@@ -261,9 +339,21 @@ class LaneReader:
             self._pass_by()
         return True
 
-    async def _follow(self) -> None:
+    def _move(self, page: Pushed) -> bool:
+        """Go on to the next message, unless its writer expected others before it."""
+        history = START if page.history == FIRST else self.tail.history
+        expected = page.history is not None and page.history != FIRST and page.history.removesuffix(AHEAD)
+        if expected and history is not None and expected != history.hex() and page.position != self._void:
+            self._dispute = page
+            self._lost.set()
+            return False
+        self.tail = Tail(page.position, page.name, None if history is None else extend_history(history, page.name))
+        return True
+
+    async def _follow(self) -> Broken | None:
         """Until the consumer has lost its way."""
         client, inbox = self._client, self._client.new_inbox()
+        self._verified = verified = asyncio.get_running_loop().create_future()
         self._came.clear()
         self._delivered = 0
         self._alive_at = asyncio.get_running_loop().time()
@@ -278,14 +368,21 @@ class LaneReader:
                 if self.fault:
                     log.info("lane %d: read again", self._lane)
                 self.fault = ""
+                # A server that loses messages loses this consumer with them: what it sends belongs behind what is there now.
+                if not await self._has(self.tail, await self._state()):
+                    return Broken("rewritten")
+                verified.set_result(True)
                 await self._watch()
             finally:
+                if not verified.done():
+                    verified.set_result(False)
                 with suppress(Exception):
                     await subscription.unsubscribe()
                 if name is not None and client.is_connected:
                     with suppress(Exception):
                         async with asyncio.timeout(DELETE_SECONDS):
                             await self._js.delete_consumer(self._layout.stream(self._lane), name)
+        return None
 
     def _config(self, inbox: str) -> Any:
         from nats.js import api  # noqa: PLC0415 - an extra
@@ -327,6 +424,9 @@ class LaneReader:
 
     async def _on_message(self, message: Msg) -> None:
         self._alive_at = asyncio.get_running_loop().time()
+        verified = self._verified
+        if verified is None or not await verified or self._verified is not verified:
+            return
         if message.headers is not None and (status := message.headers.get("Status")) is not None:
             await self._on_status(message, status)
             return
@@ -339,12 +439,16 @@ class LaneReader:
                 self._hole = position  # the server has sent all that there is
             self._lost.set()
             return
-        name = (message.headers or {}).get(PAGE_HEADER, "")
+        headers = message.headers or {}
+        name = headers.get(PAGE_HEADER, "")
+        page = Pushed(position, message.data, pending, name, headers.get(HISTORY_HEADER))
+        if not self._move(page):
+            return
         known = self._writer is not None and self._writer.knows(position, name)
         self._own += known
         self._others += not known
-        self._delivered, self.position = delivered, position
-        self._came.append(Pushed(position, message.data, pending, name))
+        self._delivered = delivered
+        self._came.append(page)
         if known:
             self._hand_out()
         elif len(self._came) == 1:
@@ -354,13 +458,10 @@ class LaneReader:
     async def _fetch(self, position: int) -> Pushed | None:
         """One page; None where it cannot be had now."""
         try:
-            with told(f"reading page {position} of lane {self._lane}"):
-                async with asyncio.timeout(FETCH_SECONDS):
-                    found = await self._js.get_msg(self._layout.stream(self._lane), position)
+            return await _message(self._js, self._layout, self._lane, position)
         except PlaneError as error:
             log.debug("%s", error)
             return None
-        return Pushed(position, found.data or b"", 0, (found.headers or {}).get(PAGE_HEADER, ""))
 
     def _hand_out(self) -> None:
         came, self._came = self._came, []

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvevents.errors import PlaneError, SnapshotError
-from kvevents.plane.layout import Layout
+from kvevents.plane.layout import LaneState, Layout
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.snapshots import Snapshots
 
@@ -25,11 +25,9 @@ class Recall:
     def __init__(self, js: JetStreamContext, layout: Layout) -> None:
         self._snapshots: Final = Snapshots(js, layout)
 
-    async def ledger(self, lane: int, made: str) -> Ledger | None:
-        """Of one lane, where a snapshot of the same stream (`LaneState.made`) tells of it. Raises `PlaneError`."""
-        for kept in await self._snapshots.kept(lane):
-            if kept.made != made:
-                continue
+    async def ledger(self, lane: int, state: LaneState) -> Ledger | None:
+        """Of one lane, as of the newest snapshot of what it holds. Raises `PlaneError`."""
+        for kept in await self._snapshots.usable(lane, state):
             try:
                 return (await self._snapshots.streams(kept)).restored()[0]
             except SnapshotError as error:

@@ -7,16 +7,17 @@ but the records before it to know whether it is the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Final, TypeAlias
-from urllib.parse import quote
+from hashlib import blake2b
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from kvevents.wire import MAX_SEQ
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of pages; readers refuse others."""
+START: Final = bytes(8)
+"""The history of a lane before its first message."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Through = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
@@ -134,9 +135,25 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the lane, as the writer knew it: a page that was meant for a lane that has been deleted is void in the next one."""
     name: str = ""
     """What its writer calls it; no other page has the same."""
-    after: str = ""
-    """Name of the page directly before which alone it has a meaning: its writer sent it before that one was known to be there.
-    Empty where the writer had read all that is before."""
+    history: bytes | None = None
+    """Digest of the names of all messages that its writer expects before it (`extend_history`); the page is void behind any
+    others. None: a new history begins with this page, whatever is before it."""
+
+
+class Tail(NamedTuple):
+    """The newest message of a lane, as a reader knows it."""
+
+    position: int
+    """0 before the first message."""
+    name: str | None = None
+    """The page's name; empty for a message that is no page, None where it is not known."""
+    history: bytes | None = None
+    """Digest of the names of all messages up to this one; None where it is not known."""
+
+
+def extend_history(history: bytes, name: str) -> bytes:
+    """Return the history of a lane after one more message."""
+    return blake2b(history + name.encode("utf-8", "surrogatepass"), digest_size=len(START)).digest()
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Page)
@@ -155,30 +172,3 @@ def decode_page(data: bytes) -> Page | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return page if page.version == VERSION else None
-
-
-def message_id(page: Page, otherwise: str) -> str:
-    """`Nats-Msg-Id` of a page: source, rank, incarnation and number of the first record in it that has them.
-
-    Before them the lane's life, in which alone they are told apart; behind them the page that it must follow, without which it
-    is void, and what is in it must be written again. A page without any, of trust and beats, is nothing that may be there once
-    only: its id is `otherwise`, the writer's own.
-    """
-    behind = f"/after/{quote(page.after, safe='')}" if page.after else ""
-    for record in page.records:
-        name = _NUMBERED.get(type(record))
-        if name is not None:
-            return f"{quote(page.life, safe='')}/{name(record)}{behind}" if page.life else f"{name(record)}{behind}"
-    return quote(otherwise, safe="/")
-
-
-def _place(record: StreamRecord, *numbers: object) -> str:
-    return "/".join([quote(record.source, safe=""), str(record.rank), *map(str, numbers)])
-
-
-_NUMBERED: Final[dict[type[Any], Callable[[Any], str]]] = {
-    Batched: lambda record: _place(record, record.incarnation, record.seq),
-    Piece: lambda record: _place(record, record.incarnation, record.seq, record.offset, len(record.payload)),
-    Renewed: lambda record: _place(record, record.incarnation, "reset"),
-    Lost: lambda record: _place(record, record.incarnation, record.first, "gap"),
-}

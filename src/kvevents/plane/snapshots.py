@@ -23,9 +23,10 @@ import msgspec
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, state_of
+from kvevents.plane.layout import LaneState, Layout, state_of
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.records import Key
+from kvevents.plane.reading import has_tail
+from kvevents.plane.records import Key, Tail
 from kvevents.stream import Doubt
 from kvevents.structs import prepared
 
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 ENTRY: Final = "snapshot"
 """Level of the keys of entries that say which snapshots count; the lane follows."""
-VERSION: Final = 2
+VERSION: Final = 3
 CHUNK_BYTES: Final = 512 << 10
 """Of a message of an object, less where servers take less."""
 TRANSFER_SECONDS: Final = 300.0
@@ -61,6 +62,15 @@ class Kept(msgspec.Struct, frozen=True):
     """Which stream the lane is: one that was deleted and made anew has other pages."""
     blocks: int
     bytes: int
+    page: str | None = None
+    """The name of that page, and the history of the lane up to it: one that has lost pages has others there."""
+    history: str = ""
+    """In hexadecimal digits; empty where it is not known."""
+
+    @property
+    def tail(self) -> Tail:
+        """Where it ends."""
+        return Tail(self.position, self.page, bytes.fromhex(self.history) or None)
 
     @property
     def objects(self) -> set[str]:
@@ -127,6 +137,18 @@ class Snapshots:
         """Those of a lane that count, the newest first."""
         return (await self._entry(lane))[0]
 
+    async def usable(self, lane: int, state: LaneState) -> list[Kept]:
+        """Those of a lane that are of what it holds, the newest first: of the same stream, and of messages that are in it."""
+        found = []
+        for kept in await self.kept(lane):
+            if kept.made != state.made:
+                continue
+            if await has_tail(self._js, self._layout, lane, state, kept.tail):
+                found.append(kept)
+            else:
+                log.error("snapshot %s is passed over: lane %d has lost pages that it was made of", kept.name, lane)
+        return found
+
     async def _entry(self, lane: int) -> tuple[list[Kept], int]:
         """The same with the number of the entry; 0 where there is none."""
         try:
@@ -179,13 +201,17 @@ class Snapshots:
     async def save(self, taken: Taken, path: Path, blocks: int, by: str, made: str) -> Kept:
         """Write a snapshot, have it count, and purge what no reader needs any more.
 
-        Raises `PlaneError`, with the fault `conflict` where somebody else's came in between.
+        Raises `PlaneError`, with the fault `conflict` where somebody else's came in between, or where the lane has other pages.
         """
         name = f"{taken.lane}-{int(time.time())}-{secrets.token_hex(6)}"
         before, revision = await self._entry(taken.lane)
         ledger, _ = taken.restored()
         size = await asyncio.to_thread(os.path.getsize, path)
-        kept = Kept(name, taken.lane, time.time(), by, ledger.position, made, blocks, size)
+        position, page, history = ledger.tail
+        kept = Kept(name, taken.lane, time.time(), by, position, made, blocks, size, page, (history or b"").hex())
+        state = await state_of(self._js, self._layout, taken.lane)
+        if state.made == made and not await has_tail(self._js, self._layout, taken.lane, state, kept.tail):
+            raise PlaneError(f"lane {taken.lane} has lost pages that snapshot {name} was made of", fault="conflict")
         count = [kept, *before[:1]]
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
@@ -225,7 +251,7 @@ class Snapshots:
         newest, oldest = kept[0], kept[-1]
         if len(kept) > 1 and oldest.made == newest.made and oldest.position > 0:
             with suppress(PlaneError):
-                await self._purge(newest.lane, oldest.position, newest.made)
+                await self._purge(oldest)
         with suppress(PlaneError), told("removing old snapshots"):
             await self._remove(set().union(*(each.objects for each in gone)))
             if time.monotonic() - self._swept_at > SWEEP_SECONDS:
@@ -253,12 +279,12 @@ class Snapshots:
             keep.update(*(each.objects for each in await self.kept(lane)))
         await self._remove(old - keep)
 
-    async def _purge(self, lane: int, position: int, made: str) -> None:
-        """Up to a page of the lane that the snapshots are of: one that was made anew has others, which no snapshot holds."""
-        state = await state_of(self._js, self._layout, lane)
-        if state.made == made:
-            with told(f"purging lane {lane}"):
-                await self._js.purge_stream(self._layout.stream(lane), seq=position + 1)
+    async def _purge(self, kept: Kept) -> None:
+        """Up to the end of a snapshot, where the lane holds what that was made of."""
+        state = await state_of(self._js, self._layout, kept.lane)
+        if state.made == kept.made and await has_tail(self._js, self._layout, kept.lane, state, kept.tail):
+            with told(f"purging lane {kept.lane}"):
+                await self._js.purge_stream(self._layout.stream(kept.lane), seq=kept.position + 1)
 
 
 def _absorb(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:

@@ -204,10 +204,10 @@ class LogSubscriber:
         events: list[Event] = []
         known = self._lanes[lane]
         at = known.at
-        if page is None:
+        if page is None or page.name != pushed.name:
             if not ledger.foreign:
                 log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
-            ledger.skip(pushed.position)
+            ledger.skip(pushed.position, pushed.name)
         else:
             if at is not None and at // CENSUS_SECONDS != page.at // CENSUS_SECONDS:
                 self._due.append(lane)

@@ -12,8 +12,8 @@ a writer that is refused reads what others have written, and composes anew. Of w
 Nothing is dropped because it was sent, only because it was read or acknowledged. So it does not matter which page was lost, or
 whether the answer to one was.
 
-A page may be composed while others are *under way*, as if those were there already. It says behind which one it belongs, and is
-void for every reader elsewhere (`ledger`). As soon as one of them is refused, or a page of somebody else comes in between, all
+A page may be composed while others are *under way*, as if those were there already. Behind anything else it is void for every
+reader (`ledger`). As soon as one of them is refused, or a page of somebody else comes in between, all
 that are under way are taken back, and what was in them is judged anew.
 """
 
@@ -27,6 +27,7 @@ from typing import Final, NamedTuple, TypeAlias
 from kvevents.plane.heads import Head, Verdict, after, as_written, judge, may_trust
 from kvevents.plane.ledger import Event, Ledger
 from kvevents.plane.records import (
+    START,
     VERSION,
     Batched,
     Beat,
@@ -38,6 +39,7 @@ from kvevents.plane.records import (
     Renewed,
     StreamRecord,
     Trusting,
+    extend_history,
 )
 from kvevents.stream import RawBatch
 
@@ -90,6 +92,8 @@ class _Draft:
     """A page that is under way, and what of each stream it settles."""
 
     page: Page
+    history: bytes
+    """Of the lane up to this page."""
     beat: Beat | None
     settled: list[_Settled]
 
@@ -247,9 +251,9 @@ class Composer:
         if not records:
             return None
         self._pages += 1
-        after = self._drafts[-1].page.name if self._drafts else ""
-        page = Page(VERSION, self._bridge, at, records, self.ledger.life, f"{self._life}#{self._pages}", after)
-        self._drafts.append(_Draft(page, self._beat, settled))
+        name, history = f"{self._life}#{self._pages}", self._drafts[-1].history if self._drafts else self.ledger.history
+        page = Page(VERSION, self._bridge, at, records, self.ledger.life, name, history)
+        self._drafts.append(_Draft(page, extend_history(START if history is None else history, name), self._beat, settled))
         self._beat = None
         return page
 
@@ -424,10 +428,10 @@ class Composer:
         self.returned()
         return self.ledger.feed(position, page)
 
-    def skip(self, position: int) -> None:
+    def skip(self, position: int, name: str = "") -> None:
         """A message that is no page, which also comes before what is under way."""
         self.returned()
-        self.ledger.skip(position)
+        self.ledger.skip(position, name)
 
 
 def _size(record: StreamRecord) -> int:

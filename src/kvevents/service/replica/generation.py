@@ -16,7 +16,7 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.layout import LaneState, Layout, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import LaneReader
-from kvevents.plane.records import Key
+from kvevents.plane.records import Key, Tail
 from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.service.follower import Follower, Listener
@@ -44,7 +44,14 @@ class Generation:
     To be used in one event loop.
     """
 
-    def __init__(self, client: PlaneClient, layout: Layout, snapshots: Snapshots, index: PrefixIndex) -> None:
+    def __init__(
+        self,
+        client: PlaneClient,
+        layout: Layout,
+        snapshots: Snapshots,
+        index: PrefixIndex,
+        settled: Collection[int] = (),
+    ) -> None:
         self.index: Final = index
         self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key))
         self.follower: Final = Follower(self.subscriber, index, Listener())
@@ -58,6 +65,8 @@ class Generation:
         """By lane the newest snapshot that is known."""
         self.broken = ""
         """Why it cannot go on."""
+        self.settled: Final = set(settled)
+        """Lanes that were read again because of a dispute (`LaneReader`), or must be."""
         self._client: Final = client
         self._layout: Final = layout
         self._snapshots: Final = snapshots
@@ -113,13 +122,11 @@ class Generation:
         ledger, doubts = await self._restored(lane, state)
         await self._order(lambda: self.subscriber.add_lane(lane, ledger, doubts))
         self.made[lane], self._begun_at[lane] = state.made, time.monotonic()
-        self._reading[lane] = asyncio.create_task(self._read(lane, ledger.position))
+        self._reading[lane] = asyncio.create_task(self._read(lane, ledger.tail))
 
     async def _restored(self, lane: int, state: LaneState) -> tuple[Ledger, Mapping[Key, frozenset[Doubt]]]:
         """How a lane stands by the newest snapshot that can be read, whose blocks are in the index then."""
-        for kept in await self._snapshots.kept(lane):
-            if kept.made != state.made:
-                continue
+        for kept in await self._snapshots.usable(lane, state):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
                     ledger, doubts = await self._snapshots.load(kept, self.index, Path(folder))
@@ -153,26 +160,31 @@ class Generation:
     def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(self.follower.order(work))
 
-    async def _read(self, lane: int, position: int) -> None:
+    async def _read(self, lane: int, tail: Tail) -> None:
         """Read one lane for as long as it can be, and there is room for what comes."""
         subscriber = self.subscriber
         while True:
             reader = LaneReader(
-                self._client, self._layout, lane, position, self.made[lane], lambda came: subscriber.put(lane, came)
+                self._client, self._layout, lane, tail, self.made[lane], lambda came: subscriber.put(lane, came)
             )
+            reader.settled = lane in self.settled
             reading = asyncio.create_task(reader.run())
             try:
                 while subscriber.queued_bytes < MAX_QUEUED_BYTES:
                     done, _ = await asyncio.wait({reading}, timeout=LOOK_SECONDS)
                     subscriber.tell(lane, reader.behind, reader.fault)
                     if done:
-                        self.broken = f"lane {lane} was {reading.result().why}"
+                        why = reading.result().why
+                        if why == "disputed":
+                            self.settled.add(lane)
+                        self.broken = f"lane {lane} was {why}"
+                        subscriber.tell(lane, None, self.broken)  # what was read of it may be wrong
                         return
             finally:
                 reading.cancel()
                 with suppress(asyncio.CancelledError):
                     await reading
-            position = reader.position
+            tail = reader.tail
             while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes it away
                 await asyncio.sleep(LOOK_SECONDS)
 

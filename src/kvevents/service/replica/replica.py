@@ -80,6 +80,8 @@ class Replica:
         self._generation: Generation | None = None
         self._told: tuple[Mapping[Key, bytes], frozenset[int]] | None = None
         """Cards and lanes of which the fleet was told last."""
+        self._settled = set[int]()
+        """Lanes that were read again because of a dispute."""
         self._answers = frozenset[int]()
         """Lanes of which the fleet knows the engines."""
         self._built_at = float("-inf")
@@ -177,7 +179,8 @@ class Replica:
         while not self._holding.is_settled:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(LOOK_SECONDS)
         while True:
-            generation = Generation(client, layout, snapshots, PrefixIndex(memory_limit=self._memory_limit))
+            index = PrefixIndex(memory_limit=self._memory_limit)
+            generation = Generation(client, layout, snapshots, index, self._settled)
             try:
                 # One that takes the place of another one shows at least what that does.
                 while not generation.broken and not generation.shown.issuperset(wanted := self._holding.wanted | self.shown):
@@ -189,6 +192,7 @@ class Replica:
                 raise
             if not generation.broken:
                 return generation
+            self._settled |= generation.settled
             self._tell(f"an index could not be completed: {generation.broken}")
             await generation.end()
             await asyncio.sleep(AGAIN_SECONDS)
@@ -262,6 +266,7 @@ class Replica:
                 tell_at = now + TELL_SECONDS
                 why = await self._comparing.compare(client, layout, generation, self._built_at)
                 generation.broken = generation.broken or why
+        self._settled |= generation.settled
         log.warning("the index is built anew: %s", generation.broken)
 
     async def _watch(self, generation: Generation) -> None:
