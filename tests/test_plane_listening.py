@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bridge_cases import TalkingEngine
+from kvevents.events import BlockRemoved
 from kvevents.plane.ledger import Start
 from kvevents.plane.listening import MAX_REASON, Heard, Listener
 from kvevents.plane.records import Batched, Lost, Renewed, Trusting
 from kvevents.stream import Checkpoint, Source
+from kvevents.subscriber import Subscriber
+from kvevents.testing.transport import FakeTransport
 from plane_cases import SECONDS
 from publisher_cases import held
 from service_cases import until
@@ -108,7 +112,7 @@ def test_who_is_left_is_heard_no_more_and_may_be_followed_again() -> None:
         ear.until(6)
         ear.listener.leave(("one", 0))
         ear.listener.leave(("nobody", 0))
-        until("it to be left", lambda: [each.source for each in ear.listener.statuses()] == ["two"], SECONDS)
+        until("it to be left", lambda: ("one", 0) not in ear.listener._turns, SECONDS)
         one.say(3)
         two.say(3)
         ear.until(9)
@@ -134,3 +138,49 @@ def test_one_that_never_began_closes_its_sockets() -> None:
     listener = Listener("bridge", lambda _: None, lambda: True)
     assert listener.stop()
     assert repr(listener._subscriber) == "<Subscriber closed>"
+
+
+def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once() -> None:
+    """Only those are looked at that something has happened to, whatever their number."""
+    transport = FakeTransport()
+    told: list[Heard] = []
+    engines = [transport.engine(f"tcp://engine-{number}:1", f"tcp://engine-{number}:2") for number in range(50)]
+    subscriber = Subscriber(transport=transport, clock=transport.clock, decode=False)
+    listener = Listener("bridge", told.extend, lambda: True, subscriber)
+    for number, engine in enumerate(engines):
+        source = Source(engine.endpoint, engine.replay_endpoint, name=str(number))
+        listener.follow(source, Start(None, 0), 1)
+        engine.publish(BlockRemoved([1]))
+
+    def turn() -> None:
+        for _ in range(5):
+            listener._look_at = 0.0
+            listener._turn()
+
+    turn()
+    assert {each.record.key for each in told if isinstance(each.record, Trusting) and each.record.trust == "EXACT"} == {
+        (str(number), 0) for number in range(50)
+    }
+    told.clear()
+    turn()
+    assert told == []
+    engines[7].publish(BlockRemoved([1]))
+    listener._look_at = float("inf")
+    listener._turn()
+    assert len(subscriber._hub._touched) == 1
+    assert [type(each.record) for each in told] == [Batched]
+    told.clear()
+    engines[7].disconnect()
+    turn()
+    assert [each.record.key for each in told] == [("7", 0)]
+
+
+def test_a_thread_of_the_library_leaves_the_process_as_it_was() -> None:
+    """How long threads may run is of the whole process, which is somebody else's."""
+    before = sys.getswitchinterval()
+    with TalkingEngine() as engine, listening() as ear:
+        ear.listener.follow(engine.source, Start(None, 0), 1)
+        engine.say(1)
+        ear.until(1)
+        assert sys.getswitchinterval() == before
+    assert sys.getswitchinterval() == before

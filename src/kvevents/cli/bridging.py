@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +48,9 @@ LOOK_SECONDS: Final = 0.5
 """Between two looks at whether something has changed that is to be told."""
 END_SECONDS: Final = 12.0
 """From a signal to the end at most: for what is queued, and for the connections."""
+SWITCH_SECONDS: Final = 0.0005
+"""How long the thread that follows engines may keep Python to itself when the one that writes waits: a page needs it several
+times, and by default it would wait 5 ms each time."""
 SCRAPE_SECONDS: Final = 5.0
 """For the event loop to answer who scrapes."""
 _FLEET: Final = ("curve", "dns", "source_files", "sources")
@@ -181,6 +185,7 @@ def run(settings: Settings) -> None:
     Raises `PlaneError` where the servers cannot be used or somebody else has the name, `EndpointError` for a port that is
     taken, and `ConfigError`.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     with Stop() as stop, giving_back():
         asyncio.run(_main(settings, stop))
 

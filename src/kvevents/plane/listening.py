@@ -1,9 +1,13 @@
-"""The bridge's ear: a thread that follows engines and turns what they say into records of the log."""
+"""The bridge's ear: a thread that follows engines and turns what they say into records of the log.
+
+It does not apply what it forwards, so its memory does not grow with what engines hold. Replicas have an index: they find out
+whether events could be read, and whether an engine holds what it has said. Of a batch the thread reads what its stream has to
+know of it: whether everything was cleared, and what a sender of ours says of itself (`findings_in`).
+"""
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -13,27 +17,32 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from kvevents.errors import KVEventsError, UnknownSourceError
-from kvevents.index import PrefixIndex
 from kvevents.plane.ledger import Start
 from kvevents.plane.records import Batched, Key, Lost, Renewed, StreamRecord, Trusting
 from kvevents.plane.writing import RECORD_BYTES
-from kvevents.stream import Gap, RawBatch, Reset, Source, Trust
+from kvevents.stream import Findings, Gap, RawBatch, Source, Trust
 from kvevents.stream.deliveries import RawDelivery
-from kvevents.subscriber import StreamStatus, Subscriber
+from kvevents.stream.findings import findings_of
+from kvevents.stream.trust import HEALED_BY_CLEAR
+from kvevents.subscriber import Subscriber
+from kvevents.wire import decode_batch
 
 log = logging.getLogger(__name__)
 
 TURN_SECONDS: Final = 0.02
 """How long a turn waits for the network: orders and trust are at most so old."""
 LOOK_SECONDS: Final = 0.1
-"""Between two looks at the trust of every stream."""
-SWITCH_SECONDS: Final = 0.0005
-"""How long this thread may keep Python to itself when the one that writes waits: a page needs it several times, and by default
-it would wait 5 ms each time."""
+"""Between two looks at the trust of the streams that something has happened to."""
 PAUSE_SECONDS: Final = 0.02
 """Between two looks whether there is room again, while there is none."""
 MAX_REASON: Final = 500
 """Characters of a reason; an engine may give one of any length."""
+MAX_ASKED_AGAIN: Final = 2
+"""How often in a row a sender is asked for all that it holds: what two histories from 0 do not end, a third does not either."""
+_CLEARED: Final = b"leared"
+"""In every spelling of `AllBlocksCleared`, of which `cleared` is one."""
+_HEARTBEAT: Final = b"every"
+"""A field that every heartbeat has."""
 
 
 class Heard(NamedTuple):
@@ -48,31 +57,27 @@ Tell = Callable[[list[Heard]], None]
 
 
 class Listener(threading.Thread):
-    """Owns the subscriber. `tell` is called from this thread; `room` says whether more may be heard.
+    """Owns the subscriber, which may be given. `tell` is called from this thread; `room` says whether more may be heard.
 
     Where there is no room the thread reads nothing. Its engines notice nothing either: what finds no room in ZeroMQ's queues is
     dropped there, and asked for by replay afterwards.
     """
 
-    def __init__(self, bridge: str, tell: Tell, room: Callable[[], bool]) -> None:
+    def __init__(
+        self, bridge: str, tell: Tell, room: Callable[[], bool], subscriber: Subscriber[RawBatch] | None = None
+    ) -> None:
         super().__init__(name="kvevents-bridge", daemon=True)
         self.failure: BaseException | None = None
-        self.diverged = 0
-        """Batches after which an engine held something else than what it had told."""
         self._bridge: Final = bridge
         self._tell: Final = tell
         self._room: Final = room
-        self._subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False)
-        self._index: Final = PrefixIndex()
-        """What the engines have said, to know whether it is what they hold."""
+        self._subscriber: Final[Subscriber[RawBatch]] = subscriber or Subscriber(decode=False)
         self._orders: deque[Callable[[], None]] = deque()
         self._turns: dict[Key, int] = {}
         self._added: dict[Key, int] = {}
-        self._whole: set[Key] = set()
-        """Streams that the index knows from the beginning of their life on."""
-        self._told: dict[Key, tuple[str, str]] = {}
+        self._asked_again: dict[Key, int] = {}
+        """Streams whose sender was asked for all that it holds, and how often in a row."""
         self._refused: list[Heard] = []
-        self._statuses: list[StreamStatus] = []
         self._stopping = False
         self._look_at = 0.0
 
@@ -85,10 +90,6 @@ class Listener(threading.Thread):
     def leave(self, key: Key) -> None:
         """Follow it no more."""
         self._orders.append(lambda: self._leave(key))
-
-    def statuses(self) -> list[StreamStatus]:
-        """Of every stream, as of the last look."""
-        return self._statuses
 
     def stop(self, seconds: float = 5.0) -> bool:
         """End the thread; False when it has not ended in time."""
@@ -103,7 +104,6 @@ class Listener(threading.Thread):
 
     def run(self) -> None:
         """Listen until `stop`."""
-        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             while not self._stopping:
                 self._turn()
@@ -131,26 +131,34 @@ class Listener(threading.Thread):
             self._tell(heard)
 
     def _hear(self, deliveries: Sequence[RawDelivery]) -> list[Heard]:
-        for delivery, applied in zip(deliveries, self._index.apply_many(deliveries), strict=True):
-            key = (delivery.source, delivery.rank)
-            if isinstance(delivery, Reset):
-                self._whole.add(key)
-            findings = applied.findings
-            if findings is not None:
-                if findings.agrees is not None and key not in self._whole:
-                    findings = replace(findings, agrees=None)
-                self.diverged += findings.agrees is False
-                self._subscriber.report(delivery, findings)
+        for delivery in deliveries:
+            if isinstance(delivery, RawBatch) and (findings := findings_in(delivery.payload)) is not None:
+                self._subscriber.report(delivery, self._with_doubts(delivery, findings))
         return [Heard(_record(delivery, self._added), self._turns[delivery.source, delivery.rank]) for delivery in deliveries]
+
+    def _with_doubts(self, batch: RawBatch, findings: Findings) -> Findings:
+        """Have a stream that is doubted start over where its sender can send all that it holds, as one with heartbeats does.
+
+        Whether it holds what was delivered, which would end the doubts as well, only a replica can say.
+        """
+        if findings.heartbeat is None or findings.cleared or batch.replayed:
+            return findings
+        key = (batch.source, batch.rank)
+        doubts = self._subscriber.checkpoint(*key).doubts
+        asked = self._asked_again.get(key, 0)
+        if any(doubt.name in doubts and doubts[doubt.name] < batch.seq for doubt in HEALED_BY_CLEAR):
+            if asked == MAX_ASKED_AGAIN:
+                return findings
+            self._asked_again[key] = asked + 1
+            return replace(findings, agrees=False)
+        if asked:
+            del self._asked_again[key]
+            return replace(findings, agrees=True)
+        return findings
 
     def _trust(self) -> list[Heard]:
         found: list[Heard] = []
-        self._statuses = self._subscriber.statuses()
-        for status in self._statuses:
-            key, trust = (status.source, status.rank), status.trust
-            if self._told.get(key) == (trust.name, trust.reason):
-                continue
-            self._told[key] = (trust.name, trust.reason)
+        for key, trust in self._subscriber.trust_changes():
             doubts = self._subscriber.checkpoint(*key).doubts
             said = Trusting(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], doubts)
             found.append(Heard(said, self._turns[key]))
@@ -162,10 +170,7 @@ class Listener(threading.Thread):
         key = (source.label, source.rank)
         if key in self._turns:
             self._leave(key)
-        self._index.admit(key)
         self._turns[key], self._added[key] = turn, start.added
-        if start.resume is None:
-            self._whole.add(key)
         try:
             self._subscriber.add(source, start.resume)
         except KVEventsError as error:
@@ -179,10 +184,18 @@ class Listener(threading.Thread):
             return
         with suppress(UnknownSourceError):  # it could not be followed
             self._subscriber.remove(*key)
-        self._index.remove_worker(key)
-        self._whole.discard(key)
         self._added.pop(key, None)
-        self._told.pop(key, None)
+        self._asked_again.pop(key, None)
+
+
+def findings_in(payload: bytes) -> Findings | None:
+    """What a stream has to know of a batch: whether everything was cleared, and what its sender says of itself.
+
+    Nearly all batches have neither. Their bytes show that without being decoded, as text is written plainly in MessagePack.
+    """
+    if _CLEARED not in payload and _HEARTBEAT not in payload:
+        return None
+    return findings_of(decode_batch(payload).batch.events)
 
 
 def size_of(record: StreamRecord) -> int:

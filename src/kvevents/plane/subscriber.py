@@ -36,7 +36,7 @@ multiple of it, so that all choose the same places."""
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _SEEN_HERE: Final[Mapping[Doubt, str]] = {
     Doubt.LOST: "batches are missing in the log",
-    Doubt.REJECTED: "the log has a record that no bridge writes",
+    Doubt.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
     Doubt.DIVERGED: "the engine holds something else than the log says",
 }
 
@@ -273,8 +273,11 @@ class LogSubscriber:
         key = (delivery.source, delivery.rank)
         if findings.cleared or findings.agrees:
             self._doubts.pop(key, None)
+        if not findings.agrees and any(each.costs_events for each in findings.rejected):
+            self._doubt(key, Doubt.REJECTED)
         if findings.agrees is False:
-            self.diverged += Doubt.DIVERGED not in self._doubts.get(key, ())
+            # Where it is known why, another index of the same log would not agree either.
+            self.diverged += not self._doubts.get(key)
             self._doubt(key, Doubt.DIVERGED)
         if findings.heartbeat is not None:
             self._counters.setdefault(key, StreamCounters()).heartbeats += 1

@@ -128,6 +128,14 @@ class BaseSubscriber(Generic[B]):
         with self._lock:
             return self._hub.trust(name, rank)
 
+    def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
+        """Source, rank and trust of the streams whose trust or its reason has changed since the last call, at first of all.
+
+        Any thread may call this, but only one of them: each change is returned once.
+        """
+        with self._lock:
+            return self._hub.trust_changes()
+
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Trust, numbers and counters of one stream."""
         with self._lock:

@@ -55,7 +55,7 @@ class StreamStatus:
 class _Entry:
     """A stream with its link and timer, and what it has delivered since all of it was last handed out."""
 
-    __slots__ = ("before", "delivered", "link", "stream", "timer", "waits_for_turn")
+    __slots__ = ("before", "delivered", "known_trust", "link", "stream", "timer", "waits_for_turn")
 
     def __init__(self, stream: Stream[Any], link: Link) -> None:
         self.stream = stream
@@ -63,6 +63,8 @@ class _Entry:
         self.all_handed_out()
         self.timer: float | None = None
         self.waits_for_turn = False
+        self.known_trust = ("", "")
+        """State and reason that `Hub.trust_changes` returned last."""
 
     def all_handed_out(self) -> None:
         self.before = self.stream.standing()
@@ -95,6 +97,8 @@ class Hub(Generic[B]):
         self._delivering: set[_Entry] = set()
         self._hungry: dict[_Entry, None] = {}
         """A set that keeps its order, so that equal inputs give equal runs."""
+        self._touched: dict[_Entry, None] = {}
+        """Streams that something has happened to since `trust_changes`."""
         self._timers: list[tuple[float, int, _Entry]] = []
         self._tie = 0
         self._replaying: set[_Entry] = set()
@@ -113,7 +117,7 @@ class Hub(Generic[B]):
         entry = _Entry(stream, self.transport.open(source))
         self._entries[key] = entry
         self._by_link[entry.link] = entry
-        self._hungry[entry] = None
+        self._hungry[entry] = self._touched[entry] = None
 
     def remove(self, name: str, rank: int) -> None:
         """Stop following a source."""
@@ -121,6 +125,7 @@ class Hub(Generic[B]):
         del self._entries[name, rank]
         del self._by_link[entry.link]
         self._hungry.pop(entry, None)
+        self._touched.pop(entry, None)
         self._replaying.discard(entry)
         self._delivering.discard(entry)
         entry.waits_for_turn = False
@@ -156,12 +161,24 @@ class Hub(Generic[B]):
         """Trust of one stream."""
         return self._entry(name, rank).stream.trust
 
+    def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
+        """Streams whose trust or its reason is another than this returned last."""
+        touched, self._touched = self._touched, {}
+        found = []
+        for entry in touched:
+            trust = entry.stream.trust
+            if entry.known_trust != (known := (trust.name, trust.reason)):
+                entry.known_trust = known
+                found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
+        return found
+
     def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings) -> None:
         """What a consumer found in a batch."""
         entry = self._entries.get((delivery.source, delivery.rank))
         if entry is None or not isinstance(delivery, Batch | RawBatch):
             return
         entry.stream.report(delivery, findings)
+        self._touched[entry] = None
         if findings.heartbeat is not None or findings.agrees is not None:
             # It may have brought a delivery, a request or a deadline, for which the next turn looks.
             self._hungry[entry] = None
@@ -182,6 +199,7 @@ class Hub(Generic[B]):
             self._delivering.clear()
         self._hungry.update((entry, None) for link in links if (entry := self._by_link.get(link)) is not None)
         hungry, self._hungry = self._hungry, {}
+        self._touched.update(hungry)
         for entry in hungry:
             if entry.link.pump(entry.stream, now, self._per_turn):
                 self._hungry[entry] = None
@@ -194,6 +212,7 @@ class Hub(Generic[B]):
             entry.timer = None
             if self._by_link.get(entry.link) is entry:
                 entry.stream.tick(now)
+                self._touched[entry] = None
                 own = entry.link.deadline()
                 if own is not None and own <= now and entry.link.pump(entry.stream, now, self._per_turn):
                     self._hungry[entry] = None
@@ -232,6 +251,7 @@ class Hub(Generic[B]):
                 return
             self._replaying.add(entry)
         ask = entry.stream.ask(now)
+        self._touched[entry] = None
         if ask is not None:
             entry.link.send(ask)
             # Sending may swallow the signal of something that arrived meanwhile.

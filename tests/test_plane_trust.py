@@ -1,0 +1,263 @@
+"""From an engine through a bridge and its log into a replica, in memory: no replica is EXACT and holds something else.
+
+The bridge keeps no index. What it cannot know, because it applies nothing, the replica must find out: events that could not be
+read, and heartbeats whose digest is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.errors import UnknownSourceError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
+from kvevents.index import PrefixIndex
+from kvevents.plane import listening
+from kvevents.plane.ledger import Ledger, Start
+from kvevents.plane.listening import Heard, Listener, findings_in
+from kvevents.plane.reading import Pushed
+from kvevents.plane.records import VERSION, Beat, Join, Page, Record, Trusting, encode_page
+from kvevents.plane.subscriber import LogSubscriber
+from kvevents.stream import Doubt, RawBatch, Source, Trust
+from kvevents.subscriber import Subscriber
+from kvevents.testing.transport import FakeTransport
+from kvevents.wire import encode_batch
+from wire_cases import GOLDENS
+
+KEY: Final = ("engine", 0)
+BLOCK: Final = 4
+
+
+def stored(number: int) -> BlockStored:
+    return BlockStored([number + 1], None, [number] * BLOCK, BLOCK)
+
+
+class Scene:
+    """One engine, one bridge and one replica; `events` is what the engine really holds."""
+
+    def __init__(self, buffer_steps: int = 10_000) -> None:
+        self.transport = FakeTransport()
+        self.engine = self.transport.engine("tcp://engine:1", "tcp://engine:2", buffer_steps=buffer_steps)
+        self._begin()
+        self.heard: list[Heard] = []
+        self._said: Trusting | None = None
+        """What the bridge says of a life that has just begun, too, unless it says something else."""
+        subscriber = Subscriber(transport=self.transport, clock=self.transport.clock, decode=False)
+        self.bridge = Listener("bridge", self.heard.extend, lambda: True, subscriber)
+        self.bridge.follow(Source("tcp://engine:1", "tcp://engine:2", name="engine"), Start(None, 0), 1)
+        self.log = LogSubscriber(lambda: 0.0, lambda _: None)
+        self.log.add_lane(0, Ledger(), {})
+        self.index = PrefixIndex()
+        self.position = 0
+        self.ends_live = True
+        """Whether the newest batch was sent to subscribers: of others nobody knows before the next one."""
+        self._write(Join(*KEY, b""))
+
+    def _begin(self) -> None:
+        self.truth = PrefixIndex()
+        self._held = 0
+        self.hold(BlockRemoved([]))
+
+    def hold(self, *events: KVEvent) -> None:
+        """What the engine does, whether it can say so or not."""
+        self.truth.apply(RawBatch(*KEY, 0, self._held, False, encode_batch(EventBatch(0.0, list(events)))))
+        self._held += 1
+
+    def say(self, *events: KVEvent, lost: bool = False) -> None:
+        self.hold(*events)
+        self.engine.publish(*events, lost=lost)
+        self.ends_live = not lost and self.engine.up
+
+    def beat(self, *, lost: bool = False) -> None:
+        self.say(BlockRemoved([], heartbeat=Heartbeat(self.truth.digest(KEY), 3600.0)), lost=lost)
+
+    def garble(self, number: int) -> None:
+        """A batch of which nobody can read the event."""
+        self.hold(stored(number))
+        self.engine.publish_payload(encode_batch(EventBatch(0.0, [stored(number)])).replace(b"BlockStored", b"BlockStoned"))
+        self.ends_live = self.engine.up
+
+    def restart(self) -> None:
+        self._begin()
+        self.engine.restart()
+        self.ends_live = True
+
+    def settle(self) -> None:
+        """Everything that was sent is read, written, and applied."""
+        for _ in range(20):
+            self.bridge._look_at = 0.0
+            self.bridge._turn()
+        records = [each.record for each in self.heard]
+        self._said = next((record for record in reversed(records) if isinstance(record, Trusting)), self._said)
+        self._write(*records, *([] if self._said is None else [self._said]))
+        self.heard.clear()
+        deliveries = self.log.receive_many(timeout=0.0)
+        for delivery, applied in zip(deliveries, self.index.apply_many(deliveries), strict=True):
+            self.log.report(delivery, applied.findings)
+
+    def _write(self, *records: Record) -> None:
+        self.position += 1
+        page = Page(VERSION, "bridge", 0.0, [*records, Beat("bridge", 3600.0, 0.0)])
+        self.log.put(0, [Pushed(self.position, encode_page(page), 0)])
+
+    @property
+    def trust(self) -> Trust:
+        return self.log.trust(*KEY)
+
+    @property
+    def is_right(self) -> bool:
+        try:
+            return self.index.digest(KEY) == self.truth.digest(KEY)
+        except UnknownSourceError:
+            return self.truth.stats().blocks == 0
+
+
+def burn(scene: Scene, number: int) -> None:
+    scene.hold(stored(number))
+    scene.engine.burn_number()
+    scene.ends_live = False
+
+
+def answer(scene: Scene, number: int, *, does: bool) -> None:
+    scene.engine.answers_replay = does
+
+
+STEPS: Final[dict[str, Callable[[Scene, int], None]]] = {
+    "store": lambda scene, number: scene.say(stored(number)),
+    "lose": lambda scene, number: scene.say(stored(number), lost=True),
+    "burn": burn,
+    "garble": lambda scene, number: scene.garble(number),
+    "clear": lambda scene, _: scene.say(AllBlocksCleared()),
+    "beat": lambda scene, _: scene.beat(),
+    "lose beat": lambda scene, _: scene.beat(lost=True),
+    "cut": lambda scene, _: scene.engine.disconnect(),
+    "join": lambda scene, _: scene.engine.reconnect(),
+    "mute": partial(answer, does=False),
+    "answer": partial(answer, does=True),
+    "restart": lambda scene, _: scene.restart(),
+}
+
+
+def play(scene: Scene, *steps: str) -> None:
+    """Each step, read to its end; what the replica says after it must be right."""
+    for number, step in enumerate(steps):
+        STEPS[step](scene, number)
+        scene.settle()
+        if scene.ends_live and scene.engine.up and scene.trust == Trust.EXACT:
+            assert scene.is_right, (number, step)
+
+
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=25), st.sampled_from([3, 10_000]))
+def test_a_replica_that_is_exact_holds_what_the_engine_holds(steps: list[str], buffer_steps: int) -> None:
+    """Whatever is lost, burnt, unreadable or cut off; and a clear, or a restart, makes it EXACT again."""
+    scene = Scene(buffer_steps=buffer_steps)
+    play(scene, *steps)
+    scene.engine.answers_replay = True
+    play(scene, "join", "restart", "store", "clear", "store")
+    assert scene.trust == Trust.EXACT
+    assert scene.is_right
+
+
+def test_events_that_could_not_be_read_are_doubted_by_the_replica_until_a_clear() -> None:
+    """The bridge forwards what it does not read, and is EXACT."""
+    scene = Scene()
+    play(scene, "store", "garble")
+    assert scene.trust == Trust.DEGRADED
+    assert "could not be read" in scene.trust.reason
+    assert scene.log.status(*KEY).doubts == {Doubt.REJECTED}
+    play(scene, "clear")
+    assert scene.trust == Trust.EXACT
+
+
+def test_a_clear_ends_the_doubts_of_a_bridge_that_applies_nothing() -> None:
+    scene = Scene()
+    play(scene, "store", "burn", "store")
+    assert scene.trust == Trust.DEGRADED
+    play(scene, "clear")
+    assert scene.trust == Trust.EXACT
+    assert scene.is_right
+
+
+def test_a_sender_with_heartbeats_is_asked_for_all_it_holds_where_its_stream_is_doubted() -> None:
+    """Whether its digest is that of what was delivered the bridge cannot know; all that it holds ends the doubt as well."""
+    scene = Scene()
+    scene.say(stored(0))
+    scene.settle()
+    scene.engine.answers_replay = False
+    scene.say(stored(1), lost=True)
+    scene.say(stored(2))
+    for _ in range(100):
+        scene.transport.clock.advance(1.0)
+        scene.settle()
+    assert scene.trust == Trust.DEGRADED
+    scene.engine.answers_replay = True
+    scene.beat()
+    scene.settle()
+    scene.settle()
+    assert scene.trust == Trust.EXACT
+    assert scene.is_right
+    before = scene.engine.requests.count(0)
+    play(scene, "beat", "store", "beat")
+    assert scene.engine.requests.count(0) == before, "what is not doubted is not asked for"
+
+
+def test_a_sender_that_has_forgotten_what_is_missing_is_asked_a_bounded_number_of_times() -> None:
+    scene = Scene(buffer_steps=2)
+    play(scene, "store", "burn", "store", "store", "store")
+    lives = []
+    for _ in range(5):
+        scene.beat()
+        scene.settle()
+        lives.append(scene.log.status(*KEY).incarnation)
+    assert lives[-1] == lives[-2] == listening.MAX_ASKED_AGAIN
+    assert scene.trust == Trust.DEGRADED
+
+
+def test_a_digest_that_differs_is_doubted_by_the_replica() -> None:
+    """Of a log that says the same as the engine has said, only a replica can know that it is not what the engine holds."""
+    scene = Scene()
+    play(scene, "store")
+    scene.hold(stored(7))  # it has said nothing of it
+    scene.beat()
+    scene.settle()
+    assert scene.log.status(*KEY).doubts == {Doubt.DIVERGED}
+    assert scene.log.diverged == 1
+
+
+def test_a_loss_that_is_known_is_no_reason_to_read_the_log_again() -> None:
+    """A replica builds its index again where a digest differs for no known reason; what the log lacks it lacks then as well."""
+    scene = Scene(buffer_steps=2)
+    play(scene, "store", "burn", "store", "store", "beat", "beat", "beat")
+    assert Doubt.LOST in scene.log.status(*KEY).doubts
+    assert scene.log.diverged == 0
+
+
+# --- what a bridge reads of a batch ------------------------------------------------------------------------------------------
+
+
+def applied(payload: bytes) -> tuple[bool, Heartbeat | None]:
+    found = PrefixIndex().apply(RawBatch("engine", 0, 0, 0, False, payload)).findings
+    return (False, None) if found is None else (found.cleared, found.heartbeat)
+
+
+def read(payload: bytes) -> tuple[bool, Heartbeat | None]:
+    found = findings_in(payload)
+    return (False, None) if found is None else (found.cleared, found.heartbeat)
+
+
+@given(st.lists(st.sampled_from([stored(1), AllBlocksCleared(), BlockRemoved([1]), "beat"]), max_size=6))
+def test_a_bridge_finds_what_an_index_finds(kinds: list[KVEvent | str]) -> None:
+    """Clears and heartbeats, without applying anything."""
+    beat = BlockRemoved([], heartbeat=Heartbeat("0" * 32, 1.0))
+    events = [beat if kind == "beat" else kind for kind in kinds]
+    payload = encode_batch(EventBatch(0.0, events))
+    assert read(payload) == applied(payload)
+
+
+def test_a_bridge_finds_what_an_index_finds_in_what_every_release_sends() -> None:
+    for golden in GOLDENS:
+        assert read(golden.payload) == applied(golden.payload), golden
