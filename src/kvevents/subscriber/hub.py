@@ -189,7 +189,11 @@ class Hub(Generic[B]):
         """Seconds until something is due; None when nothing is."""
         if self._hungry or (self._queue and len(self._replaying) < self._max_replays):
             return 0.0
-        return max(0.0, self._timers[0][0] - now) if self._timers else None
+        longest = self.transport.max_pause
+        if not self._timers:
+            return longest
+        due = max(0.0, self._timers[0][0] - now)
+        return due if longest is None else min(due, longest)
 
     def turn(self, links: Iterable[Link], now: float) -> None:
         """Read from links that have something, and do what is due."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from selectors import BaseSelector
 from typing import Any, Final, Protocol
 
@@ -11,6 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvevents.stream import Source, Stream
 from kvevents.subscriber.draining import drain, drain_live, has_news
 from kvevents.subscriber.sockets import Sockets, attach, drop, end_monitor, monitor, watch
+from kvevents.subscriber.stalls import StallDetector
 
 _UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN: Final = zmq.Event.DISCONNECTED
@@ -36,15 +38,20 @@ class Live(Protocol):
 class ZmqLive:
     """SUB socket and monitor; `link` is what the selector tells of."""
 
-    def __init__(self, source: Source, sockets: Sockets, selector: BaseSelector, link: object) -> None:
+    def __init__(self, source: Source, sockets: Sockets, selector: BaseSelector, link: object, stalls: StallDetector) -> None:
         self._source = source
         self._sockets = sockets
         self._selector = selector
         self._link = link
+        self._stalls = stalls
         self._options = sockets.options
         self._ever_up = False
-        self._announce = 0
-        self._pumped_at: float | None = None
+        self._is_up = False
+        """What the stream was told last."""
+        self._is_down = False
+        """The connection has ended, and no newer one is up. The stream hears of it after what came before."""
+        self._announce: float = 0
+        """Messages of earlier connections that the socket may still hold, when `connected` is due; 0 when it is not."""
         self._reopen_at: float | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._subscribe()
@@ -68,48 +75,58 @@ class ZmqLive:
         return self._reopen_at
 
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
-        """Feed live messages and connection changes to `stream`."""
-        # How long nobody has read before the first time is not known.
-        stalled = self._pumped_at is None or (now - self._pumped_at) * 1000 > self._options.heartbeat_timeout_ms
-        self._pumped_at = now
-        before = self._changes() if stalled else []
+        """Feed live messages and connection changes to `stream`.
+
+        libzmq reports changes on another socket, so their place among the messages is not known exactly. The monitor is read
+        after the messages: a change before one of these messages is known by then. While no new connection is up, all messages
+        are from before the end of the old one. They are fed first, until a read that began after it was known finds nothing.
+        """
+        before = self._changes() if self._stalls.is_stalled else []
         if _DOWN in before:
             self._begin_again(stream)
             return True
         payloads, messages, drained = drain_live(self._sub, stream.topic, stream.coming(limit), limit)
-        # The monitor is read after the messages: a change that came before one of them is known by now.
         changes = before + self._changes()
         if changes:
             self._reopen_at = self._unless_retried(now) if changes[-1] == _DOWN else None
+            changes = [change for change in changes if change != _RETRIED]
         if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
-            self._ever_up = True
+            self._ever_up = self._is_up = True
             stream.connected(now)
             changes = changes[changes.index(_UP) + 1 :] if _UP in changes else changes
-        for change in changes:
-            if change == _DOWN:
-                stream.disconnected()
-                self._announce = 0
-            elif change == _UP:
-                self._announce = self._options.receive_hwm + 1
+        was_down, self._is_down = self._is_down, self._is_down or _DOWN in changes
+        if _UP in changes:
+            # Any of the messages may be of the new connection.
+            was_down = False
+            self._lose(stream)
+            self._announce = 0 if changes[-1] == _DOWN else (self._options.receive_hwm or math.inf) + 1
         if payloads:
             stream.receive_run(payloads, now)
         for frames in messages:
             stream.receive_live(frames, now)
         if self._announce:
             self._announce_when_drained(stream, now, len(payloads) + len(messages), drained=drained)
+        if was_down and drained:
+            self._lose(stream)
         if drained and self._reopen_at is not None and now >= self._reopen_at:
             self._renew()
-        return not drained
+        return not drained or self._is_down
 
     def _begin_again(self, stream: Stream[Any]) -> None:
-        """Leave a socket whose connection was lost while nobody read it for longer than heartbeats wait; replay has what waits.
+        """Leave a socket whose connection was lost while nothing read it for longer than heartbeats wait; replay has the rest.
 
-        If it was full, its pongs waited behind the messages, and libzmq 4.3.5 ends the process when such a socket is read (its
-        issues 3596 and 3937).
+        If it was full, its pongs waited behind the messages, and libzmq 4.3.5 ends the process when it is read (its issues 3596
+        and 3937).
         """
-        self._renew()
-        stream.disconnected()
         self._announce = 0
+        self._lose(stream)
+        self._renew()
+
+    def _lose(self, stream: Stream[Any]) -> None:
+        self._is_down = False
+        if self._is_up:
+            self._is_up = False
+            stream.disconnected()
 
     def _unless_retried(self, now: float) -> float | None:
         """When to connect anew unless libzmq says that it does.
@@ -127,6 +144,7 @@ class ZmqLive:
         """`connected` comes after every message of the old connection; those are at most what the socket can hold."""
         self._announce = 0 if drained else max(0, self._announce - count)
         if not self._announce:
+            self._is_up = True
             stream.connected(now)
 
     def _changes(self) -> list[int]:

@@ -46,6 +46,11 @@ class Transport(Protocol):
         """Links with something to pump, after at most `timeout` seconds (None: no bound)."""
         ...
 
+    @property
+    def max_pause(self) -> float | None:
+        """Seconds after which `wait` is to be called again though nothing has come; None for any time."""
+        ...
+
     def fileno(self) -> int:
         """A descriptor that is readable when `wait` has something; -1 when there is none and `wait` must be asked."""
         ...

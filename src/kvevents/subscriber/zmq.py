@@ -11,6 +11,8 @@ import os
 import resource
 import selectors
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
@@ -23,6 +25,7 @@ from kvevents.subscriber.draining import drain
 from kvevents.subscriber.live import Live, ZmqLive
 from kvevents.subscriber.options import DEFAULT_SOCKET_OPTIONS, SocketOptions
 from kvevents.subscriber.sockets import Sockets, attach, drop, watch
+from kvevents.subscriber.stalls import StallDetector
 from kvevents.wire import replay_request_frames
 
 DESCRIPTORS_PER_SOURCE: Final = 8
@@ -40,9 +43,13 @@ class ZmqTransport:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]] | None = None, options: SocketOptions = DEFAULT_SOCKET_OPTIONS
+        self,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        options: SocketOptions = DEFAULT_SOCKET_OPTIONS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
+        self._stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
         self._owned = context is None
         self._context = context or _private_context()
         self._selector = selectors.DefaultSelector()
@@ -59,13 +66,21 @@ class ZmqTransport:
         _allow_descriptors(DESCRIPTORS_PER_SOURCE * (len(self._links) + 1))
         # inproc endpoints exist only within one context, by convention the process-wide one.
         context = zmq.Context.instance() if source.endpoint.startswith("inproc://") else self._context
-        link = ZmqLink(source, context, self._selector, self.options, direct=self._owned and self.options.direct)
+        link = ZmqLink(source, context, self._selector, self._stalls, self.options, direct=self._owned and self.options.direct)
         self._links.add(link)
         return link
 
     def wait(self, timeout: float | None) -> set[ZmqLink]:
         """Links whose descriptors are signalled."""
-        return {key.data for key, _ in self._selector.select(timeout) if key.data is not None}
+        self._stalls.begin_wait()
+        signalled = {key.data for key, _ in self._selector.select(timeout) if key.data is not None}
+        self._stalls.end_wait()
+        return signalled
+
+    @property
+    def max_pause(self) -> float | None:
+        """So often that a stall of the application is told from a source that is quiet."""
+        return self._stalls.max_pause
 
     def fileno(self) -> int:
         """The selector's own descriptor, where the platform has one (epoll, kqueue)."""
@@ -103,6 +118,7 @@ class ZmqLink:
         source: Source,
         context: zmq.Context[zmq.Socket[bytes]],
         selector: selectors.BaseSelector,
+        stalls: StallDetector,
         options: SocketOptions,
         *,
         direct: bool,
@@ -115,7 +131,7 @@ class ZmqLink:
         address = address_of(source) if direct else None
         try:
             self._live: Live = (
-                ZmqLive(source, self._sockets, selector, self)
+                ZmqLive(source, self._sockets, selector, self, stalls)
                 if address is None
                 else DirectLive(source, address, options, selector, self)
             )

@@ -42,7 +42,8 @@ class FakeEngine:
         self._topic = topic
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._next_seq = 0
-        self._links: list[FakeLink] = []
+        self.links: list[FakeLink] = []
+        """Open links to this engine."""
 
     @property
     def next_seq(self) -> int:
@@ -70,14 +71,14 @@ class FakeEngine:
     def send_raw(self, frames: list[bytes]) -> None:
         """Send these frames on the live stream."""
         if self.up:
-            for link in self._links:
+            for link in self.links:
                 link.arrive(lambda stream, now: stream.receive_live(frames, now))
 
     def disconnect(self) -> None:
         """Lose every connection; batches published now are missed by everyone."""
         if self.up:
             self.up = False
-            for link in self._links:
+            for link in self.links:
                 link.replies.clear()
                 link.arrive(lambda stream, _now: stream.disconnected())
 
@@ -85,7 +86,7 @@ class FakeEngine:
         """Accept connections again."""
         if not self.up:
             self.up = True
-            for link in self._links:
+            for link in self.links:
                 link.arrive(lambda stream, now: stream.connected(now))
 
     def restart(self, unseen: list[KVEvent] | None = None) -> None:
@@ -99,7 +100,7 @@ class FakeEngine:
 
     def attach(self, link: FakeLink) -> None:
         """A subscriber connects."""
-        self._links.append(link)
+        self.links.append(link)
         if self.up:
             link.arrive(lambda stream, now: stream.connected(now))
 
@@ -198,6 +199,10 @@ class FakeTransport:
                 raise EndpointError("no fake engine will ever send anything more; give receive() a timeout")
             self.clock.advance(timeout)
         return news
+
+    @property
+    def max_pause(self) -> None:
+        """Nothing here takes time."""
 
     def fileno(self) -> int:
         """No descriptor: `wait` must be asked."""

@@ -1,0 +1,335 @@
+"""Engines for the conformance suite of links: one script of what a peer does, for real connections and for the fake."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Protocol
+
+import zmq
+
+from kvevents.stream import Source
+from kvevents.subscriber import Link, SocketOptions, Transport, ZmqTransport
+from kvevents.testing import FakeEngine, FakeTransport
+from kvevents.wire import (
+    Live,
+    ReplayBatch,
+    ReplayEnd,
+    live_frames,
+    parse_live,
+    parse_replay_reply,
+    replay_batch_frames,
+    replay_end_frames,
+    zmtp,
+)
+from ports import LOOPBACK, quiet_port
+
+DEADLINE: Final = 20.0
+"""Seconds after which a test fails; nothing takes that long."""
+TOPIC: Final = b"kv"
+PAYLOAD: Final = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0"
+PUBLISHER: Final = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
+OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=1_000, max_message_bytes=4_000)
+
+
+class Recorder:
+    """Takes what a link feeds, in the place of a stream: every call in its order, with the numbers of batches.
+
+    With `reads_ahead` it says which numbers are due, as a stream does that has nothing unsettled.
+    """
+
+    topic = TOPIC
+
+    def __init__(self, *, reads_ahead: bool) -> None:
+        self.log: list[object] = []
+        """`"up"`, `"down"`, numbers of live batches, `("replay", number)`, `"end"` of a reply, `("odd", frames)`."""
+        self._reads_ahead = reads_ahead
+        self._next = 0
+
+    def coming(self, limit: int) -> range:
+        return range(self._next, self._next + limit) if self._reads_ahead else range(0)
+
+    def receive_run(self, payloads: Sequence[bytes], _now: float) -> None:
+        assert all(isinstance(payload, bytes) for payload in payloads)
+        self.log += range(self._next, self._next + len(payloads))
+        self._next += len(payloads)
+
+    def receive_live(self, frames: Sequence[bytes], _now: float) -> None:
+        live = parse_live(frames)
+        if isinstance(live, Live):
+            self.log.append(live.seq)
+            self._next = live.seq + 1
+        else:
+            self.log.append(("odd", len(frames)))
+
+    def receive_replay(self, frames: Sequence[bytes], _now: float) -> None:
+        reply = parse_replay_reply(frames)
+        if isinstance(reply, ReplayEnd):
+            self.log.append("end")
+        else:
+            self.log.append(("replay", reply.seq) if isinstance(reply, ReplayBatch) else ("odd", len(frames)))
+
+    def connected(self, _now: float) -> None:
+        self.log.append("up")
+
+    def disconnected(self) -> None:
+        self.log.append("down")
+
+    @property
+    def numbers(self) -> list[int]:
+        return [each for each in self.log if isinstance(each, int)]
+
+
+class Engine(Protocol):
+    """What the other side of a link does when a test says so."""
+
+    source: Source
+
+    def publish(self, *numbers: int) -> None:
+        """Send these batches live."""
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        """Send any frames live."""
+
+    def cut(self) -> None:
+        """End the connection after what was sent, and accept none."""
+
+    def come_back(self) -> None:
+        """Accept connections again."""
+
+    def answer(self, *numbers: int) -> None:
+        """Answer the next request for replay with these batches and an end marker."""
+
+
+class RealEngine:
+    """A publisher made of sockets of the system, and a ROUTER: it knows exactly which bytes are sent when."""
+
+    def __init__(self) -> None:
+        self._port = quiet_port()
+        self._connections: queue.Queue[socket.socket] = queue.Queue()
+        """Those that are up, as they came."""
+        self._current: socket.socket | None = None
+        self._server: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self.requesters: list[bytes] = []
+        """The routing ids that requests came with: another one for each connection."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        replay_port = self._router.bind_to_random_port(f"tcp://{LOOPBACK}")
+        self.source = Source(f"tcp://{LOOPBACK}:{self._port}", f"tcp://{LOOPBACK}:{replay_port}", topic="kv", name="e")
+        self.come_back()
+
+    def come_back(self) -> None:
+        self._server = socket.create_server((LOOPBACK, self._port))
+        self._start(self._accept, self._server)
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self, server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.settimeout(DEADLINE)
+                self._start(self._greet, connection)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """The handshake, and then whatever the subscriber sends until it closes."""
+        with suppress(OSError), connection:
+            connection.sendall(zmtp.GREETING + PUBLISHER)
+            connection.recv(zmtp.GREETING_BYTES, socket.MSG_WAITALL)
+            for _ in ("READY", "SUBSCRIBE"):
+                flags_and_size = connection.recv(2, socket.MSG_WAITALL)
+                if len(flags_and_size) < 2:
+                    return  # the subscriber has closed
+                connection.recv(flags_and_size[1], socket.MSG_WAITALL)
+            self._connections.put(connection)
+            while connection.recv(1 << 16):
+                pass
+
+    def wait_for_subscriber(self, pump: Callable[[], None]) -> None:
+        """Until a connection is up that is newer than the one before."""
+        end = time.monotonic() + DEADLINE
+        while self._connections.empty():
+            assert time.monotonic() < end, "no subscriber came"
+            pump()
+        self._current = self._connections.get()
+
+    def send_bytes(self, *parts: bytes) -> None:
+        assert self._current is not None
+        self._current.sendall(b"".join(parts))
+
+    def publish(self, *numbers: int) -> None:
+        self.send_bytes(*(zmtp.message(live_frames(TOPIC, number, PAYLOAD)) for number in numbers))
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        self.send_bytes(zmtp.message(frames))
+
+    def cut(self) -> None:
+        self._stop_listening()
+        self.end_connection()
+
+    def end_connection(self) -> None:
+        """End the connection alone: the subscriber may come again at once."""
+        if self._current is not None:
+            # Not close(): what the subscriber has sent and nothing has read would make the system take back what we sent.
+            with suppress(OSError):
+                self._current.shutdown(socket.SHUT_WR)
+            self._current = None
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            with suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)
+            self._server.close()
+            self._server = None
+
+    def answer(self, *numbers: int) -> None:
+        assert self._router.poll(int(1000 * DEADLINE)), "nothing was asked"
+        requester, *_ = self._router.recv_multipart()
+        self.requesters.append(requester)
+        for number in numbers:
+            self._router.send_multipart([requester, *replay_batch_frames(TOPIC, number, PAYLOAD)])
+        self._router.send_multipart([requester, *replay_end_frames(with_topic=True)])
+
+    def close(self) -> None:
+        self.cut()
+        while not self._connections.empty():
+            self._connections.get().close()
+        self._context.destroy(linger=0)
+        for thread in self._threads:
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
+class RealRig:
+    """A transport over real connections, with engines."""
+
+    def __init__(self, *, direct: bool, **options: Any) -> None:
+        self.transport = ZmqTransport(options=replace(OPTIONS, direct=direct, **options))
+        self.clock = time.monotonic
+        self._direct = direct
+        self._engines: list[RealEngine] = []
+
+    def engine(self) -> RealEngine:
+        self._engines.append(RealEngine())
+        return self._engines[-1]
+
+    def connect(self, engine: RealEngine, pump: Callable[[], None]) -> None:
+        """Until the link is connected to its engine."""
+        engine.wait_for_subscriber(pump)
+
+    def connect_unread(self, engine: RealEngine, pump: Callable[[], None]) -> None:
+        """The same, without reading anything if that is possible: libzmq connects by itself."""
+        engine.wait_for_subscriber(pump if self._direct else partial(time.sleep, 0.001))
+
+    def settle(self, link: Any) -> None:
+        """Until libzmq, which reports it elsewhere, has seen the end of a connection; without it there is one order only."""
+        if not self._direct:
+            assert link._live._monitor.poll(int(1000 * DEADLINE))
+
+    def close(self) -> None:
+        self.transport.close()
+        for engine in self._engines:
+            engine.close()
+
+
+class FakeSide:
+    """`FakeEngine` as the suite's engine."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.source = Source(engine.endpoint, engine.replay_endpoint, topic="kv", name="e")
+
+    def publish(self, *numbers: int) -> None:
+        for number in numbers:
+            self._engine.send_raw(live_frames(TOPIC, number, PAYLOAD))
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        self._engine.send_raw(frames)
+
+    def cut(self) -> None:
+        self._engine.disconnect()
+
+    def come_back(self) -> None:
+        self._engine.reconnect()
+
+    def answer(self, *numbers: int) -> None:
+        """The fake has answered already; its links hold what it would say."""
+        assert self._engine.requests
+        for link in self._engine.links:
+            link.replies.clear()
+            link.replies.extend([*(replay_batch_frames(TOPIC, number, PAYLOAD) for number in numbers)])
+            link.replies.append(replay_end_frames(with_topic=True))
+
+
+class FakeRig:
+    """The fake transport, for which options of sockets mean nothing."""
+
+    def __init__(self, **_options: Any) -> None:
+        self.transport = FakeTransport()
+        self.clock = self.transport.clock
+        self._count = 0
+
+    def engine(self) -> FakeSide:
+        self._count += 1
+        return FakeSide(self.transport.engine(f"tcp://engine:{self._count}", f"tcp://replay:{self._count}", TOPIC))
+
+    def connect(self, _engine: FakeSide, pump: Callable[[], None]) -> None:
+        pump()
+
+    def connect_unread(self, _engine: FakeSide, _pump: Callable[[], None]) -> None:
+        pass
+
+    def settle(self, _link: Link) -> None:
+        pass
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+Rig = RealRig | FakeRig
+RIGS: Final[dict[str, Callable[..., Rig]]] = {
+    "libzmq": partial(RealRig, direct=False),
+    "direct": partial(RealRig, direct=True),
+    "fake": FakeRig,
+}
+
+
+class Pumps:
+    """Pumps one link as a hub does: when it is signalled, when it said that there is more, and at its deadline."""
+
+    def __init__(self, transport: Transport, link: Link, recorder: Any, clock: Callable[[], float], limit: int) -> None:
+        self.link = link
+        self.recorder = recorder
+        self._transport = transport
+        self._clock = clock
+        self._limit = limit
+        self._more = True
+
+    def __call__(self) -> None:
+        """Once, waiting a little if there is nothing to do."""
+        due = self.link.deadline()
+        signalled = self._transport.wait(0 if self._more else 0.005)
+        now = self._clock()
+        if self._more or self.link in signalled or (due is not None and due <= now):
+            self._more = self.link.pump(self.recorder, now, self._limit)
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not reached():
+            assert time.monotonic() < end, self.recorder.log
+            self()
+
+    def quiet(self, rounds: int = 10) -> None:
+        """Until nothing came for some rounds."""
+        for _ in range(rounds):
+            self()

@@ -1,0 +1,160 @@
+"""What every link does, whatever is under it: libzmq, connections without libzmq, or the fake in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvevents.stream import Ask
+from link_cases import RIGS, Pumps, Recorder, Rig
+
+
+@pytest.fixture(params=RIGS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each transport in turn."""
+    made = RIGS[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+def open_link(rig: Rig, request: pytest.FixtureRequest) -> Callable[..., Pumps]:
+    """Opens a link to an engine; how far its stream lets it read ahead makes no difference."""
+
+    def start(engine: Any, limit: int = 32) -> Pumps:
+        link = rig.transport.open(engine.source)
+        return Pumps(rig.transport, link, Recorder(reads_ahead=request.param), rig.clock, limit)
+
+    return start
+
+
+def test_batches_come_in_order_after_the_connection(rig: Any, open_link: Callable[..., Pumps]) -> None:
+    """`connected` is first, then every batch once, in the order in which they were sent."""
+    engine = rig.engine()
+    pump = open_link(engine)
+    rig.connect(engine, pump)
+    engine.publish(*range(100))
+    pump.until(lambda: len(pump.recorder.log) > 100)
+    assert pump.recorder.log == ["up", *range(100)]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 1_000])
+def test_what_came_before_a_disconnect_is_fed_before_it(rig: Any, open_link: Callable[..., Pumps], limit: int) -> None:
+    """Though both are found at once, by an application that was busy meanwhile, and however few are read at a time."""
+    engine = rig.engine()
+    pump = open_link(engine, limit)
+    rig.connect(engine, pump)
+    engine.publish(0)
+    pump.until(lambda: pump.recorder.log == ["up", 0])
+    pump.quiet()
+    engine.publish(*range(1, 10))
+    engine.cut()
+    rig.settle(pump.link)
+    pump.until(lambda: "down" in pump.recorder.log)
+    assert pump.recorder.log == ["up", *range(10), "down"]
+
+
+def test_each_change_of_the_connection_is_signalled_once_and_in_its_place(rig: Any, open_link: Callable[..., Pumps]) -> None:
+    """Down behind what was sent before, up before what was sent after, and neither twice however long nothing answers."""
+    engine = rig.engine()
+    pump = open_link(engine)
+    expected: list[object] = []
+    for number in range(0, 20, 2):
+        rig.connect(engine, pump)
+        pump.until(lambda: pump.recorder.log[-1:] == ["up"])
+        engine.publish(number, number + 1)
+        engine.cut()
+        rig.settle(pump.link)
+        pump.until(lambda: pump.recorder.log[-1:] == ["down"])
+        pump.quiet()
+        engine.come_back()
+        expected += ["up", number, number + 1, "down"]
+    assert pump.recorder.log[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("receive_hwm", [0, 8, 1_000])
+@pytest.mark.parametrize("kind", RIGS)
+def test_a_new_connection_is_signalled_behind_everything_older(kind: str, receive_hwm: int) -> None:
+    """Though it is up before any of that was read, and whether or not the socket's limit says how much that may be."""
+    rig: Any = RIGS[kind](receive_hwm=receive_hwm)
+    try:
+        engine = rig.engine()
+        pump = Pumps(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, limit=1)
+        rig.connect(engine, pump)
+        engine.publish(0)
+        pump.until(lambda: pump.recorder.log == ["up", 0])
+        pump.quiet()
+        engine.publish(1, 2, 3)
+        engine.cut()
+        engine.come_back()
+        rig.connect_unread(engine, pump)
+        pump.until(lambda: pump.recorder.log.count("up") == 2)
+        engine.publish(4)
+        pump.until(lambda: 4 in pump.recorder.log)
+        assert pump.recorder.numbers == [0, 1, 2, 3, 4]
+        assert [each for each in pump.recorder.log if each not in {1, 2, 3}] == ["up", 0, "down", "up", 4]
+        assert pump.recorder.log[-2:] == ["up", 4]
+    finally:
+        rig.close()
+
+
+def test_replay_answers_come_and_a_fresh_request_gets_no_old_ones(rig: Any, open_link: Callable[..., Pumps]) -> None:
+    """A request may be sent on the same connection or a fresh one; after `end_replay` nothing is fed any more."""
+    engine = rig.engine()
+    pump = open_link(engine)
+    rig.connect(engine, pump)
+    pump.until(lambda: pump.recorder.log == ["up"])
+    pump.link.send(Ask(0, fresh=True))
+    engine.answer(0, 1)
+    pump.until(lambda: "end" in pump.recorder.log)
+    pump.link.send(Ask(2, fresh=False))
+    engine.answer(2)
+    pump.until(lambda: pump.recorder.log.count("end") == 2)
+    pump.link.send(Ask(3, fresh=False))
+    engine.answer(3)
+    pump.link.send(Ask(4, fresh=True))
+    engine.answer(4)
+    pump.until(lambda: pump.recorder.log.count("end") == 3)
+    assert pump.recorder.log == ["up", ("replay", 0), ("replay", 1), "end", ("replay", 2), "end", ("replay", 4), "end"]
+    pump.link.send(Ask(5, fresh=False))
+    engine.answer(5)
+    pump.link.end_replay()
+    pump.quiet()
+    assert pump.recorder.log.count("end") == 3
+
+
+@pytest.mark.parametrize("limit", [1, 7])
+def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_link: Callable[..., Pumps], limit: int) -> None:
+    """Of live messages and of replayed ones; `pump` says that there are more until the last one is fed."""
+    engine = rig.engine()
+    pump = open_link(engine, limit)
+    rig.connect(engine, pump)
+    pump.until(lambda: pump.recorder.log == ["up"])
+    engine.publish(*range(50))
+    pump.link.send(Ask(0, fresh=True))
+    engine.answer(*range(50))
+    before = 1
+    while len(pump.recorder.log) < 102:
+        pump()
+        came = pump.recorder.log[before:]
+        before += len(came)
+        assert sum(isinstance(each, int) for each in came) <= limit
+        assert sum(not isinstance(each, int) for each in came) <= limit
+    assert pump.recorder.numbers == list(range(50))
+
+
+def test_messages_that_are_no_batches_are_fed_as_they_are(rig: Any, open_link: Callable[..., Pumps]) -> None:
+    """1, 2, 4 and 9 frames, numbers of 0, 4 and 16 bytes, between good ones, of which none is lost."""
+    engine = rig.engine()
+    pump = open_link(engine)
+    rig.connect(engine, pump)
+    odd = [[b"kv"], [b"kv"] * 2, [b"kv"] * 4, [b"kv"] * 9, [b"kv", b"\0" * 4, b"x"], [b"kv", b"", b"x"]]
+    expected: list[object] = ["up"]
+    for number, frames in enumerate(odd):
+        engine.publish(number)
+        engine.send_raw(frames)
+        expected += [number, ("odd", len(frames))]
+    pump.until(lambda: len(pump.recorder.log) == len(expected))
+    assert pump.recorder.log == expected

@@ -1,0 +1,80 @@
+"""An application that does not receive for long is told from a source that is quiet for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvevents.subscriber import ZmqTransport
+from kvevents.subscriber.stalls import StallDetector
+from kvevents.testing.clock import VirtualClock
+from link_cases import OPTIONS, Pumps, RealEngine, RealRig, Recorder
+
+
+def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
+    """Wait for messages so long; whether the wait came too late."""
+    detector.begin_wait()
+    clock.advance(seconds)
+    detector.end_wait()
+    return detector.is_stalled
+
+
+def test_only_the_time_between_waits_counts() -> None:
+    """The first wait may be too late, a long one is not, and one that follows a long absence is."""
+    clock = VirtualClock()
+    detector = StallDetector(15.0, clock)
+    assert waits(detector, clock, 0.0)
+    assert not waits(detector, clock, 100.0)
+    clock.advance(7.0)
+    assert not waits(detector, clock, 0.0)
+    clock.advance(8.0)
+    assert waits(detector, clock, 0.0)
+    assert not waits(detector, clock, 0.0)
+
+
+def test_a_wait_by_other_means_that_comes_back_in_time_is_no_stall() -> None:
+    """asyncio waits by itself, and comes back after `max_pause`."""
+    clock = VirtualClock()
+    detector = StallDetector(15.0, clock)
+    waits(detector, clock, 0.0)
+    assert detector.max_pause is not None
+    for _ in range(100):
+        clock.advance(detector.max_pause)
+        assert not waits(detector, clock, 0.0)
+
+
+def test_without_heartbeats_every_pause_is_a_stall() -> None:
+    """Nothing says how long a connection may be silent then; and no time is asked for, in which to come back."""
+    clock = VirtualClock()
+    detector = StallDetector(0.0, clock)
+    waits(detector, clock, 0.0)
+    clock.advance(0.001)
+    assert waits(detector, clock, 0.0)
+    assert detector.max_pause is None
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_what_came_with_a_disconnect_is_read_after_a_long_silence_and_not_after_a_long_absence(away: bool) -> None:
+    """A source that was quiet for a minute is read to its end. An application that was away for a minute takes a new socket.
+
+    A full socket whose connection has timed out must not be read: libzmq 4.3.5 ends the process.
+    """
+    clock = VirtualClock()
+    rig = RealRig(direct=False)
+    rig.transport.close()
+    rig.transport = ZmqTransport(options=OPTIONS, clock=clock)
+    try:
+        engine: RealEngine = rig.engine()
+        pump = Pumps(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
+        rig.connect(engine, pump)
+        pump.until(lambda: pump.recorder.log == ["up"])
+        for _ in range(20):
+            clock.advance(3.0)
+            pump()
+        engine.publish(0, 1, 2)
+        engine.cut()
+        rig.settle(pump.link)
+        clock.advance(60.0 if away else 0.0)
+        pump.until(lambda: "down" in pump.recorder.log)
+        assert pump.recorder.log == ["up", *([] if away else range(3)), "down"]
+    finally:
+        rig.close()
