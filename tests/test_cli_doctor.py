@@ -20,10 +20,10 @@ from kvevents.cli.checkup import fleet, service
 from kvevents.cli.checkup.findings import Finding
 from kvevents.cli.checkup.service import ENOUGH_LOOKUPS
 from kvevents.cli.checkup.traffic import check_topic
-from kvevents.cli.handshake import shake_hands
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.shapes import HealthAnswer, SourceView
+from kvevents.subscriber.handshake import shake_hands
 from kvevents.testing import Faults, TapePlayer
 from test_cli import RECORDING, RUN, SECONDS, Ended, Program, adjacent, refusing, run, tape_of
 from test_cli_service import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until

@@ -201,7 +201,7 @@ def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
     assert (listener["endpoint"], listener["status"]) == (made.endpoint, "active")
     # Absent while there is none, as with Dynamo; `trust` and `blocks` are ours.
     assert "last_error" not in listener
-    assert listener["trust"] == {"state": "EXACT", "reason": ""}
+    assert listener["trust"] == {"state": "EXACT", "reason": "", "reason_codes": []}
 
 
 def test_workers_that_cannot_be_reached_say_so(service: Service) -> None:

@@ -16,7 +16,8 @@ from kvevents.events import BlockStored, EventBatch
 from kvevents.service import fleet
 from kvevents.service.config import ServiceConfig
 from kvevents.service.member import Member
-from kvevents.service.metrics import STATES, Tally, labels, reasons_of
+from kvevents.service.metrics import STATES, Tally, labels
+from kvevents.service.reasons import Fault, Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.stream import Doubt, RawBatch, Trust
@@ -121,7 +122,7 @@ def test_each_complaint_has_a_word(service: Service) -> None:
     assert len(member.blamed) == 4
     member.judge(Trust.EXACT, 0.0)
     assert member.trusted.state == "DEGRADED"
-    assert sorted(reasons_of(member)) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
+    assert sorted(member.trusted.reason_codes) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
 
 
 def test_each_doubt_has_a_word(service: Service) -> None:
@@ -130,7 +131,7 @@ def test_each_doubt_has_a_word(service: Service) -> None:
     assert member.status
     member.status = replace(member.status, doubts=frozenset(Doubt))
     member.judge(Trust.DEGRADED.because("..."), 0.0)
-    assert reasons_of(member) == sorted(doubt.name.lower().replace("_", "-") for doubt in Doubt)
+    assert list(member.trusted.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in Doubt)
 
 
 @pytest.mark.parametrize(
@@ -140,19 +141,19 @@ def test_each_doubt_has_a_word(service: Service) -> None:
         (Trust.CONNECTING, None, ["connecting"]),
         (Trust.REPLAYING, None, ["replaying"]),
         (Trust.STALE, None, ["disconnected"]),
-        (Trust.STALE, "nothing listens at tcp://10.0.0.1:1", ["unreachable"]),
-        (Trust.STALE.because("its sender is STALE: disconnected"), None, ["other"]),
-        (Trust.STALE.because("silent: nothing was heard for 3 times as long"), None, ["other"]),
+        (Trust.STALE, Fault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), ["refused"]),
+        (Trust.CONNECTING, Fault(Reason.WRONG_SOCKET, "it is a ROUTER socket"), ["wrong-socket"]),
+        (Trust.EXACT, Fault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), []),
         (Trust.DEGRADED.because("?"), None, ["other"]),
     ],
 )
 def test_every_source_that_is_not_exact_has_a_reason(
-    service: Service, trust: Trust, fault: str | None, reasons: list[str]
+    service: Service, trust: Trust, fault: Fault | None, reasons: list[str]
 ) -> None:
     member = register(service, replay_endpoint="tcp://127.0.0.1:2")
-    member.fault = fault
+    member.faults = {} if fault is None else {"endpoint": fault}
     member.judge(trust, 0.0)
-    assert reasons_of(member) == reasons
+    assert list(member.trusted.reason_codes) == reasons
     found = {dict(told)["reason"] for name, told in samples(service) if name == "kvevents_source_reason"}
     assert found == set(reasons)
 

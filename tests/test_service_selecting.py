@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvevents.errors import UsageError
 from kvevents.routing import Turns, Worker
 from kvevents.routing.scoring import EQUAL, LOST
+from kvevents.service.reasons import Reason
 from kvevents.service.selecting import SelectError, Standing, select
 from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, State, Trusted
 
@@ -130,7 +131,7 @@ def test_a_worker_that_nobody_follows_is_believed_nothing() -> None:
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Turns())
     assert score(found, 0).uncached == 1.0
-    assert score(found, 0).trust == Trusted("STALE", "this service does not follow it")
+    assert score(found, 0).trust == Trusted("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
 
 
 def test_load_counts_in_proportion() -> None:

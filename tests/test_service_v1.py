@@ -68,7 +68,7 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
         "rank": 0,
         "tokens": 48,
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
-        "trust": {"state": "EXACT", "reason": ""},
+        "trust": {"state": "EXACT", "reason": "", "reason_codes": []},
     }
     assert [answer.json for answer in answers] == [{"prompt_tokens": 48, "workers": [held], "missing": ""}] * 3
     told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)

@@ -65,6 +65,24 @@ class Readiness(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(f"ready.deadline_seconds is {self.deadline_seconds}; it must be at least 0")
 
 
+class Probing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How endpoints are probed that have no connection or answer no replay: a fault is named within 10 s by the defaults."""
+
+    connect_seconds: float = 2.0
+    """How long a probe may take: connecting, and ZeroMQ's greeting."""
+    pause_seconds: float = 5.0
+    """Between two probes of one endpoint at most; the first pauses are shorter."""
+    patience_seconds: float = 3.0
+    """How long a replay, an engine that is to connect here, or CURVE keys may take before they count as a fault."""
+    at_once: int = 64
+    """Probes at one time."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"probe.{name} is {getattr(self, name)}; it must be above 0")
+
+
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The server's certificate, as PEM files."""
 
@@ -131,6 +149,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     0 to 10,000; each such look takes so much CPU time at most."""
     ready: Readiness = Readiness()
     limits: Limits = Limits()
+    probe: Probing = Probing()
     access: AccessConfig = AccessConfig()
     tls: Tls | None = None
     curve: Curve | None = None

@@ -20,6 +20,7 @@ from kvevents.service.announcing import Announcer
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.follower import Follower, Listener, published_at
 from kvevents.service.member import Member, Row
+from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Wall
 from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
@@ -67,7 +68,7 @@ class Fleet(Listener):
         """Why engines that were found, not registered by clients, are not followed: an endpoint that cannot be listened at."""
         self._max_sources = max_sources
         self._hide_stale_seconds = hide_stale_seconds
-        self._curve = curve
+        self.curve = curve
         """Keys towards engines that were registered without any. Not kept with registrations, which are written to the disk."""
         self._clock = clock
         self._lock = threading.Lock()
@@ -135,8 +136,8 @@ class Fleet(Listener):
         registration = member.registration
         name, rank = registration.key
         source = registration.source()
-        if source.curve is None and self._curve is not None:
-            source = replace(source, curve=self._curve)
+        if source.curve is None and self.curve is not None:
+            source = replace(source, curve=self.curve)
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.admit((name, rank))
@@ -347,8 +348,9 @@ class Fleet(Listener):
         """See `Listener`."""
         self.alternation.news = -1
         self.failure = f"{type(error).__name__}: {error}"
+        stale = Trust.STALE.because(f"the service follows nothing any more: {self.failure}")
         for member in list(self.members.values()):
-            member.judge(Trust.STALE.because(f"the service follows nothing any more: {self.failure}"), self._clock())
+            member.take(stale, (Reason.FAILED,), self._clock())
 
     def _judge(self, now: float) -> None:
         for member in list(self.members.values()):
@@ -358,14 +360,19 @@ class Fleet(Listener):
         registration = member.registration
         try:
             trust = self.follower.subscriber.trust(*registration.key)
+            if (trust.name, trust.reason) != member.reported:
+                member.reported = trust.name, trust.reason
+                member.status = self.follower.subscriber.status(*registration.key)  # the doubts that belong to it
         except LookupError:  # its order is on its way
             return
+        codes = member.trusted.reason_codes
         former = member.judge(trust, now)
         if former is not None:
             self._stirred.add(registration.key)
             level = logging.WARNING if trust in {Trust.DEGRADED, Trust.STALE} else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
-            self._announce(SourceEvent, member, now, trust=member.trusted, was=former)
+        if former is not None or codes != member.trusted.reason_codes:
+            self._announce(SourceEvent, member, now, trust=member.trusted, was=former or member.trusted.state)
 
     def _look_around(self, now: float) -> None:
         if not self._unseen:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Final, NamedTuple, cast
 
 import msgspec
 
 from kvevents.index import WorkerInfo
 from kvevents.routing.scoring import LOST, distance_of
+from kvevents.service.reasons import ENDPOINT_FAULTS, Fault, Reason, reasons_of
 from kvevents.service.registration import Registration, Wall
 from kvevents.service.shapes import Gap, SourceView, State, Trusted
 from kvevents.stream import Trust
@@ -24,7 +26,7 @@ class Member:
     __slots__ = (
         "blamed",
         "evicted",
-        "fault",
+        "faults",
         "gaps",
         "hidden",
         "info",
@@ -38,6 +40,7 @@ class Member:
         "last_event",
         "origin",
         "registration",
+        "reported",
         "silent_until",
         "since",
         "status",
@@ -59,10 +62,12 @@ class Member:
         self.since = now
         """When it came into its present state."""
         self.trust = Trust.CONNECTING
-        self.trusted = Trusted("CONNECTING")
+        self.trusted = Trusted("CONNECTING", reason_codes=(Reason.CONNECTING,))
         """The same for answers, with the reason."""
-        self.fault: str | None = None
-        """Why it cannot be reached, as the prober found out."""
+        self.reported: tuple[str, str] = ("", "")
+        """State and sentence as the subscriber reported them last."""
+        self.faults: Mapping[str, Fault] = {}
+        """What the prober has found wrong with `endpoint` and `replay_endpoint`."""
         self.status: StreamStatus | None = None
         self.info: WorkerInfo | None = None
         self.gaps: deque[Gap] = deque(maxlen=MAX_LEDGER)
@@ -71,8 +76,8 @@ class Member:
         self._write_parts()
         self.evicted = 0
         """Blocks that the memory limit had cost it when its present life began, or it was last cleared."""
-        self.blamed: frozenset[str] = frozenset()
-        """Complaints about what it sends."""
+        self.blamed: tuple[Fault, ...] = ()
+        """What the index says against it."""
         self.silent_until = 0.0
         """Until when, by the clock that never goes back, the log is not told of losses."""
         self.untold = 0
@@ -94,16 +99,27 @@ class Member:
 
     def judge(self, trust: Trust, now: float) -> State | None:
         """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
-        reason = trust.reason
+        sentences = [trust.reason] if trust.reason else []
         if trust == Trust.EXACT and self.blamed:
-            trust, reason = Trust.DEGRADED, "; ".join(sorted(self.blamed))
-        elif self.fault and trust in {Trust.CONNECTING, Trust.STALE}:
-            reason = f"{self.fault}; {reason}" if reason else self.fault
+            trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.blamed]
+        faults = self._faults_in(trust)
+        doubts = self.status.doubts if self.status is not None else ()
+        reasons = reasons_of(trust.name, doubts, faults, self.blamed)
+        return self.take(trust.because("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
+
+    def _faults_in(self, trust: Trust) -> list[Fault]:
+        """Those faults of its endpoints that explain the state."""
+        which = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
+        fault = self.faults.get(which)
+        return [] if fault is None or trust == Trust.EXACT else [fault]
+
+    def take(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> State | None:
+        """Be in a state for some reasons from now on. Returns the former state if it has changed."""
         former = self.trusted
-        if (trust.name, reason) == (former.state, former.reason):
+        if (trust.name, trust.reason, reasons) == (former.state, former.reason, former.reason_codes):
             return None
-        self.trust = trust.because(reason)
-        self.trusted = Trusted(cast("State", trust.name), reason)
+        self.trust = trust
+        self.trusted = Trusted(cast("State", trust.name), trust.reason, reasons)
         self._write_parts()
         if trust.name == former.state:
             return None
@@ -116,22 +132,27 @@ class Member:
         self.blamed = self.complaints()
         self.hidden = self.trust == Trust.STALE and self.since < hidden_before
 
-    def complaints(self) -> frozenset[str]:
+    def complaints(self) -> tuple[Fault, ...]:
         """What the index has to say against this stream."""
-        found = set()
-        if self.info is not None:
-            declared, seen = self.registration.block_size, self.block_sizes
-            if declared is not None and any(size != declared for size in seen):
-                sizes = ", ".join(map(str, seen))
-                found.add(f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
-            if self.info.evicted > self.evicted:
-                found.add("the index has given up some of its blocks for the memory limit")
-            if self.info.orphans_dropped:
-                found.add("more of its blocks waited for their parents than the index keeps")
-            found.update(
-                f"blocks of kind {kind} were set aside: {reason}" for kind, reason in self.info.rejected if reason in _LOSING
+        if self.info is None:
+            return ()
+        found: list[Fault] = []
+        declared, seen = self.registration.block_size, self.block_sizes
+        if declared is not None and any(size != declared for size in seen):
+            sizes = ", ".join(map(str, seen))
+            found.append(
+                Fault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
             )
-        return frozenset(found)
+        if self.info.evicted > self.evicted:
+            found.append(Fault(Reason.EVICTED, "the index has given up some of its blocks for the memory limit"))
+        if self.info.orphans_dropped:
+            found.append(Fault(Reason.ORPHANS_DROPPED, "more of its blocks waited for their parents than the index keeps"))
+        found += [
+            Fault(Reason.SET_ASIDE, f"blocks of kind {kind} were set aside: {reason}")
+            for kind, reason in sorted(self.info.rejected)
+            if reason in _LOSING
+        ]
+        return tuple(found)
 
     def admits(self, wall: Wall) -> bool:
         """Whether it may hold blocks of a prompt behind a wall."""
@@ -141,7 +162,8 @@ class Member:
     def distance(self) -> int:
         """How far it is from taking a request, as `kvevents.routing.scoring` counts."""
         state = self.trusted.state
-        return LOST if self.fault and state == "CONNECTING" else distance_of(state)
+        is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trusted.reason_codes)
+        return LOST if is_known_dead else distance_of(state)
 
     @property
     def block_sizes(self) -> list[int]:
@@ -176,7 +198,7 @@ class Member:
             origin=self.origin,
             trust=self.trusted,
             since=self.since,
-            fault=self.fault,
+            fault="; ".join(fault.sentence for fault in self.faults.values()) or None,
             incarnation=status.incarnation if status is not None else 0,
             last_seq=status.last_seq if status is not None else -1,
             last_event=self.last_event,

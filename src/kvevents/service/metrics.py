@@ -5,7 +5,7 @@ Labels, and what bounds them. None is a peer's word:
 - `engine`, `rank`, `model`, `tenant`, `group`: what registrations have named, `limits.max_sources` of them at one time. They
   call an engine instance, but that label is Prometheus' own, for the address that it scrapes
 - `state`: the five of `STATES`
-- `reason` of a source: those of `reasons_of`; of what was set aside: the fixed words of `Rejected` and of the index
+- `reason` of a source: those of `Reason`; of what was set aside: the fixed words of `Rejected` and of the index
 - `outcome`: lost, healed; complete, truncated, unanswered, contradicted
 - `dialect`: a row of `kvevents.wire.dialects`, or unknown
 - `tier`: gpu, cpu, disk; every other medium that engines name is other
@@ -41,17 +41,6 @@ Samples: TypeAlias = Mapping[str, float | None]
 STATES: Final[tuple[State, ...]] = get_args(State)
 _SECONDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 _DEPTHS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-_WAITING: Final = {"CONNECTING": "connecting", "REPLAYING": "replaying", "STALE": "disconnected"}
-"""Reasons of sources that nothing else is known against."""
-_STALE_BY_WORD: Final = ("silent: ", "its sender is STALE")
-"""In the sentences of sources that are STALE though they are connected; a doubt says why."""
-_COMPLAINTS: Final = {
-    "is registered with blocks of": "block-size",
-    "for the memory limit": "evicted",
-    "waited for their parents": "orphans-dropped",
-    "were set aside": "set-aside",
-}
-"""Reasons of the sentences of `Member.complaints`, by words in them."""
 
 
 class Tally:
@@ -254,23 +243,6 @@ _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]
 )
 
 
-def reasons_of(member: Member) -> list[str]:
-    """Why a source is not EXACT, in fixed words: `Doubt`'s names, `_COMPLAINTS`, `_WAITING`, unreachable, other."""
-    state = member.trusted.state
-    if state == "EXACT":
-        return []
-    doubts = sorted(doubt.name for doubt in member.status.doubts) if member.status else []
-    found = [name.lower().replace("_", "-") for name in doubts]
-    found += [
-        next((word for part, word in _COMPLAINTS.items() if part in sentence), "other") for sentence in sorted(member.blamed)
-    ]
-    if member.fault is not None:
-        found.append("unreachable")
-    elif state in _WAITING and not any(told in member.trusted.reason for told in _STALE_BY_WORD):
-        found.append(_WAITING[state])
-    return list(dict.fromkeys(found or ["other"]))
-
-
 def _write_fleet(page: _Page, service: Service, now: float) -> None:
     sources = {_named(member): member for member in list(service.fleet.members.values())}
     counted = {told: member.status.counters for told, member in sources.items() if member.status is not None}
@@ -319,7 +291,7 @@ def _reasons(sources: dict[str, Member]) -> Samples:
     return {
         f'{told},state="{member.trusted.state}",reason="{reason}"': 1
         for told, member in sources.items()
-        for reason in reasons_of(member)
+        for reason in member.trusted.reason_codes
     }
 
 

@@ -1,4 +1,8 @@
-"""Why an engine cannot be reached, and whether it may be: ZeroMQ retries for ever and says nothing, so others have to look."""
+"""What is wrong with the endpoints of a source that has no connection or no replay, and whether it may be followed.
+
+ZeroMQ connects again and again and reports nothing. So endpoints are probed over connections of their own, which exchange
+ZeroMQ's greeting; `Probing` says how often. What is found is part of the source's trust, and is logged when it begins and ends.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,27 @@ import logging
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvevents.backoff import Backoff
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.service.allowing import AllowList, EndpointRefusedError
+from kvevents.service.config import Probing
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.member import Member
+from kvevents.service.reasons import Fault, Reason
 from kvevents.service.registration import Registration
-from kvevents.stream import Trust
+from kvevents.stream import Doubt, Trust
+from kvevents.subscriber.handshake import Handshake, Outcome, shake_hands_async
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS: Final = 2.0
-"""How long an attempt may take: more is as bad as nothing for a router."""
-MAX_AT_ONCE: Final = 64
-"""Attempts at one time."""
+RESOLVE_SECONDS: Final = 2.0
+"""How long the check of a client's endpoint may take to resolve its name."""
 ROUND_SECONDS: Final = 0.1
 """How often it is looked for whom to try."""
-SIGNATURE_BYTES: Final = 10
-"""With which every ZeroMQ peer begins."""
 AUDIT_SECONDS: Final = 30.0
 """How often it is looked where the names lead that clients have given: what was allowed may lead elsewhere now."""
 
@@ -37,7 +41,7 @@ async def addresses_of(endpoint: str) -> list[str]:
     found = split_tcp(endpoint)
     if found is None:
         return []
-    async with asyncio.timeout(CONNECT_SECONDS):
+    async with asyncio.timeout(RESOLVE_SECONDS):
         looked_up = await asyncio.get_running_loop().getaddrinfo(found[0].strip("[]"), found[1], type=socket.SOCK_STREAM)
     return [str(address[4][0]) for address in looked_up]
 
@@ -54,13 +58,27 @@ async def check_allowed(allowed: AllowList, registration: Registration) -> None:
                 allowed.check_addresses(endpoint, await addresses_of(endpoint), bind=registration.bind)
 
 
-class Prober:
-    """Tries a connection of its own to whatever is not connected, less and less often."""
+Which: TypeAlias = Literal["endpoint", "replay_endpoint"]
 
-    def __init__(self, fleet: Fleet, allowed: AllowList) -> None:
+
+@dataclass(slots=True)
+class _Probe:
+    """One endpoint of one member that is probed again and again."""
+
+    since: float
+    """When the need for it arose."""
+    due: float
+    backoff: Backoff
+
+
+class Prober:
+    """Probes the endpoint of each source that has no connection, and the replay endpoint of each that gets no replay."""
+
+    def __init__(self, fleet: Fleet, allowed: AllowList, settings: Probing) -> None:
         self._fleet = fleet
         self._allowed = allowed
-        self._due: dict[Member, tuple[float, Backoff]] = {}
+        self._settings = settings
+        self._probes: dict[tuple[Member, Which], _Probe] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -79,26 +97,50 @@ class Prober:
                 task.cancel()
 
     def _round(self, now: float) -> None:
-        lost = {member for member in list(self._fleet.members.values()) if member.trust in {Trust.CONNECTING, Trust.STALE}}
-        for member in [known for known in self._due if known not in lost]:
-            del self._due[member]
-            self._tell(member, None)
-        for member in lost:
-            due, backoff = self._due.get(member) or (now, Backoff())
-            if due <= now and len(self._running) < MAX_AT_ONCE:
-                self._due[member] = now + CONNECT_SECONDS + backoff.pause(), backoff
-                self._start(self._try(member))
+        wanted: set[tuple[Member, Which]] = set()
+        for member in list(self._fleet.members.values()):
+            if (which := _in_doubt(member)) is not None:
+                wanted.add((member, which))
+        for each in [known for known in self._probes if known not in wanted]:
+            del self._probes[each]
+            self._note(*each, None)
+        for each in wanted:
+            probe = self._probes.get(each)
+            if probe is None:
+                # Replay is usually on its way; a connection is there at once or not at all.
+                wait = 0.0 if each[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
+                backoff = Backoff(most=self._settings.pause_seconds)
+                probe = self._probes[each] = _Probe(now, now + wait, backoff)
+            if probe.due <= now and len(self._running) < self._settings.at_once:
+                probe.due = now + self._settings.connect_seconds + probe.backoff.pause()
+                self._start(self._try(*each, is_patient=now - probe.since < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _try(self, member: Member) -> None:
+    async def _try(self, member: Member, which: Which, *, is_patient: bool) -> None:
         if await self._may_stay(member):
-            fault = await fault_of(member.registration)
-            if member in self._due:  # it may have been connected meanwhile
-                self._tell(member, fault)
+            fault = await self._fault_of(member, which, is_patient=is_patient)
+            if (member, which) in self._probes:  # it may have been connected meanwhile
+                self._note(member, which, fault)
+
+    async def _fault_of(self, member: Member, which: Which, *, is_patient: bool) -> Fault | None:
+        registration = member.registration
+        if which == "replay_endpoint":
+            return await fault_of_replay(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
+        fault = await fault_of(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
+        if fault is not None or is_patient or member.trust != Trust.CONNECTING:
+            return fault
+        if registration.bind:
+            return Fault(Reason.NO_PEER, f"no engine has connected to {registration.endpoint} so far")
+        if self._has_keys(registration):
+            return Fault(Reason.KEYS, f"{registration.endpoint} does not accept the CURVE keys that are set for this source")
+        return None
+
+    def _has_keys(self, registration: Registration) -> bool:
+        return registration.curve is not None or self._fleet.curve is not None
 
     async def _audit(self) -> None:
         for member in list(self._fleet.members.values()):
@@ -118,51 +160,109 @@ class Prober:
             return False
         return True
 
-    def _tell(self, member: Member, fault: str | None) -> None:
-        if fault == member.fault:
+    def _note(self, member: Member, which: Which, fault: Fault | None) -> None:
+        former = member.faults.get(which)
+        if fault == former:
             return
-        member.fault = fault
+        member.faults = {name: known for name, known in member.faults.items() if name != which}
         if fault is not None:
-            log.warning("%s: %s", member.registration.label, fault)
+            member.faults = {**member.faults, which: fault}
+        if fault is not None and (former is None or former.reason != fault.reason):
+            log.warning("%s: %s", member.registration.label, fault.sentence)
+        if fault is None and former is not None and self._fleet.members.get(member.registration.key) is member:
+            log.info("%s: no longer so: %s", member.registration.label, former.sentence)
 
 
-async def fault_of(registration: Registration) -> str | None:
-    """Why there is no connection, as a sentence; None where nothing speaks against one."""
+def _in_doubt(member: Member) -> Which | None:
+    """Which endpoint of a member has to be probed."""
+    if member.trust in {Trust.CONNECTING, Trust.STALE}:
+        return "endpoint"
+    is_silent = member.status is not None and Doubt.REPLAY_SILENT in member.status.doubts
+    has_replay = member.registration.replay_endpoint is not None
+    return "replay_endpoint" if has_replay and (is_silent or member.trust == Trust.REPLAYING) else None
+
+
+class _Meaning(NamedTuple):
+    """What an outcome of a handshake says."""
+
+    of_endpoint: Reason
+    of_replay: Reason
+    sentence: str
+
+
+_MEANINGS: Final[dict[Outcome, _Meaning]] = {
+    "unknown-host": _Meaning(Reason.UNRESOLVED, Reason.REPLAY_UNRESOLVED, "the name {host} does not resolve: {detail}"),
+    "refused": _Meaning(Reason.REFUSED, Reason.REPLAY_REFUSED, "nothing listens at {endpoint}"),
+    "timeout": _Meaning(Reason.UNANSWERED, Reason.REPLAY_UNANSWERED, "{endpoint} does not answer within {seconds:g} s"),
+    "mute": _Meaning(
+        Reason.UNANSWERED,
+        Reason.REPLAY_UNANSWERED,
+        "what listens at {endpoint} accepts connections and sends nothing within {seconds:g} s",
+    ),
+    "unreachable": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "{endpoint} cannot be reached: {detail}"),
+    "closed": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "what listens at {endpoint} closes connections at once"),
+    "foreign": _Meaning(Reason.NOT_ZEROMQ, Reason.REPLAY_NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
+}
+"""Of handshakes that found no ZeroMQ socket."""
+
+
+async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> Fault | None:
+    """Why there is no connection to the endpoint; None where nothing speaks against one."""
     endpoint = registration.endpoint
-    found = split_tcp(endpoint)
-    if found is None or registration.bind:
+    if registration.bind:
         return None
+    hands = await _shake_hands(endpoint, seconds)
+    if fault := _fault_of(hands, endpoint, seconds) or _fault_of_keys(hands, endpoint, Reason.KEYS, has_keys=has_keys):
+        return fault
+    if hands.outcome == "curve" or hands.publishes:
+        return None
+    sentence = f"{endpoint} is a {hands.detail} socket, not a publisher"
+    if hands.detail == "ROUTER":
+        sentence += ": a replay port; are endpoint and replay_endpoint swapped?"
+    return Fault(Reason.WRONG_SOCKET, sentence)
+
+
+async def fault_of_replay(registration: Registration, seconds: float, *, has_keys: bool) -> Fault | None:
+    """Why the replay endpoint answers nothing; None where nothing is wrong with the socket there."""
+    endpoint = registration.replay_endpoint
+    if endpoint is None:
+        return None
+    hands = await _shake_hands(endpoint, seconds)
+    fault = _fault_of(hands, endpoint, seconds, replay=True) or _fault_of_keys(
+        hands, endpoint, Reason.REPLAY_KEYS, has_keys=has_keys
+    )
+    if fault is not None:
+        return Fault(fault.reason, f"replay_endpoint: {fault.sentence}")
+    if hands.outcome == "curve" or hands.detail == "ROUTER":
+        return None
+    sentence = f"replay_endpoint: {endpoint} is a {hands.detail} socket, which answers no replay requests"
+    if hands.publishes:
+        sentence += "; name the port that the engine was given as replay_endpoint"
+    return Fault(Reason.REPLAY_WRONG_SOCKET, sentence)
+
+
+async def _shake_hands(endpoint: str, seconds: float) -> Handshake:
     try:
-        await addresses_of(endpoint)
-        async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(found[0].strip("[]"), found[1])
-    except OSError as error:
-        return _sentence(endpoint, found[0], error)
+        return await shake_hands_async(endpoint, seconds)
     except UnicodeError as error:
-        return f"{found[0]} is no name of a machine: {error}"
-    greeted = await _is_greeted(reader)
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return None if greeted else f"what listens at {endpoint} is no ZeroMQ socket"
+        return Handshake("unknown-host", str(error))
 
 
-async def _is_greeted(reader: asyncio.StreamReader) -> bool:
-    """Whether the other side begins as ZeroMQ does, which waits for nobody (ZMTP 3, RFC 23: %xFF, eight octets, %x7F)."""
-    try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            signature = await reader.readexactly(SIGNATURE_BYTES)
-    except (OSError, asyncio.IncompleteReadError):
-        return False
-    return signature[0] == 0xFF and signature[-1] == 0x7F
+def _fault_of(hands: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> Fault | None:
+    found = _MEANINGS.get(hands.outcome)
+    if found is None:
+        return None
+    host = (split_tcp(endpoint) or ("",))[0]
+    sentence = found.sentence.format(endpoint=endpoint, host=host, detail=hands.detail, seconds=seconds)
+    return Fault(found.of_replay if replay else found.of_endpoint, sentence)
 
 
-def _sentence(endpoint: str, host: str, error: OSError) -> str:
-    match error:
-        case TimeoutError():
-            return f"{endpoint} does not answer within {CONNECT_SECONDS:g} s"
-        case socket.gaierror():
-            return f"the name {host} does not resolve: {error.strerror}"
-        case ConnectionRefusedError():
-            return f"nothing listens at {endpoint}"
-    return f"{endpoint} cannot be reached: {error.strerror or error}"
+def _fault_of_keys(hands: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> Fault | None:
+    if (hands.outcome == "curve") == has_keys:
+        return None
+    sentence = (
+        f"{endpoint} speaks in clear, and CURVE keys are set for this source"
+        if has_keys
+        else f"{endpoint} demands CURVE keys, and none are set for this source"
+    )
+    return Fault(reason, sentence)

@@ -18,6 +18,7 @@ from kvevents.routing.choice import Worker
 from kvevents.routing.scoring import TierWeights, best_of, distance_of, nearest, relative_loads
 from kvevents.routing.turns import Turns
 from kvevents.service.errors import ServiceError
+from kvevents.service.reasons import Reason
 from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, Trusted, WorkerTrust
 
 
@@ -34,7 +35,9 @@ class Standing(NamedTuple):
         return cls(trust, distance_of(trust.state))
 
 
-_UNFOLLOWED: Final = Standing(Trusted("STALE", "this service does not follow it"), distance_of("CONNECTING"))
+_UNFOLLOWED: Final = Standing(
+    Trusted("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
+)
 """Of a worker that is not followed: nothing speaks against its connection, but one that is followed goes first."""
 _NOTHING: Final = Held(instance="", rank=0, tokens=0, tiers={}, trust=_UNFOLLOWED.trust)
 _DEFAULT: Final = SelectRequest(model="any", tokens=[])

@@ -79,7 +79,7 @@ class Service:
         """Of those, how many the file of registrations has."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         self._finder = Finder(config, watched, self.fleet, self._resume)
-        self._prober = Prober(self.fleet, self.allowed)
+        self._prober = Prober(self.fleet, self.allowed, config.probe)
         self._tasks: list[asyncio.Task[None]] = []
         self._began = time.monotonic()
         self._is_ready = False

@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta, Struct, field
 
 from kvevents.routing import scoring
+from kvevents.service.reasons import Reason
 from kvevents.service.registration import DEFAULT_GROUP, MAX_NAME_BYTES
 from kvevents.structs import prepared
 
@@ -37,7 +38,9 @@ class Trusted(Struct, frozen=True):
 
     state: State
     reason: str = ""
-    """Why it is not EXACT."""
+    """Why it is not EXACT, as a sentence."""
+    reason_codes: tuple[Reason, ...] = ()
+    """The same for programs: docs/runbook.md has all of them."""
 
 
 class Media(Struct, frozen=True, kw_only=True):
@@ -199,7 +202,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     since: float
     """When it came into this state."""
     fault: str | None
-    """What stands in its way: nothing listens, a name does not resolve, another block size than declared."""
+    """What is wrong with its endpoints: nothing listens, a name does not resolve, it is another kind of socket."""
     incarnation: int
     """Lives of the publisher seen before."""
     last_seq: int

@@ -8,10 +8,10 @@ from typing import Final
 import zmq
 
 from kvevents.cli.checkup.findings import Finding, fail, ok
-from kvevents.cli.handshake import Handshake, Outcome, shake_hands
 from kvevents.cli.unlocking import Unlocking, unlock
 from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.subscriber.handshake import Handshake, Outcome, shake_hands
 
 MAX_RANKS_LOOKED_FOR: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
@@ -32,6 +32,7 @@ _WRONG: Final[dict[Outcome, tuple[str, str]]] = {
         f"is the engine up, with KV events enabled? Note that {BOTH_CONNECT}: {BINDS}, or listen for it with --bind",
     ),
     "unreachable": ("it cannot be reached: {detail}", "check the address, routes, and firewalls or network policies between"),
+    "timeout": ("it does not answer", "check the address, routes, and firewalls or network policies between"),
     "closed": (
         "something accepts connections and closes them again",
         "a port forward, proxy or service without a running engine behind it does this; is the engine up?",

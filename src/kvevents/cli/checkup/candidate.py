@@ -10,9 +10,9 @@ from kvevents.cli.checkup.comparing import compare
 from kvevents.cli.checkup.findings import Finding, ok, warn
 from kvevents.cli.checkup.numbers import Numbers
 from kvevents.cli.checkup.replay import NAME_IT
-from kvevents.cli.handshake import shake_hands
 from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.subscriber.handshake import shake_hands
 
 
 @dataclass(frozen=True, slots=True)

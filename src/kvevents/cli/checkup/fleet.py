@@ -9,8 +9,8 @@ from typing import Final
 from kvevents.cli.amounts import duration, some, why, worker
 from kvevents.cli.checkup.findings import Finding, Verdict, fail, ok, warn
 from kvevents.cli.lines import plural
+from kvevents.service.reasons import Reason
 from kvevents.service.shapes import SourcesAnswer, SourceView
-from kvevents.stream import Doubt
 
 MAX_TOLD: Final = 10
 """Sources that one check tells of one by one, the worst first."""
@@ -25,23 +25,45 @@ RECENT_SECONDS: Final = 3_600.0
 _REPLAY: Final = "name the engine's replay endpoint when it is registered (replay_endpoint), and enable it in the engine"
 _LOOK: Final = "look from there: kvevents doctor {endpoint}"
 _AGAIN: Final = "exact again after the next AllBlocksCleared or restart of the engine"
-_ADVICE: Final[tuple[tuple[str, str], ...]] = (
-    (Doubt.NO_REPLAY.value, _REPLAY),
-    (Doubt.REPLAY_SILENT.value, f"is its replay endpoint right, and reachable from the service's host? {_LOOK}"),
-    (Doubt.REPLAY_FOREIGN.value, "register it with the replay endpoint of this very engine and rank"),
-    (Doubt.REPLAY_UNCONFIRMED.value, "if it stays, the replay endpoint belongs to another engine or rank"),
-    (Doubt.IDENTITY.value, f"{_AGAIN}; a larger buffer_steps in the engine lets it be proven"),
-    (Doubt.LOST.value, f"{_AGAIN}; a larger buffer_steps in the engine avoids it"),
-    (Doubt.REJECTED.value, f"{_AGAIN}; is the engine's release newer than this one? {_LOOK}"),
-    (Doubt.DIVERGED.value, f"{_AGAIN}, or once a digest agrees; see SourceDiverged in docs/runbook.md"),
-    ("its sender ", "the relay does not trust what it tells: look there"),
-    ("silent: ", f"is the relay still running? it sends no heartbeats any more; {_LOOK}"),
-    ("memory limit", "raise --memory-limit, or follow fewer engines with one service"),
-    ("is registered with blocks of", "register it with the block size that it has, or without any"),
-    ("does not resolve", "check the name; inside Kubernetes use a headless service"),
-    ("nothing listens", "is the engine up, with KV events enabled, and its endpoint a wildcard such as tcp://*:5557?"),
-)
-"""What to do, by words of the reason; the first that are there."""
+_PORTS: Final = "register it with the engine's own endpoints: endpoint is where it publishes, replay_endpoint where it replays"
+_NAME: Final = "check the name; inside Kubernetes use a headless service"
+_LISTENS: Final = "is the engine up, with KV events enabled, and its endpoint a wildcard such as tcp://*:5557?"
+_ROUTE: Final = "check the address, routes, and firewalls or network policies between the service's host and the engine"
+_KEYS: Final = "give the service (curve) and the engine keys that fit; `kvevents keys` makes them"
+_INDEX: Final = "update the engine, or report it with a recording (kvevents record)"
+_ADVICE: Final[dict[Reason, str]] = {
+    Reason.UNRESOLVED: _NAME,
+    Reason.REFUSED: _LISTENS,
+    Reason.UNANSWERED: _ROUTE,
+    Reason.UNREACHABLE: _ROUTE,
+    Reason.NOT_ZEROMQ: _PORTS,
+    Reason.WRONG_SOCKET: _PORTS,
+    Reason.KEYS: _KEYS,
+    Reason.NO_PEER: "is the engine up, and does it connect to this service's host and port?",
+    Reason.REPLAY_UNRESOLVED: _NAME,
+    Reason.REPLAY_REFUSED: f"{_REPLAY}; {_LOOK}",
+    Reason.REPLAY_UNANSWERED: _ROUTE,
+    Reason.REPLAY_UNREACHABLE: _ROUTE,
+    Reason.REPLAY_NOT_ZEROMQ: _PORTS,
+    Reason.REPLAY_WRONG_SOCKET: _PORTS,
+    Reason.REPLAY_KEYS: _KEYS,
+    Reason.NO_REPLAY: _REPLAY,
+    Reason.REPLAY_SILENT: f"is its replay endpoint right, and reachable from the service's host? {_LOOK}",
+    Reason.REPLAY_FOREIGN: "register it with the replay endpoint of this very engine and rank",
+    Reason.REPLAY_UNCONFIRMED: "if it stays, the replay endpoint belongs to another engine or rank",
+    Reason.IDENTITY: f"{_AGAIN}; a larger buffer_steps in the engine lets it be proven",
+    Reason.LOST: f"{_AGAIN}; a larger buffer_steps in the engine avoids it",
+    Reason.REJECTED: f"{_AGAIN}; is the engine's release newer than this one? {_LOOK}",
+    Reason.DIVERGED: f"{_AGAIN}, or once a digest agrees; see SourceDiverged in docs/runbook.md",
+    Reason.SENDER: "the relay does not trust what it tells: look there",
+    Reason.SILENT: f"is the relay still running? it sends no heartbeats any more; {_LOOK}",
+    Reason.EVICTED: "raise --memory-limit, or follow fewer engines with one service",
+    Reason.BLOCK_SIZE: "register it with the block size that it has, or without any",
+    Reason.ORPHANS_DROPPED: _INDEX,
+    Reason.SET_ASIDE: _INDEX,
+    Reason.FAILED: "restart the service, and report the traceback in its log",
+}
+"""What to do about each reason; of several reasons the first one here counts."""
 
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[Finding]:
@@ -95,7 +117,8 @@ def _doubted(source: SourceView, now: float) -> Finding:
     if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None:
         return warn("trust", text, "give it a moment, and look again")
     found = fail if state in {"CONNECTING", "STALE"} else warn
-    advice = next((advice for words, advice in _ADVICE if words in reason), f"is the engine up? {_LOOK}")
+    known = [advice for code, advice in _ADVICE.items() if code in source.trust.reason_codes]
+    advice = known[0] if known else f"is the engine up? {_LOOK}"
     return found("trust", text, advice.format(endpoint=source.endpoint))
 
 

@@ -11,9 +11,9 @@ from kvevents.cli.amounts import duration, share, size
 from kvevents.cli.checkup import fleet
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.client import UNAVAILABLE, AskError, ServiceClient
-from kvevents.cli.handshake import shake_hands
 from kvevents.cli.lines import plural
 from kvevents.service.shapes import HealthAnswer, ReadyAnswer, SourcesAnswer, StatsAnswer
+from kvevents.subscriber.handshake import shake_hands
 from kvevents.version import version
 
 ENOUGH_LOOKUPS: Final = 20

@@ -96,7 +96,7 @@ def _tokens(prompt: bytes) -> array[int]:
 def _found(row: Row) -> Found:
     name, rank = row.member.registration.key
     trusted = row.member.trusted
-    return Found(name, rank, row.gpu, row.cpu, row.disk, row.tokens, trusted.state, trusted.reason)
+    return Found(name, rank, row.gpu, row.cpu, row.disk, row.tokens, trusted.state, trusted.reason, trusted.reason_codes)
 
 
 def _described(member: Member) -> Described:

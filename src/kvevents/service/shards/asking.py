@@ -24,6 +24,7 @@ import msgspec
 from kvevents.plane.sharding import Announcement, plan
 from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, Row
+from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Wall
 from kvevents.service.shards.answering import Answering, Rows
 from kvevents.service.shards.peers import AwayError, Peers
@@ -90,21 +91,21 @@ class Remote(Member):
     def __init__(self, told: Described, lane: int, now: float) -> None:
         super().__init__(told.registration, ORIGIN, now)
         self.lane = lane
-        self.take(told, now)
+        self.refresh(told, now)
 
-    def take(self, told: Described, now: float) -> None:
+    def refresh(self, told: Described, now: float) -> None:
         """What was told of it last."""
         self.told = told
         self.hidden = told.hidden
-        self.trusts(told.view.trust.state, told.view.trust.reason, now)
+        self.trusts(told.view.trust.state, told.view.trust.reason, told.view.trust.reason_codes, now)
 
     def admits(self, wall: Wall) -> bool:
         """Of `Member`; the salt is not here, but its digest is."""
         return super().admits(wall) and self.told.salt_digest in {None, wall.salt_digest}
 
-    def trusts(self, state: str, reason: str, now: float) -> None:
+    def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> None:
         """How far it is to be trusted."""
-        self.judge(Trust(state, reason), now)
+        self.take(Trust(state, reason), reason_codes, now)
 
     @property
     def block_sizes(self) -> list[int]:
@@ -209,7 +210,7 @@ class Shards:
         # Those of lanes that are shown here now stay: an answer about them may be on its way.
         for member in list(self._members.values()):
             if member.lane in left:
-                member.trusts("STALE", f"no replica that holds lane {member.lane} answers", now)
+                member.trusts("STALE", f"no replica that holds lane {member.lane} answers", (Reason.NO_REPLICA,), now)
 
     async def _refresh(self, name: str, lanes: Iterable[int]) -> set[int]:
         """Know the engines that one replica answers for; the lanes that it did for."""
@@ -228,7 +229,7 @@ class Shards:
             came.add(key)
             known = self._members.get(key)
             if known is not None and known.registration == each.registration:
-                known.take(each, now)
+                known.refresh(each, now)
             else:
                 self._members[key] = Remote(each, self._lane_of(key), now)
         for key in [key for key, member in self._members.items() if member.lane in told.lanes and key not in came]:
@@ -327,7 +328,7 @@ class Shards:
             for each in found:
                 member = self._members.get((each.name, each.rank))
                 if member is not None and member.lane in answered:  # else it has left meanwhile
-                    member.trusts(each.state, each.reason, now)
+                    member.trusts(each.state, each.reason, each.reason_codes, now)
                     merged.append(Row(member, each.gpu, each.cpu, each.disk, each.tokens))
 
     # --- expectations

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct, field
 
+from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Wall
 from kvevents.service.shapes import Name, Rank, Scoped, SourceView, State
 from kvevents.structs import prepared
@@ -39,6 +40,7 @@ class Found(Struct, frozen=True, array_like=True):
     tokens: int
     state: State
     reason: str
+    reason_codes: tuple[Reason, ...] = ()
 
 
 @prepared

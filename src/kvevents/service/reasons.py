@@ -1,0 +1,113 @@
+"""Why a source is not EXACT, as codes for programs. The sentences beside them are for people and may change at any time.
+
+The codes are in each answer's `trust`, in `/v1/events`, in the label `reason` of `kvevents_source_reason`, and in
+docs/runbook.md, which says what to do about each.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
+
+from kvevents.stream import Doubt
+
+
+class Reason(enum.StrEnum):
+    """One code for each cause."""
+
+    NO_REPLAY = "no-replay"
+    """From here on the doubts of a stream, under their own names."""
+    REPLAY_SILENT = "replay-silent"
+    REPLAY_FOREIGN = "replay-foreign"
+    REPLAY_UNCONFIRMED = "replay-unconfirmed"
+    IDENTITY = "identity"
+    LOST = "lost"
+    REJECTED = "rejected"
+    DIVERGED = "diverged"
+    SENDER = "sender"
+    SILENT = "silent"
+
+    BLOCK_SIZE = "block-size"
+    """From here on what the index says against a stream."""
+    EVICTED = "evicted"
+    ORPHANS_DROPPED = "orphans-dropped"
+    SET_ASIDE = "set-aside"
+
+    UNRESOLVED = "unresolved"
+    """From here on what is wrong with an endpoint: its name does not resolve."""
+    REFUSED = "refused"
+    UNANSWERED = "unanswered"
+    UNREACHABLE = "unreachable"
+    NOT_ZEROMQ = "not-zeromq"
+    WRONG_SOCKET = "wrong-socket"
+    KEYS = "keys"
+    NO_PEER = "no-peer"
+    REPLAY_UNRESOLVED = "replay-unresolved"
+    """From here on the same of a replay endpoint."""
+    REPLAY_REFUSED = "replay-refused"
+    REPLAY_UNANSWERED = "replay-unanswered"
+    REPLAY_UNREACHABLE = "replay-unreachable"
+    REPLAY_NOT_ZEROMQ = "replay-not-zeromq"
+    REPLAY_WRONG_SOCKET = "replay-wrong-socket"
+    REPLAY_KEYS = "replay-keys"
+
+    CONNECTING = "connecting"
+    """From here on phases of a stream that nothing else is known against."""
+    REPLAYING = "replaying"
+    DISCONNECTED = "disconnected"
+
+    FAILED = "failed"
+    """The service follows nothing any more."""
+    NOT_FOLLOWED = "not-followed"
+    """The service does not know it."""
+    NO_REPLICA = "no-replica"
+    """No replica that holds it answers."""
+    OTHER = "other"
+    """Also any code that is newer than this release."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Reason:  # noqa: ARG003 - its name is the base class's
+        """Clients read answers of newer services."""
+        return cls.OTHER
+
+
+ENDPOINT_FAULTS: Final = frozenset(
+    {
+        Reason.UNRESOLVED,
+        Reason.REFUSED,
+        Reason.UNANSWERED,
+        Reason.UNREACHABLE,
+        Reason.NOT_ZEROMQ,
+        Reason.WRONG_SOCKET,
+        Reason.KEYS,
+        Reason.NO_PEER,
+    }
+)
+"""Those for which nothing can come from an endpoint."""
+REASON_OF_DOUBT: Final[dict[Doubt, Reason]] = {doubt: Reason(doubt.name.lower().replace("_", "-")) for doubt in Doubt}
+_REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
+"""Of states that nothing else explains."""
+_STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
+
+
+class Fault(NamedTuple):
+    """What is wrong with a source: a code, and the sentence for people."""
+
+    reason: Reason
+    sentence: str
+
+
+def reasons_of(state: str, doubts: Iterable[Doubt], faults: Collection[Fault], blamed: Collection[Fault]) -> tuple[Reason, ...]:
+    """Every cause for which a source is in a state; at least one unless it is EXACT.
+
+    `doubts` are those of the stream, `faults` what is wrong with its endpoints, `blamed` what the index says against it.
+    """
+    if state == "EXACT":
+        return ()
+    found = sorted(REASON_OF_DOUBT[doubt] for doubt in doubts)
+    found += sorted(fault.reason for fault in (*faults, *blamed))
+    explained = bool(faults) or (state == "STALE" and not _STALE_WHILE_CONNECTED.isdisjoint(found))
+    if state in _REASON_OF_STATE and not explained:
+        found.append(_REASON_OF_STATE[state])
+    return tuple(dict.fromkeys(found)) or (Reason.OTHER,)
