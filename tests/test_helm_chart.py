@@ -140,10 +140,16 @@ def containers(objects: list[Object]) -> list[Object]:
 @needs_helm
 @pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
 def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
-    """Each command line is parsed by the program itself."""
+    """Each command line is parsed by the program itself, as the container's command, with the port and the name of the pod."""
     for each in containers(rendered(*settings)):
-        args = [arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]]
-        assert parser().parse_args(args), each["name"]
+        args = parser().parse_args([arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]])
+        command, port, name = {
+            "bridge": ("bridge", "bridge_metrics_port", "bridge_name"),
+            "replica": ("serve", "port", "replica"),
+        }[each["name"]]
+        assert args.command.name == command
+        assert [port["containerPort"] for port in each["ports"]] == [getattr(args, port)]
+        assert getattr(args, name) == "pod-1"
 
 
 @needs_helm
@@ -288,7 +294,9 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
     [relay] = named(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
     example = yaml.safe_load((CHART / "examples" / "engine-with-relay.yaml").read_text())
     assert relay == example["spec"]["template"]["spec"]["containers"][1]
-    assert parser().parse_args(relay["args"])
+    args = parser().parse_args(relay["args"])
+    assert (args.command.name, args.endpoint, args.replay_endpoint) == ("relay", "tcp://0.0.0.0:6557", "tcp://0.0.0.0:6558")
+    assert [source.endpoint for source in args.upstreams] == ["tcp://127.0.0.1:5557"]
     service = named(objects, "Service", "plane-kvevents-engines")["spec"]
     assert service["selector"].items() <= example["spec"]["template"]["metadata"]["labels"].items()
     assert {port["port"] for port in service["ports"]} <= {port["containerPort"] for port in relay["ports"]}
@@ -309,6 +317,7 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         ("bridge.login.secretName=x", "name the key in it as well"),
         ("relay.tokens=burn", "tokens"),
         ("replica.shard.holders=0", "holders"),
+        ("engines.ranks=2", "engines.port and engines.replayPort must be 2 or more apart: they are 6557 and 6558"),
         ("replica.insecure=false", "name a Secret with tokens in [access], or set replica.insecure"),
     ],
 )

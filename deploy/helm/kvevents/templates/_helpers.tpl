@@ -70,6 +70,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{/* Fails unless the ports of all ranks differ: (dict "ranks" 4 "name" "engines.port" "port" 6557 "replayName" .. "replayPort" 6567). */}}
+{{- define "kvevents.apart" -}}
+{{- $distance := max (sub .port .replayPort) (sub .replayPort .port) -}}
+{{- if lt $distance (int .ranks) -}}
+{{- fail (printf "engines.ranks is %d, so %s and %s must be %d or more apart: they are %d and %d, and the ports of ranks are counted up from both" (int .ranks) .name .replayName (int .ranks) (int .port) (int .replayPort)) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Name of the pod, as the name of a bridge or replica. */}}
 {{- define "kvevents.env" -}}
 - name: POD_NAME
