@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -30,8 +29,6 @@ from service_cases import until
 
 pytestmark = needs_nats
 LANE_BYTES = 1 << 20
-QUICK = 0.1
-"""Seconds within which `publish` returns on a loaded machine; without waiting for anybody it needs microseconds."""
 
 
 @pytest.fixture(scope="module", name="server")
@@ -50,14 +47,12 @@ def lane_of(bridge: Bridge, name: str = "engine") -> LaneStatus:
     return lanes[Layout("", len(lanes)).lane_of(name)]
 
 
-def said_quickly(engine: TalkingEngine, size: int, count: int) -> None:
-    """So many batches of a size; the engine's thread waits for none of them."""
+def say_large(engine: TalkingEngine, size: int, count: int) -> None:
+    """So many batches of a size. The engine waits for nobody: the tests make room only after this has returned."""
     for number in range(count):
         large = batch(number, size // 64)
         engine.truth.add(large)
-        began = time.monotonic()
         engine.publisher.publish(large)
-        assert time.monotonic() - began < QUICK
 
 
 # --- servers that come and go
@@ -168,7 +163,7 @@ def test_a_full_lane_is_told_and_bounds_what_waits(server: NatsServer, plane: Pl
     small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=1, lane_bytes=LANE_BYTES)
     queued = 256 << 10
     with TalkingEngine() as engine, bridging(small, engine.watch, max_queued_bytes=queued) as bridge:
-        said_quickly(engine, 8 << 10, 400)
+        say_large(engine, 8 << 10, 400)
         until("a fault", lambda: "maximum bytes" in lane_of(bridge).fault, SECONDS)
         until("its stream to wait", lambda: lane_of(bridge).parked == 1, SECONDS)
         log = Log(small)
@@ -187,9 +182,9 @@ def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, p
     ):
         engine.say(1)
         log = Log(small).until("it to be followed", lambda log: log.numbers() == [0])
-        said_quickly(engine, 32 << 10, 60)
+        say_large(engine, 32 << 10, 60)
         until("its stream to wait", lambda: lane_of(bridge).parked, SECONDS)
-        said_quickly(engine, 32 << 10, 100)
+        say_large(engine, 32 << 10, 100)
         until("the last batch", lambda: made_room(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
         life = numbers_of_last_life(log, "engine")
@@ -208,7 +203,7 @@ def test_a_full_lane_does_not_hold_up_the_others(server: NatsServer, plane: Plan
         TalkingEngine(names[1]) as other,
         bridging(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
     ):
-        said_quickly(full, 8 << 10, 300)
+        say_large(full, 8 << 10, 300)
         until("a fault", lambda: lane_of(bridge, names[0]).parked, SECONDS)
         other.say(300)
         settled(Log(small), other)
@@ -235,7 +230,7 @@ def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
                 raise AssertionError("the disk has no end")
 
             with_js(filler, fill)
-            said_quickly(engine, 8 << 10, 100)
+            say_large(engine, 8 << 10, 100)
             until("a fault", lambda: lane_of(bridge).fault, SECONDS)
             assert "room" in lane_of(bridge).fault
             with_js(filler, lambda js: js.delete_stream("filler"))
@@ -279,7 +274,7 @@ def test_a_file_system_without_room_is_told_and_nothing_is_lost(tmp_path: Path) 
             engine.say(10)
             settled(Log(plane), engine)
             fill(disk / "filler")
-            said_quickly(engine, 8 << 10, 300)
+            say_large(engine, 8 << 10, 300)
             until("a fault", lambda: lane_of(bridge).fault, SECONDS)
             assert "their disks" in lane_of(bridge).fault  # the server says nothing at all
             assert bridge.status().written < engine.truth.count

@@ -8,6 +8,8 @@ as well.
 - *Back-pressure*: what the servers do not take waits. Where a lane takes nothing, its streams are *parked* once their share of
   `max_queued_bytes` is used up: followed no more until the lane has taken what waits, and then from there on. Above
   `max_queued_bytes` in all the thread reads nothing. In both cases what the engines publish meanwhile is asked for by replay.
+  Beats say for how long that lasts, or for how long the oldest record has waited, above `late_seconds`: replicas believe no
+  stream of a bridge that is behind.
 - *Reserve*: a bridge with `hold_back` writes only what others have not written after so many seconds.
 - *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. So does, by an active bridge, one that
   none has named for `unnamed_seconds` (`membership`). A bridge takes back what it has said of engines that it names no more.
@@ -84,6 +86,8 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Until an engine leaves the log that no bridge names: so long bridges may take to be started again."""
     beat: float = 2.0
     """Seconds between two signs of life in each lane."""
+    late_seconds: float = 1.0
+    """For which what engines say may wait in the bridge before replicas trust none of its streams."""
     max_queued_bytes: int = 64 << 20
     """Of what engines said and the servers have not taken; above it nothing more is heard."""
 
@@ -92,7 +96,7 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
         if not 0 <= self.hold_back <= 3600:
             raise ConfigError(f"hold_back is {self.hold_back}; it is 0 to 3600 seconds")
-        for field in ("dead_seconds", "unnamed_seconds", "beat", "max_queued_bytes"):
+        for field in ("dead_seconds", "unnamed_seconds", "beat", "late_seconds", "max_queued_bytes"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be above 0")
 
@@ -152,8 +156,15 @@ class Bridge:
         self._unnamed: Final = Unnamed(settings.unnamed_seconds)
         self._turns: dict[Key, int] = {}
         self._turn = 0
+        self._beat_at = 0.0
         # Each is written by one thread alone.
         self._handed_over = self._taken_over = self._queued = 0
+        self._unread_since: float | None = None
+        """When the thread found no room, while it reads nothing."""
+        self._parked_since: dict[int, float] = {}
+        """By lane, when the first of its streams was parked."""
+        self._late: set[int] = set()
+        """Lanes whose last beat said that they are behind."""
 
     # --- what is known about it
 
@@ -326,6 +337,7 @@ class Bridge:
     def _park(self, key: Key, lane: BridgeLane) -> None:
         """Follow a stream no more until there is room for what it says."""
         lane.parked.add(key)
+        self._parked_since.setdefault(lane.lane, time.monotonic())
         self._members.forget(key)
         self._next_turn(key)
         self._listener.leave(key)
@@ -370,7 +382,12 @@ class Bridge:
     # --- what the thread hears
 
     def _has_room(self) -> bool:
-        return self._queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes
+        if self._queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes:
+            self._unread_since = None
+            return True
+        if self._unread_since is None:
+            self._unread_since = time.monotonic()
+        return False
 
     def _heard_elsewhere(self, heard: list[Heard]) -> None:
         loop = self._loop
@@ -401,15 +418,12 @@ class Bridge:
     # --- now and then
 
     async def _tend(self) -> None:
-        beat_at = unnamed_at = 0.0
+        unnamed_at = 0.0
         while True:
             now = asyncio.get_running_loop().time()
             if self._listener.failure is not None:
                 raise PlaneError(f"the thread that follows the engines has failed: {self._listener.failure!r}", fault="closed")
-            if now >= beat_at:
-                beat_at = now + self.settings.beat
-                for lane in self._lanes:
-                    lane.beat(Beat(self.settings.name, self.settings.beat, time.time(), self.suspects))
+            self._beat(now)
             self._look_after_members(now)
             if now >= unnamed_at and not self.settings.hold_back:
                 unnamed_at = now + min(UNNAMED_LOOK_SECONDS, self.settings.unnamed_seconds / 4)
@@ -417,6 +431,25 @@ class Bridge:
             self._look_after_lanes()
             self.count()
             await asyncio.sleep(max(PAUSE_SECONDS, min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds / 2)))
+
+    def _beat(self, now: float) -> None:
+        """Say that the bridge is alive: when it is time, and at once in a lane that falls behind or has caught up."""
+        is_due = now >= self._beat_at
+        if is_due:
+            self._beat_at = now + self.settings.beat
+        for lane in self._lanes:
+            lag = self._lag(lane, now)
+            is_late = lag > self.settings.late_seconds
+            if is_due or is_late != (lane.lane in self._late):
+                (self._late.add if is_late else self._late.discard)(lane.lane)
+                lane.beat(Beat(self.settings.name, self.settings.beat, time.time(), self.suspects, lag if is_late else 0.0))
+
+    def _lag(self, lane: BridgeLane, now: float) -> float:
+        """Seconds for which the oldest of what engines say has waited, or for which nothing of them was read."""
+        if not lane.parked:
+            self._parked_since.pop(lane.lane, None)
+        unread = (self._unread_since, self._parked_since.get(lane.lane))
+        return max(lane.composer.lag(now), *(time.monotonic() - since for since in unread if since is not None), 0.0)
 
     def _look_after_members(self, now: float) -> None:
         present: list[Key] = []

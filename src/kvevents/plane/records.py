@@ -116,6 +116,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
     """Its clock, seconds since the epoch."""
     suspects: str = ""
     """Why it doubts its own network rather than its engines; empty where it does not."""
+    lag: float = 0.0
+    """Seconds for which what its engines say has waited to be written, or was not read; 0 while that is as usual."""
 
 
 StreamRecord: TypeAlias = Join | Leave | Batched | Piece | Renewed | Lost | Trusting

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from kvevents.errors import ClosedError, UnknownSourceError
-from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Standing
+from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Standing, Told
 from kvevents.plane.opinions import Place
 from kvevents.plane.reading import Pushed
 from kvevents.plane.records import Key, decode_page
@@ -34,6 +34,8 @@ CENSUS_SECONDS: Final = 10.0
 """About, between two places of a lane at which every replica digests its streams: whenever the clock of the pages has passed a
 multiple of it, so that all choose the same places."""
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
+_FOLLOWED: Final = frozenset({"EXACT", "DEGRADED"})
+"""What is said of streams that are followed to their ends."""
 _SEEN_HERE: Final[Mapping[Doubt, str]] = {
     Doubt.LOST: "batches are missing in the log",
     Doubt.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
@@ -303,13 +305,20 @@ class LogSubscriber:
 
     def _said(self, lane: int, standing: Standing) -> Trust:
         """The best that a living bridge says."""
-        alive = [told for bridge, told in standing.told.items() if self._is_alive(lane, bridge)]
+        alive = [self._of_now(lane, bridge, told) for bridge, told in standing.told.items() if self._is_alive(lane, bridge)]
         if alive:
             best = min(alive, key=lambda told: _BEST_FIRST.index(told.trust) if told.trust in _BEST_FIRST else len(_BEST_FIRST))
             return Trust(best.trust, best.reason)
         if standing.told:
             return Trust.STALE.because("no bridge is heard that follows it")
         return Trust.REPLAYING.because("no bridge has said yet how far it is to be trusted")
+
+    def _of_now(self, lane: int, bridge: str, told: Told) -> Told:
+        """What a bridge says, unless it is behind: it said that of what it had heard by then."""
+        lag = self.ledgers[lane].beats[bridge].beat.lag
+        if not lag or told.trust not in _FOLLOWED:
+            return told
+        return Told("REPLAYING", f"bridge {bridge} is {lag:.0f} s behind: what engines say is not in the log yet", told.doubts)
 
     def _is_alive(self, lane: int, bridge: str) -> bool:
         ledger, heard = self.ledgers.get(lane), self._heard.get((lane, bridge))

@@ -199,6 +199,11 @@ class Composer:
         waiting = [own for key in self._active if (own := self._own[key]).records or self._may_say(key, own)]
         return min((own.records[0][0] if own.records else 0.0 for own in waiting), default=None)
 
+    def lag(self, now: float) -> float:
+        """Seconds for which the oldest of what is due has waited; 0 where nothing does."""
+        waiting = (own.records[0][0] for key in self._active if (own := self._own[key]).records)
+        return max(0.0, now - min(waiting, default=now))
+
     def _may_say(self, key: Key, own: _Own) -> bool:
         head = self._next(key, own)
         return own.has_to_say and head is not None and may_trust(head)
