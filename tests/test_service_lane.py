@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.http.app import App
-from kvevents.service.http.lane import FIRST_BYTES, MAX_KEPT_BYTES, Lane
+from kvevents.service.http.connections import Connection, Connections
+from kvevents.service.http.lane import FIRST_BYTES, Lane
 from kvevents.service.http.messages import Headers, Request, Response
 from kvevents.service.http.routing import TABLE
 from kvevents.service.http.turns import GROUP, Turns
 from kvevents.service.service import Service
 
-LIMITS: Final = Limits(max_body_bytes=3 << 20, max_clients=2, request_seconds=5.0)
+LIMITS: Final = Limits(max_body_bytes=3 << 20, max_clients=2, reserved_clients=1, request_seconds=5.0)
 
 
 class Asked:
@@ -62,6 +63,14 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
+    abort = write_eof = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def is_closing(self) -> bool:
         return self.closed
 
@@ -93,9 +102,17 @@ def quiet() -> Turns:
     return Turns(0.0, before=lambda: None, behind=lambda: None)
 
 
-def laned(connections: set[Any] | None = None, turns: Turns | None = None) -> tuple[Lane, Wire, EchoApp]:
-    app, wire = EchoApp(), Wire()
-    lane = Lane(app, turns or quiet(), set() if connections is None else connections, General, 75.0)  # type: ignore[arg-type]
+def admitted(wire: Wire, connections: Connections | None = None) -> Connection:
+    connection = (connections or Connections(LIMITS)).admit(wire)
+    assert connection is not None
+    return connection
+
+
+def laned(
+    connections: Connections | None = None, turns: Turns | None = None, app: EchoApp | None = None, wire: Wire | None = None
+) -> tuple[Lane, Wire, EchoApp]:
+    app, wire = app or EchoApp(), wire or Wire()
+    lane = Lane(app, turns or quiet(), set(), General, admitted(wire, connections))  # type: ignore[arg-type]
     lane.connection_made(wire)  # type: ignore[arg-type]
     return lane, wire, app
 
@@ -147,9 +164,8 @@ async def test_what_is_due_before_and_behind_answers_is_done_once_in_a_turn() ->
 
     turns, app = Turns(0.0, before=lambda: done.append("before"), behind=lambda: done.append("behind")), App([0, 0, 1])
     wires = Line(), Line()
-    lanes = [Lane(app, turns, set(), General, 75.0) for _ in wires]  # type: ignore[arg-type]
+    lanes = [laned(turns=turns, app=app, wire=wire)[0] for wire in wires]
     for lane, wire in zip(lanes, wires, strict=True):
-        lane.connection_made(wire)  # type: ignore[arg-type]
         feed(lane, wire, post(b"{}"), lambda: FIRST_BYTES)
     await asyncio.sleep(0)
     assert done == ["before", "handled", "answered", "handled", "answered", "behind"]
@@ -230,9 +246,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
     """Whatever comes behind their questions meanwhile; and no more is read than was on its way."""
 
     async def scenario() -> None:
-        wire = Wire()
-        lane = Lane(WaitingApp([turns for _, turns in asked]), quiet(), set(), General, 75.0)  # type: ignore[arg-type]
-        lane.connection_made(wire)  # type: ignore[arg-type]
+        lane, wire, _ = laned(app=WaitingApp([turns for _, turns in asked]))
         pace = itertools.cycle(steps)
         data = b"".join(post(body) for body, _ in asked)
         while data or not wire.reading:
@@ -253,9 +267,7 @@ def test_answers_that_are_waited_for_keep_their_order(asked: list[tuple[bytes, i
 
 
 async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
-    wire = Wire()
-    lane = Lane(WaitingApp([5]), quiet(), set(), General, 75.0)  # type: ignore[arg-type]
-    lane.connection_made(wire)  # type: ignore[arg-type]
+    lane, wire, _ = laned(app=WaitingApp([5]))
     question = post(b"x")
     lane.get_buffer(-1)[: len(question)] = question
     lane.buffer_updated(len(question))
@@ -276,12 +288,15 @@ async def test_what_is_not_plain_goes_over_with_every_byte(name: str) -> None:
     assert wire.protocol.transport is wire
 
 
-async def test_one_connection_too_many_is_left_to_the_server_to_refuse() -> None:
-    connections: set[Any] = set()
-    first, second, third = (laned(connections) for _ in range(3))
-    assert first[1].protocol is second[1].protocol is None
+async def test_a_reserved_connection_goes_over_at_once() -> None:
+    """The general protocol answers probes on it, and refuses the rest."""
+    connections = Connections(LIMITS)
+    busy = [laned(connections) for _ in range(2)]
+    for lane, wire, _ in busy:
+        feed(lane, wire, post(b"{}")[:-1], lambda: FIRST_BYTES)
+    third = laned(connections)
+    assert [wire.protocol for _, wire, _ in busy] == [None, None]
     assert isinstance(third[1].protocol, General)
-    assert connections == {first[0], second[0]}
 
 
 async def test_an_announced_body_takes_no_memory_before_it_comes() -> None:
@@ -290,7 +305,24 @@ async def test_an_announced_body_takes_no_memory_before_it_comes() -> None:
     assert len(lane.get_buffer(-1)) < FIRST_BYTES
     feed(lane, wire, b"x" * 3_000_000, lambda: FIRST_BYTES)
     assert len(answers(wire.written)) == 1
-    assert len(lane.get_buffer(-1)) <= MAX_KEPT_BYTES
+    assert len(lane.get_buffer(-1)) == FIRST_BYTES
+
+
+async def test_bodies_have_a_bound_over_all_connections() -> None:
+    """One that would exceed it is 503 and ends its connection; when another one is answered, there is room again."""
+    connections = Connections(Limits(max_body_bytes=3 << 20, max_received_bytes=3 << 20))
+    body = post(b"x" * (2 << 20))
+    first, second, third = (laned(connections) for _ in range(3))
+    feed(first[0], first[1], body[:-1], lambda: FIRST_BYTES)
+    assert connections.received == len(body) - FIRST_BYTES
+    feed(second[0], second[1], body[:-1], lambda: FIRST_BYTES)
+    assert second[1].written.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(second[1].written.partition(b"\r\n\r\n")[2])["reason"] == "too-much-at-once"
+    assert (second[1].closed, connections.refusals) == (True, {"too-much-at-once": 1})
+    feed(first[0], first[1], body[-1:], lambda: FIRST_BYTES)
+    assert connections.received == 0
+    feed(third[0], third[1], body, lambda: FIRST_BYTES)
+    assert [len(found) for _, wire, _ in (first, third) for found in answers(wire.written)] == [(2 << 20) + 1] * 2
 
 
 async def test_who_does_not_read_answers_may_ask_no_more() -> None:
@@ -353,55 +385,38 @@ async def test_draining_ends_idle_connections_at_once_and_others_after_their_ans
     assert (answers(wire.written), wire.closed) == ([b"|{}"], True)
 
 
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time goes on when it is told to."""
-
+async def test_a_slow_request_is_refused_and_ended() -> None:
+    """The time runs from its first byte on, on a connection that was kept as on a fresh one: a byte does not prolong it."""
     now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def go(self, seconds: float) -> None:
-        self.now += seconds
-        self.call_soon(self.stop)
-        self.run_forever()
-
-
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    loop = Clock()
-    yield loop
-    loop.close()
-
-
-def on(clock: Clock, work: Callable[[], Any]) -> Any:
-    async def done() -> Any:
-        return work()
-
-    return clock.run_until_complete(done())
+    connections = Connections(LIMITS, lambda: now)
+    for before in (b"", post(b"{}")):
+        lane, wire, _ = laned(connections)
+        feed(lane, wire, before, lambda: FIRST_BYTES)
+        wire.written = b""
+        for piece in (b"P", post(b"{}")[1:-1], b""):
+            feed(lane, wire, piece, lambda: FIRST_BYTES)
+            now += 2.4
+            connections.sweep()
+            assert (wire.closed, wire.written != b"") == (piece == b"",) * 2
+        assert wire.written.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["reason"] == "too-slow"
+        feed(lane, wire, b"}" + post(b"{}"), lambda: FIRST_BYTES)
+        assert wire.written.count(b"HTTP/1.1") == 1
+        lane.connection_lost(None)
 
 
-def test_a_slow_request_is_told_so_and_ended(clock: Clock) -> None:
-    lane, wire, _ = on(clock, laned)
-    on(clock, lambda: feed(lane, wire, post(b"{}")[:-1], lambda: FIRST_BYTES))
-    clock.go(4.9)
-    assert not wire.closed
-    clock.go(0.2)
-    assert wire.closed
-    assert b"408 Request Timeout" in wire.written
-    assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["reason"] == "too-slow"
-
-
-def test_an_idle_connection_is_kept_for_a_while(clock: Clock) -> None:
+async def test_an_idle_connection_is_kept_for_a_while() -> None:
     """One that has asked nothing yet only as long as a request may take."""
-    silent, silent_wire, _ = on(clock, laned)
-    lane, wire, _ = on(clock, laned)
-    on(clock, lambda: feed(lane, wire, post(b"{}"), lambda: FIRST_BYTES))
-    clock.go(5.1)
-    assert (silent_wire.closed, wire.closed) == (True, False)
-    clock.go(70.0)
+    now = 0.0
+    connections = Connections(LIMITS, lambda: now)
+    silent, (lane, wire, _) = laned(connections), laned(connections)
+    feed(lane, wire, post(b"{}"), lambda: FIRST_BYTES)
+    now = 5.1
+    connections.sweep()
+    assert (silent[1].closed, wire.closed) == (True, False)
+    now = 75.1
+    connections.sweep()
     assert wire.closed
-    assert silent is not lane
 
 
 @pytest.fixture(name="app")
@@ -457,9 +472,7 @@ async def test_a_head_is_admitted_once_and_one_that_is_not_goes_over() -> None:
             asked.append(headers.authorization)
             return bool(headers.authorization == b"Bearer good")
 
-    wire = Wire()
-    lane = Lane(Choosy(), quiet(), set(), General, 75.0)  # type: ignore[arg-type]
-    lane.connection_made(wire)  # type: ignore[arg-type]
+    lane, wire, _ = laned(app=Choosy())
     good, bad = (post(b"{}", "/query", f"Authorization: Bearer {word}") for word in ("good", "bad"))
     feed(lane, wire, good * 3 + bad[:-1], lambda: FIRST_BYTES)
     assert (answers(wire.written), asked) == ([b"|{}"] * 3, [b"Bearer good", b"Bearer bad"])

@@ -36,13 +36,23 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_sources: int = 4_096
     """Registered ranks."""
     max_clients: int = 1_024
-    """Connections at one time."""
+    """Connections at one time. A further one takes the place of an idle one, if there is any."""
+    reserved_clients: int = 32
+    """Connections beyond these, on which only probes are answered."""
+    max_received_bytes: int = 256 << 20
+    """Of all requests that are being received or answered, beyond the first 64 KiB of each."""
+    max_unread_bytes: int = 256 << 20
+    """Of all answers that clients have not read yet; above it the connection with the most is cut off."""
     max_listeners: int = 64
     """Clients of `/v1/events` at one time."""
     max_dump_blocks: int = 1_000_000
     """Blocks that `/dump` tells; more of them are read page by page from `/v1/blocks`."""
     request_seconds: float = 10.0
-    """How long a client may take to send its request."""
+    """How long a client may take to send a request, from its first byte on, and to send the first byte after it connects."""
+    idle_seconds: float = 75.0
+    """How long an idle connection is kept: longer than the pools of common clients, so that they close first."""
+    unread_seconds: float = 10.0
+    """How long a client may take to read an answer, or the next MiB of a long one."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -12,6 +12,7 @@ Labels, and what bounds them. None is a peer's word:
 - `path`, `status`: of the table of endpoints; requests for anything else are not counted
 - `provider`: a way of discovery, as the configuration names it
 - `lane`: of a plane, 256 at most
+- `state` and `reason` of connections and refusals: fixed words of `kvevents.service.http`
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from kvevents.service.http.connections import CLOSED, REFUSED, Connections
+from kvevents.service.http.connections import State as ConnectionState
 from kvevents.service.member import Member
 from kvevents.service.plane_metrics import write_plane, write_shards
 from kvevents.service.shapes import TIER_WEIGHTS, State, StatsAnswer
@@ -120,6 +123,26 @@ class Metrics:
         page.counter("kvevents_http_requests_total", "Requests by path and status", requests)
         seconds = {labels(path=path): tally for path, tally in dict(self.seconds).items()}
         page.histogram("kvevents_http_request_duration_seconds", "From a request's headers to the end of its answer", seconds)
+        _write_connections(page, self._service.connections)
+
+
+def _write_connections(page: _Page, connections: Connections) -> None:
+    states = Counter(each.state for each in connections.all())
+    open_ = {labels(state=state.value): states[state] for state in ConnectionState}
+    page.gauge("kvevents_http_connections", "Open connections by what they do", open_)
+    limit = {"": connections.limits.max_clients}
+    page.gauge("kvevents_http_connections_limit", "Connections above which only probes are answered", limit)
+    page.counter("kvevents_http_connections_opened_total", "Connections that clients have opened", {"": connections.opened})
+    closed = _by_reason(dict.fromkeys(CLOSED, 0) | connections.closed)
+    refused = _by_reason(dict.fromkeys(REFUSED, 0) | connections.refusals)
+    page.counter("kvevents_http_connections_closed_total", "Connections that the service closed, by reason", closed)
+    page.counter("kvevents_http_refusals_total", "Errors that were sent before a request was known, by reason", refused)
+    page.gauge("kvevents_http_received_bytes", "Of requests that are held, beyond 64 KiB of each", {"": connections.received})
+    page.gauge("kvevents_http_unread_bytes", "Of answers that clients have not read yet", {"": connections.unread})
+
+
+def _by_reason(counts: Mapping[str, int]) -> Samples:
+    return {labels(reason=reason): count for reason, count in counts.items()}
 
 
 class _Page:

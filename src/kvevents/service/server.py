@@ -19,6 +19,7 @@ import uvloop
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig
 from kvevents.service.http.app import App
+from kvevents.service.http.connections import Connection, Entry
 from kvevents.service.http.lane import Lane
 from kvevents.service.http.protocol import Protocol
 from kvevents.service.http.turns import Turns, descriptor_of
@@ -26,8 +27,6 @@ from kvevents.service.service import Service
 
 DRAIN_SECONDS: Final = 5
 """How long requests that are under way may take after SIGTERM."""
-KEEP_ALIVE_SECONDS: Final = 75
-"""How long an idle connection is kept: longer than the pools of common clients, so that they close first."""
 BACKLOG: Final = 1_024
 KEPT_BYTES: Final = 64 << 20
 """Freed memory that the process keeps for the next large request."""
@@ -56,13 +55,15 @@ class _Server(uvicorn.Server):
     def __init__(self, service: Service, announce: Callable[[str], None], url: str) -> None:
         self._service = service
         app = App(service)
-        config = uvicorn.Config(app, **_options(service.config), http=_protocol(app))
+        config = uvicorn.Config(app, **_options(service.config))
         try:
             config.load()
+            tls, config.ssl = config.ssl, None  # `Entry` does the handshake, so that it counts as a connection
         except (OSError, ValueError) as error:  # ssl's errors are both
             raise ConfigError(
                 f"tls cannot be used: {_reason(error)}; certificate, key and client_ca are PEM files, the key without password"
             ) from error
+        config.http_protocol_class = _protocol(app, tls)
         super().__init__(config)
         self._announce = announce
         self._url = url
@@ -91,26 +92,35 @@ class _Server(uvicorn.Server):
 
     async def run_at(self, listening: socket.socket) -> None:
         """Serve at a socket until a signal comes."""
-        self._service.fleet.alternation.questions = descriptor_of(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._service.fleet.alternation.questions = descriptor_of(loop)
         await self._service.start()
+        sweeping = loop.create_task(self._service.connections.run())
         try:
             await self.serve(sockets=[listening])
         finally:
+            sweeping.cancel()
             await self._service.stop()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is in progress; connections that have not sent anything are no reason to wait."""
+        self._service.connections.close_silent()
+        await super().shutdown(sockets)
 
-def _protocol(app: App) -> Any:
-    """What uvicorn makes for each connection: the fast lane, unless requests need spans."""
-    if app.traces:
-        return Protocol
+
+def _protocol(app: App, tls: ssl.SSLContext | None) -> Any:
+    """What uvicorn makes for each connection: it reads requests in the fast lane, unless these need spans."""
     service = app.service
     turns = Turns(
         service.config.awake_microseconds / 1e6, before=service.fleet.alternation.follow, behind=service.lookups.count
     )
 
-    def protocol(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> Lane:
-        general = partial(Protocol, config, server_state, app_state, _loop)
-        return Lane(app, turns, server_state.connections, general, KEEP_ALIVE_SECONDS)
+    def protocol(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> Entry:
+        def make(connection: Connection) -> Any:
+            general = partial(Protocol, app, connection, config, server_state, app_state, _loop)
+            return general() if app.traces else Lane(app, turns, server_state.connections, general, connection)
+
+        return Entry(service.connections, make, tls)
 
     return protocol
 
@@ -163,8 +173,6 @@ def _options(config: ServiceConfig) -> dict[str, Any]:
         "lifespan": "off",
         "interface": "asgi3",
         "backlog": BACKLOG,
-        "limit_concurrency": config.limits.max_clients,
-        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
         "timeout_graceful_shutdown": DRAIN_SECONDS,
     }
     if config.tls is not None:

@@ -23,6 +23,7 @@ from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
+from kvevents.service.http.connections import Connections
 from kvevents.service.keeping import Keeper
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
@@ -65,6 +66,7 @@ class Service:
         self.shards = _shards(config, self.fleet, self.replica)
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics(self)
+        self.connections = Connections(config.limits)
         self.turns = Turns()
         self.lookups = Lookups(self.fleet, self.metrics, self.shards)
         self.snapshot_at: float | None = None

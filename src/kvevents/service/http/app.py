@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Caller, Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
+from kvevents.service.http.connections import CLOSE
 from kvevents.service.http.messages import Headers, Request, Response, Streamed, problem
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import TABLE, Endpoint
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 _NOT_FOUND: Final = "see /openapi.json for what there is"
 _HEADERS: Final[dict[int, tuple[tuple[bytes, bytes], ...]]] = {
     401: ((b"www-authenticate", b"Bearer"),),
-    408: ((b"connection", b"close"),),  # the rest of the body may come whenever it likes
 }
 
 
@@ -58,6 +58,20 @@ class App:
         else:  # no websockets here
             await send({"type": "websocket.close"})
 
+    async def probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI 3, for a connection above the limit: probes are answered, everything else is 503."""
+        methods = TABLE.get(scope["path"], {})
+        if any(endpoint.probe for endpoint in methods.values()):
+            await self(scope, receive, send)
+            return
+        limits = self.service.config.limits
+        sentence = f"{limits.max_clients} clients are connected, and each has a request in progress"
+        error = UnavailableError(sentence, "too-many-clients", "ask again in a second, or raise limits.max_clients")
+        self.service.connections.refusals[error.reason] += 1
+        await _send(problem(error, (CLOSE, (b"retry-after", b"1"))), send, body=scope["method"] != "HEAD")
+        if methods:
+            self.service.metrics.request(scope["path"], error.code, 0.0)
+
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = perf_counter()
         method, path = scope["method"], scope["path"]
@@ -83,9 +97,10 @@ class App:
     ) -> Response | Streamed:
         path = scope["path"]
         if methods is None:
-            return problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404))
+            return _before_body(problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404)), scope)
         if endpoint is None:
-            return _not_allowed(scope["method"], path, methods)
+            return _before_body(_not_allowed(scope["method"], path, methods), scope)
+        body: bytes | None = None
         try:
             headers, peer = Headers(scope["headers"]), _peer(scope)
             caller = self.service.access.caller(headers.authorization)
@@ -102,7 +117,8 @@ class App:
         except GoneError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
-            return _refusal(endpoint, error)
+            response = _refusal(endpoint, error)
+            return _before_body(response, scope) if body is None else response
 
     def answer(self, endpoint: Endpoint, request: Request) -> Response | Awaitable[Response]:
         """Answer an admitted request to a quick endpoint, whose body is complete: at once, unless other replicas are asked."""
@@ -136,14 +152,7 @@ class App:
         for name, value in headers:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise _too_large(limit)
-        seconds = self.service.config.limits.request_seconds
-        try:
-            async with asyncio.timeout(seconds):  # all of it: a byte now and then is not enough
-                return await _complete(receive, limit)
-        except TimeoutError:
-            raise ServiceError(
-                f"the request was not complete after {seconds:g} s", "too-slow", "send it faster", status=408
-            ) from None
+        return await _complete(receive, limit)  # the connection has a deadline for it
 
     async def _handle(self, endpoint: Endpoint, request: Request) -> Response | Streamed:
         if endpoint.slow:
@@ -166,6 +175,14 @@ def _refusal(endpoint: Endpoint, error: Exception) -> Response:
         return problem(error, _HEADERS.get(error.code, ()))
     log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
     return problem(ServiceError("the service has failed here", "internal", "see its log, and report it", status=500))
+
+
+def _before_body(response: Response, scope: Scope) -> Response:
+    """An answer that does not wait for the request's body: the connection ends behind it, unless there is none."""
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if length.strip(b"0") or any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        response.headers += (CLOSE,)
+    return response
 
 
 def _peer(scope: Scope) -> str:

@@ -15,8 +15,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.service.errors import ServiceError
+from kvevents.service.http.connections import Connection
 from kvevents.service.http.heads import Head
-from kvevents.service.http.messages import Request, Response, problem
+from kvevents.service.http.messages import Request, Response
 from kvevents.service.http.routing import Endpoint
 from kvevents.service.http.turns import Turns
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 FIRST_BYTES: Final = 1 << 16
 """Room of a connection from the start; a request head that is longer is not for here."""
-MAX_KEPT_BYTES: Final = 1 << 20
-"""Room that a connection keeps for its next request, and takes at once for a body that is only announced."""
+STEP_BYTES: Final = 1 << 20
+"""Room that a connection takes at once for a body that is only announced."""
 MAX_KEPT_HEAD_BYTES: Final = 2_048
 """A head that a connection remembers, so as to recognise the next one."""
 _HEAD_END: Final = b"\r\n\r\n"
@@ -35,16 +36,14 @@ _HEAD_END: Final = b"\r\n\r\n"
 class Lane(asyncio.BufferedProtocol):
     """One connection, until something unusual comes over it. `general` makes the protocol that takes it then."""
 
-    def __init__(self, app: App, turns: Turns, connections: set[Any], general: Any, keep_alive_seconds: float) -> None:
+    def __init__(self, app: App, turns: Turns, connections: set[Any], general: Any, connection: Connection) -> None:
         self._app = app
         self._turns = turns
         self._connections = connections
+        """Those that the server ends when it drains."""
         self._general = general
-        self._keep_alive_seconds = keep_alive_seconds
-        self._request_seconds = app.service.config.limits.request_seconds
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + self._request_seconds
-        self._timer = self._loop.call_at(self._deadline, self._look_at_time)
         self._transport: Any = None
         self._room = memoryview(bytearray(FIRST_BYTES))
         self._have = 0
@@ -60,6 +59,8 @@ class Lane(asyncio.BufferedProtocol):
         self._is_full = False
         """Whether the client does not take what it is sent."""
         self._is_gone = False
+        self._has_ended = False
+        """Whether a request was refused; what still comes is discarded."""
 
     # --- asyncio's callbacks
 
@@ -67,27 +68,31 @@ class Lane(asyncio.BufferedProtocol):
         """Of `BaseProtocol`."""
         self._transport = transport
         self._connections.add(self)
-        if len(self._connections) > self._app.service.config.limits.max_clients:
+        self._connection.give_up = self._give_up
+        if self._connection.is_reserved:
             self._hand_over()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's names
         """Of `BaseProtocol`."""
         self._connections.discard(self)
-        self._timer.cancel()
+        self._connection.lost()
         self._is_gone = True
 
     def eof_received(self) -> None:
         """Of `BufferedProtocol`: the transport is closed now, behind what has been written."""
         self._turns.flush()
+        self._connection.closing()
 
     def pause_writing(self) -> None:
         """Whoever does not read answers may ask nothing more."""
         self._is_full = True
         self._transport.pause_reading()
+        self._connection.pause_writing()
 
     def resume_writing(self) -> None:
         """Of `BaseProtocol`."""
         self._is_full = False
+        self._connection.resume_writing()
         if self._waiting is None:
             self._transport.resume_reading()
 
@@ -103,6 +108,8 @@ class Lane(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Of `BufferedProtocol`."""
+        if self._has_ended:
+            return
         self._have += nbytes
         if self._waiting is None:
             self._go_on()
@@ -111,10 +118,11 @@ class Lane(asyncio.BufferedProtocol):
         """Answer what has come, up to a question that takes other replicas."""
         while self._asked is not None or self._have:
             self._asked = self._asked or self._begin()
-            if self._asked is None:
-                return
-            if self._have < self._end:
-                self._grow()
+            if self._asked is None or self._have < self._end:
+                if self._asked is not None:
+                    self._grow()
+                if self._have:  # else it has gone over, or was refused
+                    self._connection.reading()
                 return
             self._answer(self._asked)
             if self._waiting is not None:
@@ -124,7 +132,7 @@ class Lane(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         self._turns.flush()
-        self._transport.close()
+        self._connection.close()
 
     # --- one request
 
@@ -146,14 +154,20 @@ class Lane(asyncio.BufferedProtocol):
             self._hand_over()
             return None
         self._start, self._end = start + len(_HEAD_END), start + len(_HEAD_END) + head.length
-        self._deadline = self._loop.time() + self._request_seconds
+        self._connection.head_is_complete()
         return head
 
     def _grow(self) -> None:
         """Make room for the body, in steps, since an announced length is only a claim."""
         if self._have < len(self._room):
             return
-        room = memoryview(bytearray(min(self._end, max(2 * len(self._room), MAX_KEPT_BYTES))))
+        size = min(self._end, max(2 * len(self._room), STEP_BYTES))
+        try:
+            self._connection.hold(size)
+        except ServiceError as error:
+            self._refuse(error)
+            return
+        room = memoryview(bytearray(size))
         room[: self._have] = self._room[: self._have]
         self._room = room
 
@@ -167,12 +181,13 @@ class Lane(asyncio.BufferedProtocol):
             self._tell(endpoint, response, began)
             return
         self._transport.pause_reading()
+        self._connection.answering()
         self._waiting = self._loop.create_task(self._wait(endpoint, response, began))
 
     async def _wait(self, endpoint: Endpoint, response: Awaitable[Response], began: float) -> None:
         told = await response
         self._waiting = None
-        if self._is_gone:
+        if self._is_gone or self._transport.is_closing():
             return
         self._tell(endpoint, told, began)
         self._go_on()
@@ -185,17 +200,18 @@ class Lane(asyncio.BufferedProtocol):
         self._asked = None
         left = self._have - self._end
         rest = bytes(self._room[self._end : self._have]) if left else b""
-        if len(self._room) > MAX_KEPT_BYTES:
+        if len(self._room) > FIRST_BYTES:
             self._room = memoryview(bytearray(max(FIRST_BYTES, left)))
+            self._connection.hold(len(self._room))
         self._room[:left] = rest
         self._have = left
-        self._deadline = self._loop.time() + (self._request_seconds if left else self._keep_alive_seconds)
+        self._connection.idle()
 
     def _hand_over(self) -> None:
         """Let uvicorn have the connection."""
         self._turns.flush()
         self._connections.discard(self)
-        self._timer.cancel()
+        self._connection.hold(0)
         received = bytes(self._room[: self._have])
         general = self._general()
         general.connection_made(self._transport)
@@ -204,16 +220,14 @@ class Lane(asyncio.BufferedProtocol):
             general.data_received(received)
         self._have, self._asked = 0, None
 
-    def _look_at_time(self) -> None:
-        """One timer for all requests of a connection: it goes off seldom, and sees then how long there is left."""
-        if self._waiting is not None:  # that has bounds of its own
-            self._deadline = self._loop.time() + self._request_seconds
-        if self._deadline > self._loop.time():
-            self._timer = self._loop.call_at(self._deadline, self._look_at_time)
-            return
-        if self._asked is not None:
-            seconds = f"{self._request_seconds:g} s"
-            late = ServiceError(f"the request was not complete after {seconds}", "too-slow", "send it faster", status=408)
-            self._turns.flush()
-            self._transport.write(problem(late, ((b"connection", b"close"),)).written())
-        self._close()
+    def _give_up(self) -> None:
+        seconds = f"{self._connection.limits.request_seconds:g} s"
+        self._refuse(ServiceError(f"the request was not complete after {seconds}", "too-slow", "send it faster", status=408))
+
+    def _refuse(self, error: ServiceError) -> None:
+        self._turns.flush()
+        self._has_ended = True
+        self._have, self._asked = 0, None
+        self._room = memoryview(bytearray(FIRST_BYTES))
+        self._connection.hold(0)
+        self._connection.refuse(error)
