@@ -47,9 +47,10 @@ class Server:
         self.name: Final = name
         self.port, self.monitor_port = quiet_port(), quiet_port()
         self._home: Final = home
+        self._store: Final = home / "store"
         self._process: subprocess.Popen[bytes] | None = None
         found = {"host": HOST, "port": self.port, "http": f"{HOST}:{self.monitor_port}", "server_name": name}
-        (home / "conf").write_text(json.dumps(found | {"jetstream": {"store_dir": str(home / "store")}} | options))
+        (home / "conf").write_text(json.dumps(found | {"jetstream": {"store_dir": str(self._store)}} | options))
 
     @property
     def url(self) -> str:
@@ -96,6 +97,18 @@ class Server:
     def go_on(self) -> None:
         if self.is_running:
             self._signal(signal.SIGCONT)
+
+    def copy(self, to: Path) -> None:
+        """What it keeps at one moment, as its files say it: what a power cut then leaves behind at best."""
+        self.stop()
+        shutil.copytree(self._store, to)
+        self.go_on()
+
+    def fall_back(self, older: Path) -> None:
+        """Kill it, and have it keep what it kept at an earlier moment. It is gone on with by `launch`."""
+        self.kill()
+        shutil.rmtree(self._store)
+        shutil.move(older, self._store)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -30,7 +30,7 @@ class Fault:
     """Something that may be done to a round."""
 
     target: str
-    """What one of it is done to: `bridge`, `replica`, `engine`, `server`, `lane`, `leg`."""
+    """What one of it is done to: `bridge`, `replica`, `engine`, `server`, `servers` (all of them), `lane`, `leg`."""
     seconds: tuple[float, float] | None = (0.1, 1.5)
     """How long it lasts, about; None for what is over at once."""
     weight: int = 4
@@ -39,10 +39,12 @@ class Fault:
 FAULTS: Final[dict[str, Fault]] = {
     "kill bridge": Fault("bridge", weight=6),
     "stop bridge": Fault("bridge"),
+    "bridge misses a life": Fault("bridge", weight=3),
     "kill replica": Fault("replica", weight=6),
     "stop replica": Fault("replica"),
     "kill server": Fault("server", weight=6),
     "stop server": Fault("server"),
+    "servers lose pages": Fault("servers", weight=3),
     "kill engine": Fault("engine", None),
     "end engine": Fault("engine", None),
     "stop engine": Fault("engine"),
@@ -74,6 +76,7 @@ TRAITS: Final[dict[str, Trait]] = {
     "no snapshots": Trait(0.3),
     "short replay": Trait(0.15),
     "shares": Trait(0.3),
+    "replica with a clock ahead": Trait(0.2),
 }
 
 
@@ -147,6 +150,7 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     holders = draw.choice((1, 2)) if "shares" in traits else None
     counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "lane": lanes, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1
+    counts["servers"] = 1
     if {"no snapshots", "shares"} & set(traits):
         # Who had not read what is gone could have it from nobody: shares are read some time after a round begins.
         without = [*without, "purge lane"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ class ReplicaRole:
     holders: int | None = None
     """Replicas that hold each lane; None where each holds all."""
     log: str = ""
+    clock_ahead: float = 0.0
+    """Seconds by which its wall clock is wrong."""
 
 
 class Held(NamedTuple):
@@ -108,6 +111,8 @@ def replica(pipe: Connection, role: ReplicaRole) -> None:
     """The process of a replica; it ends with the pipe."""
     _begin(role.log)
     _keep_pace(PACE)
+    right = time.time
+    time.time = lambda: right() + role.clock_ahead
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_replica(pipe, role))
 

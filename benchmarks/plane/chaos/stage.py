@@ -87,6 +87,8 @@ class Stage:
         self._engines: list[Publishing] = []
         self._bridges: dict[int, Part] = {}
         self._replicas: dict[int, Part] = {}
+        self._copies: list[Mapping[str, Path]] = []
+        """What servers have kept at earlier moments, by server."""
 
     def __enter__(self) -> Self:
         try:
@@ -185,7 +187,14 @@ class Stage:
         names = tuple(self.registration(place).key[0] for place in range(len(self._engines)))
         seconds = 1e6 if "no snapshots" in self.plan.traits else SNAPSHOT_SECONDS
         role = ReplicaRole(
-            self.plane, f"r{number}", names, self._diary(number), seconds, self.plan.holders, self._log(f"r{number}")
+            self.plane,
+            f"r{number}",
+            names,
+            self._diary(number),
+            seconds,
+            self.plan.holders,
+            self._log(f"r{number}"),
+            clock_ahead=3600.0 if number == 0 and "replica with a clock ahead" in self.plan.traits else 0.0,
         )
         self._replicas[number] = self._part(f"replica {number}", roles.replica, role)
 
@@ -285,6 +294,36 @@ class Stage:
         part = self._engines[number].part
         assert part is not None
         return part
+
+    def copy_servers(self, _: int) -> None:
+        """What all servers keep now, for `lose_pages`."""
+        copies = {node.name: self._folder / f"{node.name}-{self.counted['copies of servers']}" for node in self._servers.nodes}
+        self.counted["copies of servers"] += 1
+        for node in self._servers.nodes:
+            node.copy(copies[node.name])
+        self._copies.append(copies)
+
+    def lose_pages(self, _: int) -> None:
+        """All servers lose at once what they have acknowledged since their oldest copy."""
+        copies = self._copies.pop(0)
+        for node in self._servers.nodes:
+            node.fall_back(copies[node.name])
+        for node in self._servers.nodes:
+            node.launch()
+
+    def miss_life(self, number: int) -> None:
+        """A bridge is stopped before an engine begins another life."""
+        _stop(self.bridge(number))
+        self.next_life(self._missed_by(number), orderly=False)
+
+    def end_missed_life(self, number: int) -> None:
+        """That life ends, and with it the bridge that has written it, before the other one goes on."""
+        self.next_life(self._missed_by(number), orderly=False)
+        self.bridge((number + 1) % BRIDGES).kill()
+        self.bring_back_bridge(number)
+
+    def _missed_by(self, bridge: int) -> int:
+        return (self.plan.number + bridge) % len(self._engines)
 
     def leg(self, number: int) -> Leg:
         return self._engines[number // BRIDGES].legs[number % BRIDGES]
@@ -422,6 +461,8 @@ Deed = Callable[[Stage, int], None]
 STRIKES: Final[dict[str, Deed]] = {
     "kill bridge": lambda stage, number: stage.bridge(number).kill(),
     "stop bridge": lambda stage, number: _stop(stage.bridge(number)),
+    "bridge misses a life": Stage.miss_life,
+    "servers lose pages": Stage.copy_servers,
     "kill replica": lambda stage, number: stage.replica(number).kill(),
     "stop replica": lambda stage, number: _stop(stage.replica(number)),
     "kill server": lambda stage, number: stage.server(number).kill(),
@@ -439,6 +480,8 @@ STRIKES: Final[dict[str, Deed]] = {
 HEALS: Final[dict[str, Deed]] = {
     "kill bridge": Stage.bring_back_bridge,
     "stop bridge": lambda stage, number: stage.bridge(number).go_on(),
+    "bridge misses a life": Stage.end_missed_life,
+    "servers lose pages": Stage.lose_pages,
     "kill replica": Stage.bring_back_replica,
     "stop replica": lambda stage, number: stage.replica(number).go_on(),
     "kill server": lambda stage, number: stage.server(number).launch(),
