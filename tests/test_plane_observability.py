@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.request import urlopen
@@ -61,10 +61,10 @@ class Plane(NamedTuple):
         return found
 
 
-@pytest.fixture(scope="module", name="plane")
-def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+@contextmanager
+def running(folder: Path) -> Iterator[Plane]:
     with ExitStack() as stack:
-        server = stack.enter_context(nats_server(tmp_path_factory.mktemp("nats")))
+        server = stack.enter_context(nats_server(folder))
         one = stack.enter_context(engine())
         port = quiet_port()
         worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
@@ -79,6 +79,12 @@ def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
         replica.exact("one", blocks=4)
         plane = Plane(replica, bridge, port)
         until("a snapshot", lambda: "kvevents_plane_lane_snapshot_age_seconds" in plane.exported())
+        yield plane
+
+
+@pytest.fixture(scope="module", name="plane")
+def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    with running(tmp_path_factory.mktemp("nats")) as plane:
         yield plane
 
 
@@ -168,9 +174,8 @@ def test_the_rules_are_right(check: tuple[object, ...]) -> None:
 # --- a real Prometheus -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", name="prometheus")
-def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    home = tmp_path_factory.mktemp("prometheus")
+@contextmanager
+def scraping(plane: Plane, home: Path) -> Iterator[Prometheus]:
     (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", RULES.read_text()))
     targets = [f"{plane.replica.host}:{plane.replica.port}", f"127.0.0.1:{plane.metrics_port}"]
     settings = {
@@ -188,6 +193,12 @@ def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) 
         yield prometheus
 
 
+@pytest.fixture(scope="module", name="prometheus")
+def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    with scraping(plane, tmp_path_factory.mktemp("prometheus")) as prometheus:
+        yield prometheus
+
+
 @needs_prometheus
 def test_every_panel_shows_something(plane: Plane, prometheus: Prometheus) -> None:
     for title, expression in expressions():
@@ -195,13 +206,14 @@ def test_every_panel_shows_something(plane: Plane, prometheus: Prometheus) -> No
 
 
 @needs_prometheus
-def test_an_alert_fires_when_the_bridge_is_killed(plane: Plane, prometheus: Prometheus) -> None:
-    """The last test: there is no bridge any more."""
+def test_an_alert_fires_when_the_bridge_is_killed(tmp_path: Path) -> None:
+    """In a plane of its own, which the other tests do not need."""
+    with running(tmp_path) as plane, scraping(plane, tmp_path) as prometheus:
 
-    def firing() -> set[str]:
-        return {labels["alertname"] for labels in prometheus.firing()}
+        def firing() -> set[str]:
+            return {labels["alertname"] for labels in prometheus.firing()}
 
-    until("nothing to fire", lambda: not firing())
-    plane.bridge.process.kill()
-    until("NoBridgeHeard", lambda: "NoBridgeHeard" in firing())
-    assert not firing() & {"PlaneUnreadable", "ReplicaHidden", "ReplicasDisagree", "LogBreached"}
+        until("nothing to fire", lambda: not firing())
+        plane.bridge.process.kill()
+        until("NoBridgeHeard", lambda: "NoBridgeHeard" in firing())
+        assert not firing() & {"PlaneUnreadable", "ReplicaHidden", "ReplicasDisagree", "LogBreached"}
