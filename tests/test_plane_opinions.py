@@ -15,7 +15,7 @@ from kvevents.plane.reading import Pushed
 from kvevents.plane.records import VERSION, Batched, Join, Key, Page, Record, encode_page
 from kvevents.plane.settings import MAX_LANES
 from kvevents.plane.status import PlaneView, look
-from kvevents.plane.subscriber import CENSUS_SECONDS, LogSubscriber
+from kvevents.plane.subscriber import CENSUS_PAGES, LogSubscriber
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import plane_at
 
@@ -39,7 +39,7 @@ def counted(held: dict[Key, str]) -> Opinion:
     subscriber.add_lane(0, Ledger(), {})
     names = sorted(source for source, _ in held)
     records: list[Record] = [record for name in names for record in (Join(name, 0, b""), Batched(name, 0, 0, 0, False, b""))]
-    pages = [Page(VERSION, "bridge", 0.0, records), Page(VERSION, "bridge", CENSUS_SECONDS, [])]
+    pages = [Page(VERSION, "bridge", 0.0, records), *[Page(VERSION, "bridge", 0.0, [])] * (CENSUS_PAGES[0] - 1)]
     subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(pages, 1)])
     while 0 not in subscriber.census:
         subscriber.receive_many(0.0)
@@ -51,7 +51,7 @@ def test_one_of_many_streams_that_differs_shows() -> None:
     held = digests(STREAMS)
     name = (LARGE_NAME % 7, 0)
     own = counted(held)
-    assert own.places["0"].streams == STREAMS
+    assert own.places["0"][0].streams == STREAMS
     assert own.agrees(counted(dict(reversed(held.items())))) is True
     assert own.agrees(counted({**held, name: "0" * 64})) is False
     assert own.agrees(counted({key: digest for key, digest in held.items() if key != name})) is False
@@ -59,18 +59,46 @@ def test_one_of_many_streams_that_differs_shows() -> None:
 
 def test_what_was_not_seen_at_the_same_place_is_not_compared() -> None:
     one, two = Place.of(7, digests(3)), Place.of(8, digests(4))
-    assert Opinion.of({0: one, 1: one}).agrees(Opinion.of({0: one, 1: two})) is True
-    assert Opinion.of({0: one}).agrees(Opinion.of({0: two})) is None
-    assert Opinion.of({0: one}).agrees(Opinion.of({1: one})) is None
+    assert Opinion.of({0: [one], 1: [one]}).agrees(Opinion.of({0: [one], 1: [two]})) is True
+    assert Opinion.of({0: [one]}).agrees(Opinion.of({0: [two]})) is None
+    assert Opinion.of({0: [one]}).agrees(Opinion.of({1: [one]})) is None
+
+
+@pytest.mark.parametrize("clocks", [(0.0, 0.0), (0.0, 10.0)])
+def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[float, float]) -> None:
+    """Whatever the clocks of two bridges that take turns say: places go by the numbers of pages."""
+    held: dict[Key, str] = {("engine", 0): "a"}
+
+    def told(pages: int) -> list[int]:
+        taken: list[Key] = []
+
+        def digest(key: Key) -> str:
+            taken.append(key)
+            return held[key]
+
+        subscriber = LogSubscriber(lambda: 0.0, digest)
+        subscriber.add_lane(0, Ledger(), {})
+        records: list[Record] = [Join("engine", 0, b"")]
+        found = [Page(VERSION, "bridge", clocks[number % 2], records) for number in range(pages)]
+        subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(found, 1)])
+        while subscriber.queued_bytes:
+            subscriber.receive_many(0.0)
+        subscriber.receive_many(0.0)
+        assert len(taken) == pages // CENSUS_PAGES[0]
+        return [place.position for place in subscriber.census[0]]
+
+    assert told(1_030) == [1_024]
+    assert told(1_100) == [1_088, 1_024]
+    assert told(1_200) == [1_152, 1_024]
 
 
 def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
     """With as many lanes as there may be, whatever is in them."""
     place = Place.of(2**53, digests(10))
-    said = Opinion.of(dict.fromkeys(range(MAX_LANES), place)).encode()
-    assert len(said) < 20 << 10
-    assert Opinion.decode(said) == Opinion.of(dict.fromkeys(range(MAX_LANES), place))
-    assert Opinion.decode(b'{"places": {"0": [1, {"x": "y"}]}}') is None
+    opinion = Opinion.of(dict.fromkeys(range(MAX_LANES), [place] * len(CENSUS_PAGES)))
+    assert len(opinion.encode()) < 60 << 10
+    assert Opinion.decode(opinion.encode()) == opinion
+    assert Opinion.decode(b'{"places": {"0": [[1, {"x": "y"}]]}}') is None
 
 
 @needs_nats

@@ -53,7 +53,7 @@ def cluster(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriber, "CENSUS_SECONDS", 0.25)
+    monkeypatch.setattr(subscriber, "CENSUS_PAGES", (2, 16))
     monkeypatch.setattr(module, "TELL_SECONDS", 0.1)
     monkeypatch.setattr(connection, "PING_SECONDS", PING)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,9 @@ from kvevents.plane.layout import make, make_lane, state_of
 from kvevents.plane.ledger import Ledger, Standing
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import VERSION, Kept, Snapshots, Taken, take
+from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, Kept, Snapshots, Taken, take
+from kvevents.service.replica.comparing import Comparing
+from kvevents.service.replica.taking import Taking
 from kvevents.stream import Batch, Doubt
 from nats_servers import nats_server, needs_nats
 from plane_cases import plane_at
@@ -120,3 +125,65 @@ async def first_page_of_the_second_life(plane: PlaneSettings, path: Path) -> lis
             await js.delete_stream(layout.stream(0))
             await make_lane(js, layout, 0, plane)
     return found
+
+
+class Clock:
+    """One that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot is new for as long as it was seen unchanged, by the clock of whoever looks."""
+
+    async def main() -> None:
+        async with opened(plane_at(server.url, lanes=1), name="test") as client:
+            js = client.jetstream()
+            layout = await make(js, plane_at(server.url, lanes=1))
+            made = (await state_of(js, layout, 0)).made
+            clock, path = Clock(), tmp_path / "index"
+            ours, taking = Snapshots(js, layout, clock), Taking("good", Comparing("good"), 60.0)
+            generation: Any = SimpleNamespace(know=id)
+            assert not await taking._is_fresh(0, ours, generation)
+            filled(1).snapshot(path)
+            with monkeypatch.context() as ahead:
+                ahead.setattr(time, "time", lambda: 1e11)
+                kept = await Snapshots(js, layout).save(Taken(VERSION, 0, Ledger().save(), [], []), path, 1, "ahead", made)
+            assert kept.at == 1e11
+            assert await taking._is_fresh(0, ours, generation)
+            clock.now += 59
+            assert not await taking._is_fresh(0, ours, generation)
+            assert ours.known_for(0) == 59
+
+    with nats_server(tmp_path / "nats") as server:
+        asyncio.run(main())
+
+
+def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -> None:
+    """By the clock of whoever removes them, from when it has seen them: one may be written at this moment."""
+
+    async def main() -> list[set[str]]:
+        async with opened(plane_at(server.url, lanes=1), name="test") as client:
+            js = client.jetstream()
+            layout = await make(js, plane_at(server.url, lanes=1))
+            made = (await state_of(js, layout, 0)).made
+            clock, path = Clock(), tmp_path / "index"
+            filled(1).snapshot(path)
+            store = await js.object_store(layout.snapshots)
+            await store.put("0-1-left.index", b"left by one that was killed")
+            ours, found = Snapshots(js, layout, clock), []
+            for _ in range(2):
+                await ours.save(Taken(VERSION, 0, Ledger().save(), [], []), path, 1, "test", made)
+                found.append({str(info.name) for info in await store.list(ignore_deletes=True)})
+                clock.now += SWEEP_SECONDS + 1
+            return found
+
+    with nats_server(tmp_path / "nats") as server:
+        first, second = asyncio.run(main())
+    assert "0-1-left.index" in first
+    assert "0-1-left.index" not in second
+    assert len(second) == 4

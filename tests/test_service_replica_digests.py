@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A census several times a second, and no pauses between generations."""
-    monkeypatch.setattr(subscriber, "CENSUS_SECONDS", 0.25)
+    monkeypatch.setattr(subscriber, "CENSUS_PAGES", (2, 16))
     monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
     monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
     monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)

@@ -34,19 +34,19 @@ CLAIM_EVERY: Final = 0.01
 """Seconds between two claims of a replica."""
 AGAIN_SECONDS: Final = 0.2
 """After which who runs a bridge starts it again."""
-PACE: Final[tuple[tuple[Any, str, float], ...]] = (
+PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
     (replicas, "AGAIN_SECONDS", 0.3),
     (replicas, "TELL_SECONDS", 0.5),
     (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
-    (subscriber, "CENSUS_SECONDS", 0.5),
+    (subscriber, "CENSUS_PAGES", (4, 32)),
     (holding, "TELL_SECONDS", 0.2),
     (holding, "SETTLE_SECONDS", 0.6),
     (sharding, "PRESENT_SECONDS", 0.7),
     (sharding, "DEAD_SECONDS", 2.0),
     (sharding, "RELEASE_SECONDS", 0.5),
 )
-BRIDGE_PACE: Final[tuple[tuple[Any, str, float], ...]] = ((reading, "HEARTBEAT_SECONDS", 0.3), (reading, "FEW_LOOKS", 1))
+BRIDGE_PACE: Final[tuple[tuple[Any, str, Any], ...]] = ((reading, "HEARTBEAT_SECONDS", 0.3), (reading, "FEW_LOOKS", 1))
 """A round shall not last as long as a production network's patience."""
 
 
@@ -117,7 +117,7 @@ def replica(pipe: Connection, role: ReplicaRole) -> None:
         asyncio.run(_replica(pipe, role))
 
 
-def _keep_pace(paces: Sequence[tuple[Any, str, float]]) -> None:
+def _keep_pace(paces: Sequence[tuple[Any, str, Any]]) -> None:
     for module, name, value in paces:
         _set(module, name, value)
 

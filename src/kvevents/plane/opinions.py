@@ -1,4 +1,4 @@
-"""What a replica tells the others: a digest of what it held of each lane at one place of it.
+"""What a replica tells the others: digests of what it held of each lane at some places of it.
 
 One digest for all streams of a lane, over those of each: it is as small with a hundred thousand streams as with one, so it fits
 into a message, and may be told every few seconds.
@@ -6,7 +6,7 @@ into a message, and may be told every few seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Final
@@ -42,12 +42,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Opinion(msgspec.Struct, frozen=True):
     """What a replica held, by lane."""
 
-    places: dict[str, Place]
+    places: dict[str, list[Place]]
 
     @classmethod
-    def of(cls, census: Mapping[int, Place]) -> Opinion:
+    def of(cls, census: Mapping[int, Iterable[Place]]) -> Opinion:
         """What was counted last."""
-        return cls({str(lane): place for lane, place in census.items()})
+        return cls({str(lane): list(places) for lane, places in census.items()})
 
     def encode(self) -> bytes:
         """For the bucket."""
@@ -62,6 +62,11 @@ class Opinion(msgspec.Struct, frozen=True):
 
     def agrees(self, other: Opinion) -> bool | None:
         """Whether both held the same where both have looked; None where they have not looked at the same place."""
-        both = [(place, other.places[lane]) for lane, place in self.places.items() if lane in other.places]
-        same = [one == two for one, two in both if one.position == two.position]
+        same = [
+            one == two
+            for lane, places in self.places.items()
+            for one in places
+            for two in other.places.get(lane, ())
+            if one.position == two.position
+        ]
         return all(same) if same else None

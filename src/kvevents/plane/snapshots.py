@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -43,7 +43,8 @@ CHUNK_BYTES: Final = 512 << 10
 TRANSFER_SECONDS: Final = 300.0
 """For one snapshot to be written or read."""
 SWEEP_SECONDS: Final = 600.0
-"""Between two looks for objects that no entry names, and how old they must be: left by who was killed while it wrote one."""
+"""Between two looks for objects that no entry names; one that was seen for so long is removed. A process that was killed while
+it wrote a snapshot has left it."""
 _SUFFIXES: Final = ("index", "streams")
 
 
@@ -53,7 +54,7 @@ class Kept(msgspec.Struct, frozen=True):
     name: str
     lane: int
     at: float
-    """When it was taken, seconds since the epoch."""
+    """When it was taken, seconds since the epoch by its taker's clock: for people alone."""
     by: str
     """The replica that took it."""
     position: int
@@ -128,14 +129,34 @@ def digests_of(index: PrefixIndex, keys: Iterable[Key]) -> list[tuple[str, int, 
 class Snapshots:
     """The snapshots of one plane. Methods raise `PlaneError` where the servers do not do it."""
 
-    def __init__(self, js: JetStreamContext, layout: Layout) -> None:
+    def __init__(self, js: JetStreamContext, layout: Layout, clock: Callable[[], float] = time.monotonic) -> None:
         self._js: Final = js
         self._layout: Final = layout
+        self._clock: Final = clock
         self._swept_at = float("-inf")
+        self._seen: dict[int, tuple[str, float]] = {}
+        """By lane the name of the newest snapshot, and when this process found it there first."""
+        self._unnamed: dict[str, float] = {}
+        """Objects that no entry names, and when this process found them first."""
+
+    def known_for(self, lane: int) -> float | None:
+        """Seconds since this process found the newest snapshot of a lane: by its own clock, since others may be wrong.
+
+        None where there was none when it looked last.
+        """
+        name, since = self._seen.get(lane, ("", 0.0))
+        return self._clock() - since if name else None
 
     async def kept(self, lane: int) -> list[Kept]:
         """Those of a lane that count, the newest first."""
-        return (await self._entry(lane))[0]
+        kept, _ = await self._entry(lane)
+        self._see(lane, kept)
+        return kept
+
+    def _see(self, lane: int, kept: Sequence[Kept]) -> None:
+        name = kept[0].name if kept else ""
+        if self._seen.get(lane, ("", 0.0))[0] != name:
+            self._seen[lane] = name, self._clock()
 
     async def usable(self, lane: int, state: LaneState) -> list[Kept]:
         """Those of a lane that are of what it holds, the newest first: of the same stream, and of messages that are in it."""
@@ -203,7 +224,7 @@ class Snapshots:
 
         Raises `PlaneError`, with the fault `conflict` where somebody else's came in between, or where the lane has other pages.
         """
-        name = f"{taken.lane}-{int(time.time())}-{secrets.token_hex(6)}"
+        name = f"{taken.lane}-{secrets.token_hex(8)}"
         before, revision = await self._entry(taken.lane)
         ledger, _ = taken.restored()
         size = await asyncio.to_thread(os.path.getsize, path)
@@ -219,6 +240,7 @@ class Snapshots:
                 await self._let_count(count, revision)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
+        self._see(taken.lane, count)
         await self._tidy(count, before[1:])
         return kept
 
@@ -254,8 +276,8 @@ class Snapshots:
                 await self._purge(oldest)
         with suppress(PlaneError), told("removing old snapshots"):
             await self._remove(set().union(*(each.objects for each in gone)))
-            if time.monotonic() - self._swept_at > SWEEP_SECONDS:
-                self._swept_at = time.monotonic()
+            if self._clock() - self._swept_at > SWEEP_SECONDS:
+                self._swept_at = self._clock()
                 await self._sweep()
 
     async def _remove(self, names: Iterable[str]) -> None:
@@ -269,15 +291,15 @@ class Snapshots:
         from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
 
         try:
-            infos = await (await self._js.object_store(self._layout.snapshots)).list()
+            infos = await (await self._js.object_store(self._layout.snapshots)).list(ignore_deletes=True)
         except NotFoundError:
             return
-        limit = time.time() - SWEEP_SECONDS
-        old = {info.name for info in infos if info.name is not None and _begun_at(info.name) < limit}
         keep: set[str] = set()
-        for lane in range(self._layout.lanes) if old else ():
+        for lane in range(self._layout.lanes):
             keep.update(*(each.objects for each in await self.kept(lane)))
-        await self._remove(old - keep)
+        now = self._clock()
+        self._unnamed = {info.name: self._unnamed.get(info.name, now) for info in infos if info.name and info.name not in keep}
+        await self._remove(name for name, since in self._unnamed.items() if now - since >= SWEEP_SECONDS)
 
     async def _purge(self, kept: Kept) -> None:
         """Up to the end of a snapshot, where the lane holds what that was made of."""
@@ -294,9 +316,3 @@ def _absorb(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:
             index.remove_worker(key)
             index.admit(key)
         raise SnapshotError(f"snapshot {name} does not hold what it says; another one is taken instead")
-
-
-def _begun_at(name: str) -> float:
-    """When somebody began to write an object; long ago for a name that is none of a snapshot's."""
-    at = name.split("-")[1:2]
-    return float(at[0]) if at and at[0].isdecimal() else 0.0

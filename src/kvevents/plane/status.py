@@ -208,6 +208,7 @@ def _holder(value: bytes) -> str:
 
 def _replica(name: str, opinions: Mapping[str, Opinion], ends: Mapping[str, int]) -> ReplicaView:
     own = opinions[name]
-    behind = sum(max(0, end - own.places[lane].position) for lane, end in ends.items() if lane in own.places)
+    newest = {lane: max(place.position for place in places) for lane, places in own.places.items() if places}
+    behind = sum(max(0, end - newest[lane]) for lane, end in ends.items() if lane in newest)
     differs = [other for other, opinion in opinions.items() if own.agrees(opinion) is False]
     return ReplicaView(name, behind, sorted(differs))

@@ -30,9 +30,9 @@ MOST_BEHIND: Final = 64
 """Pages that a lane may be behind at any moment, as it always is while much is written, before its streams are REPLAYING."""
 PAGES_PER_TURN: Final = 16
 """That are read before their deliveries are handed out."""
-CENSUS_SECONDS: Final = 10.0
-"""About, between two places of a lane at which every replica digests its streams: whenever the clock of the pages has passed a
-multiple of it, so that all choose the same places."""
+CENSUS_PAGES: Final = (64, 1_024, 16_384)
+"""Every replica digests its streams behind each page whose number is a multiple of the first, and tells the newest digest for
+each of them: replicas that are apart by many pages still tell of one place. All choose the same, whatever any clock says."""
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _FOLLOWED: Final = frozenset({"EXACT", "DEGRADED"})
 """What is said of streams that are followed to their ends."""
@@ -80,8 +80,10 @@ class LogSubscriber:
         """The streams that there are, with what bridges say of their engines; replaced as a whole."""
         self.diverged = 0
         """Heartbeats of engines that hold something else."""
-        self.census: dict[int, Place] = {}
-        """By lane the last one."""
+        self.census: dict[int, tuple[Place, ...]] = {}
+        """By lane the newest ones, one for each of `CENSUS_PAGES`, each once."""
+        self._places: dict[int, dict[int, Place]] = {}
+        """By lane and number of pages."""
         self._digest: Final = digest
         self._due: list[int] = []
         """Lanes whose census is to be taken before anything else is handed out."""
@@ -156,6 +158,7 @@ class LogSubscriber:
         self.ledgers = {number: each for number, each in self.ledgers.items() if number != lane}
         self._lanes = {number: each for number, each in self._lanes.items() if number != lane}
         self.census = {number: each for number, each in self.census.items() if number != lane}
+        self._places.pop(lane, None)
         self._due = [number for number in self._due if number != lane]
         self._heard = {key: each for key, each in self._heard.items() if key[0] != lane}
         for key in ledger.streams:
@@ -196,7 +199,10 @@ class LogSubscriber:
             lane = self._due.pop()
             ledger = self.ledgers[lane]
             digests = {key: digest for key in ledger.joined() if (digest := self._digest(key)) is not None}
-            self.census[lane] = Place.of(ledger.position, digests)
+            place = Place.of(ledger.position, digests)
+            places = self._places.setdefault(lane, {})
+            places.update({pages: place for pages in CENSUS_PAGES if place.position % pages == 0})
+            self.census[lane] = tuple(dict.fromkeys(places.values()))
 
     def _read(self, message: Message) -> list[RawDelivery]:
         lane, ledger, pushed = message
@@ -211,9 +217,9 @@ class LogSubscriber:
                 log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
             ledger.skip(pushed.position, pushed.name)
         else:
-            if at is not None and at // CENSUS_SECONDS != page.at // CENSUS_SECONDS:
-                self._due.append(lane)
             events, at = ledger.feed(pushed.position, page), page.at
+        if pushed.position % CENSUS_PAGES[0] == 0:
+            self._due.append(lane)
         self._lanes[lane] = Lane(pushed.position, pushed.pending, "", at, known.complete or pushed.pending == 0)
         now = self._clock()
         self._heard.update(

@@ -22,7 +22,7 @@ class Page(Protocol):
 
 def write_plane(page: Page, replica: Replica, now: float) -> None:
     """Everything about the plane that a replica knows, at `now` seconds since the epoch."""
-    for name, text, value in _numbers(replica, now):
+    for name, text, value in _numbers(replica):
         page.gauge(name, text, {"": value})
     page.counter("kvevents_plane_generations_total", "Times that the index was built from the log", {"": replica.generations})
     page.counter(
@@ -49,17 +49,21 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
     )
     page.gauge(
         "kvevents_plane_lane_snapshot_age_seconds",
-        "Since the newest snapshot of the lane that is known was taken, by its taker's clock",
-        {f'lane="{lane}"': max(0.0, now - kept.at) for lane, kept in dict(generation.newest).items()},
+        "Since this replica found the newest snapshot of the lane",
+        {f'lane="{lane}"': age for lane, age in generation.snapshot_ages().items()},
     )
 
 
-def _numbers(replica: Replica, now: float) -> Iterable[tuple[str, str, float | None]]:
+def _numbers(replica: Replica) -> Iterable[tuple[str, str, float | None]]:
     yield "kvevents_plane_complete", "Whether the log was ever read to its end", int(replica.is_complete)
     yield "kvevents_plane_readable", "Whether the log can be read at the moment", int(not replica.fault)
-    newest = [] if replica.generation is None else list(replica.generation.newest.values())
-    age = max([now - kept.at for kept in newest], default=None)
-    yield "kvevents_plane_snapshot_age_seconds", "Of the newest snapshot that is known of a lane, the oldest of those", age
+    ages = {} if replica.generation is None else replica.generation.snapshot_ages()
+    age = max(ages.values(), default=None)
+    yield (
+        "kvevents_plane_snapshot_age_seconds",
+        "Since this replica found the newest snapshot of a lane, the longest of those",
+        age,
+    )
     yield "kvevents_plane_snapshot_failing", "Whether the last attempt to take one failed", int(bool(replica.snapshot_fault))
 
 

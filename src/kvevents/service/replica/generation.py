@@ -190,6 +190,11 @@ class Generation:
 
     # --- snapshots
 
+    def snapshot_ages(self) -> dict[int, float]:
+        """By lane, seconds since this process found its newest snapshot."""
+        ages = {lane: self._snapshots.known_for(lane) for lane in list(self.newest)}
+        return {lane: age for lane, age in ages.items() if age is not None}
+
     def know(self, kept: Kept) -> None:
         """That a snapshot of a lane counts."""
         if kept.lane in self.made:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LEASE: Final = "lease.snapshot"
 """Level of the keys of leases; who has a lane's writes its next snapshot."""
 FRESH: Final = 0.8
-"""Share of the time between two snapshots within which another replica's is new enough."""
+"""Share of the time between two snapshots within which another replica's is new enough, since this one found it."""
 LOOKS: Final = 50
 """In the time between two snapshots of a lane."""
 
@@ -83,7 +83,8 @@ class Taking:
         kept = await snapshots.kept(lane)
         if kept:
             generation.know(kept[0])
-        return bool(kept) and time.time() - kept[0].at < self._seconds * FRESH
+        known_for = snapshots.known_for(lane)
+        return known_for is not None and known_for < self._seconds * FRESH
 
     def _tell(self, lane: int, error: Exception) -> None:
         fault = f"lane {lane}: {str(error) or 'it was not written in time'}"
