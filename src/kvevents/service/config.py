@@ -45,6 +45,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of all answers that clients have not read yet; above it the connection with the most is cut off."""
     max_listeners: int = 64
     """Clients of `/v1/events` at one time."""
+    max_waiting: int = 64
+    """Requests of one kind that may wait for its threads, and clients for a `/dump`."""
     max_dump_blocks: int = 1_000_000
     """Blocks that `/dump` tells; more of them are read page by page from `/v1/blocks`."""
     request_seconds: float = 10.0

@@ -24,6 +24,7 @@ from kvevents.service.errors import ConflictError, RefusedError, ServiceError, T
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.connections import Connections
+from kvevents.service.http.workers import Workers
 from kvevents.service.keeping import Keeper
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
@@ -67,6 +68,7 @@ class Service:
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics(self)
         self.connections = Connections(config.limits)
+        self.workers = Workers(config.limits.max_waiting)
         self.turns = Turns()
         self.lookups = Lookups(self.fleet, self.metrics, self.shards)
         self.snapshot_at: float | None = None

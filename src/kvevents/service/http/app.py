@@ -84,7 +84,10 @@ class App:
         except asyncio.CancelledError:  # only then does the server cancel anything
             response = problem(UnavailableError("the service ends, and this request was not complete", "ending", "ask again"))
         if isinstance(response, Streamed):
-            await _stream(response, receive, send, body=method != "HEAD")
+            try:
+                await _stream(response, receive, send, body=method != "HEAD")
+            finally:
+                response.release()
         else:
             await _send(response, send, body=method != "HEAD")
         if endpoint is not None:
@@ -155,8 +158,8 @@ class App:
         return await _complete(receive, limit)  # the connection has a deadline for it
 
     async def _handle(self, endpoint: Endpoint, request: Request) -> Response | Streamed:
-        if endpoint.slow:
-            result = await asyncio.to_thread(endpoint.handler, self.service, request)
+        if endpoint.worker:
+            result = await self.service.workers[endpoint.worker].run(endpoint.handler, self.service, request)
         else:
             result = endpoint.handler(self.service, request)
         return result if isinstance(result, (Response, Streamed)) else await result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
@@ -111,13 +111,14 @@ _STATUS_LINES: Final = {int(status): b"HTTP/1.1 %d %b\r\n" % (status, status.phr
 
 
 class Streamed:
-    """An answer that goes on."""
+    """An answer that is sent piece by piece; `release` is called at its end, whatever ends it."""
 
-    __slots__ = ("kind", "pieces")
+    __slots__ = ("kind", "pieces", "release")
 
-    def __init__(self, pieces: AsyncIterator[bytes], kind: bytes) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes], kind: bytes, release: Callable[[], None] = lambda: None) -> None:
         self.pieces = pieces
         self.kind = kind
+        self.release = release
 
 
 def answer(value: Any, request: Request | None = None, *, status: int = 200) -> Response:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvevents.service import shapes
 from kvevents.service.access import Role
+from kvevents.service.http import dump, listings, probes, shard, v1
 from kvevents.service.http import field as contract
-from kvevents.service.http import listings, probes, shard, v1
 from kvevents.service.http.messages import Request, Response, Streamed
+from kvevents.service.http.workers import LISTING, MATCHING, METRICS
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.service.shards import shapes as parts
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
 
-Handler: TypeAlias = "Callable[[Service, Request], Response | Streamed | Awaitable[Response]]"
+Handler: TypeAlias = "Callable[[Service, Request], Response | Streamed | Awaitable[Response | Streamed]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class Endpoint:
     """Whether its handler answers at once, or as soon as other replicas have, so that the fast lane may call it."""
     probe: bool = False
     """Whether orchestrators ask it, under whatever host name, and also when there is no room for other clients."""
-    slow: bool = False
-    """Whether it is done in a thread, since it may take longer than a match."""
+    worker: str = ""
+    """Threads that do it, by their name in `Workers`, since it may take longer than a match."""
     parameters: tuple[Parameter, ...] = field(default=())
     media: str = "application/json"
     """Of the answer."""
@@ -119,10 +120,9 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     Endpoint(
         "GET",
         "/dump",
-        listings.dump,
+        dump.dump,
         Role.READ,
         "field",
-        slow=True,
         parameters=(Parameter("own", "`true` for the share of a replica that holds no more"),),
     ),
     # Our own
@@ -139,7 +139,14 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         quick=True,
     ),
     Endpoint(
-        "POST", "/v1/match_many", v1.match_many, Role.READ, "v1", shapes.MatchManyRequest, shapes.MatchManyAnswer, slow=True
+        "POST",
+        "/v1/match_many",
+        v1.match_many,
+        Role.READ,
+        "v1",
+        shapes.MatchManyRequest,
+        shapes.MatchManyAnswer,
+        worker=MATCHING,
     ),
     Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True),
     Endpoint(
@@ -159,7 +166,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         Role.READ,
         "v1",
         gives=shapes.BlocksAnswer,
-        slow=True,
+        worker=LISTING,
         parameters=(
             Parameter("instance", "name of the engine", required=True),
             Parameter("rank", "0 when not given", schema={"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}),
@@ -187,7 +194,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),
     Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),
     Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer, also=((503, "not yet"),), probe=True),
-    Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", slow=True),
+    Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", worker=METRICS),
     Endpoint("GET", "/openapi.json", probes.openapi, None, "probes"),
     Endpoint("GET", "/", probes.page, None, "probes", media="text/html"),
 )

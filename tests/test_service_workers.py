@@ -1,0 +1,125 @@
+"""`kvevents.service.http.workers` and `.dump`: what takes long is done by few threads, for few clients, in bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import socket
+import threading
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvevents.service.errors import UnavailableError
+from kvevents.service.http.dump import PIECE_BLOCKS
+from kvevents.service.http.workers import Turn, Worker
+from service_cases import DEADLINE, Client, engines, prompt, serving, until, write
+
+
+async def test_a_worker_has_a_bounded_queue() -> None:
+    """What is beyond it is refused at once, and when one has ended there is room again, whether it was waited for or not."""
+    worker, go = Worker("test", 1, 2), threading.Event()
+    waiting = [asyncio.create_task(worker.run(go.wait)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="3 requests of this kind"):
+        await worker.run(go.wait)
+    waiting[2].cancel()
+    await asyncio.gather(waiting[2], return_exceptions=True)
+    last = asyncio.create_task(worker.run(lambda: "done"))
+    await asyncio.sleep(0)
+    go.set()
+    assert await last == "done"
+    assert await asyncio.gather(*waiting[:2]) == [True, True]
+
+
+async def test_a_worker_has_as_many_threads_as_it_says() -> None:
+    """And the context of whoever asks, for what spans note."""
+    worker, noted = Worker("test", 2, 100), contextvars.ContextVar[int]("noted")
+
+    def work() -> tuple[int, str]:
+        return noted.get(), threading.current_thread().name
+
+    async def ask(number: int) -> tuple[int, str]:
+        noted.set(number)
+        return await worker.run(work)
+
+    found = await asyncio.gather(*(ask(number) for number in range(50)))
+    assert [number for number, _ in found] == list(range(50))
+    assert {name for _, name in found} <= {"kvevents-test_0", "kvevents-test_1"}
+
+
+async def test_a_turn_is_for_one_at_a_time() -> None:
+    """Others wait, some of them and for a while."""
+    turn = Turn("test", 1)
+    await turn.take(DEADLINE)
+    second = asyncio.create_task(turn.take(DEADLINE))
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="in the middle of a test"):
+        await turn.take(DEADLINE)  # too many are waiting
+    turn.give_back()
+    await second
+    with pytest.raises(UnavailableError, match="in the middle of a test"):
+        await turn.take(0.01)  # too long
+    turn.give_back()
+    await turn.take(DEADLINE)
+
+
+def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
+    """Each engine's blocks come once, those of one model and group together, also where an engine has none."""
+    blocks = PIECE_BLOCKS + 10
+    with engines(3) as (first, second, other), serving() as service:
+        for number, each in enumerate((first, second)):
+            assert service.register(f"e{number}", each.publisher).status == 201
+            each.store(prompt(number + 1, blocks))
+            service.exact(f"e{number}", blocks=blocks)
+        assert service.register("none", other.publisher).status == 201
+        assert service.register("other", other.publisher, model_name='a "model"').status == 201
+        answer = service.get("/dump")
+        assert answer.headers["content-type"] == "application/json"
+        told = answer.json
+        assert set(told) == {"m:default", 'a "model":default'}
+        assert told['a "model":default'] == {"block_size": 16, "events": []}
+        events = told["m:default"]["events"]
+        for name in ("e0", "e1"):
+            own = [event["event"] for event in events if event["worker_id"] == name]
+            assert [event["event_id"] for event in own] == list(range(blocks))
+            assert len({event["data"]["stored"]["blocks"][0]["tokens_hash"] for event in own}) == blocks
+        assert len(events) == 2 * blocks
+        assert service.ask("HEAD", "/dump").body == b""
+        assert service.get("/dump").json == told, "a HEAD gives its turn back"
+
+
+def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path: Path) -> None:
+    """Of many that ask at once a few wait, the rest hear that it is busy; probes and metrics are answered meanwhile."""
+    settings = "limits = { unread_seconds = 3.0, request_seconds = 0.5, max_waiting = 2 }\n"
+    with engines(1) as (one,), serving("--config", write(tmp_path / "service.toml", settings)) as service, ExitStack() as stack:
+        assert service.register("e", one.publisher).status == 201
+        for number in range(10):
+            one.store(prompt(number + 1, PIECE_BLOCKS))
+        service.exact("e", blocks=10 * PIECE_BLOCKS)
+        unread = stack.enter_context(socket.socket())
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        unread.connect((service.host, service.port))
+        unread.sendall(b"GET /dump HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        until("it to begin", lambda: unread.recv(1))
+        asking = [HTTPConnection(service.host, service.port, timeout=DEADLINE) for _ in range(6)]
+        for each in asking:
+            stack.callback(each.close)
+            each.request("GET", "/dump")
+        answers = [each.getresponse() for each in asking]
+        assert {answer.status for answer in answers} == {503}
+        assert {msgspec.json.decode(answer.read())["reason"] for answer in answers} == {"busy"}
+        for path in ("/livez", "/metrics", "/v1/blocks?instance=e&limit=1"):
+            assert service.get(path).status == 200
+
+        def again() -> bool:
+            other = Client(service.url)
+            try:
+                return other.get("/dump").status == 200
+            finally:
+                other.close()
+
+        until("it to be cut off, and the turn of another", again)
