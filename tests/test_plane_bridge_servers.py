@@ -15,7 +15,8 @@ from nats.js import JetStreamContext
 from bridge_cases import TalkingEngine, holds, numbers_of_last_life, settled, told_of, with_js
 from kvevents.errors import PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, LaneStatus
-from kvevents.plane.layout import Layout, find, state_of
+from kvevents.plane.layout import Layout, find, make, state_of
+from kvevents.plane.opinions import PREFIX, Opinion, Place
 from kvevents.plane.recalling import Recall
 from kvevents.plane.records import Blank
 from kvevents.plane.settings import PlaneSettings
@@ -374,6 +375,24 @@ def test_a_lane_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it(plan
             standings = [each.ledgers[lane].streams["engine", 0].incarnation for each in (log, newcomer)]
             assert standings[0] == standings[1] > 1
             assert knows.status().breaches == 0
+
+
+def test_a_lane_is_readable_where_its_streams_begin_with_a_page_or_a_replica_holds_it(plane: PlaneSettings) -> None:
+    async def work(js: JetStreamContext) -> list[bool]:
+        layout = await make(js, plane)
+        for _ in range(5):
+            await js.publish(layout.subject(0), b"page")
+        found = [await Recall(js, layout).is_readable(0, await state_of(js, layout, 0), begins_at=1)]
+        await js.purge_stream(layout.stream(0), seq=4)
+        state = await state_of(js, layout, 0)
+        found += [await Recall(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
+        bucket = await js.key_value(layout.leases)
+        for lane in (1, 0):
+            await bucket.put(f"{PREFIX}replica", Opinion.of({lane: [Place.of(3, {})]}).encode())
+            found.append(await Recall(js, layout).is_readable(0, state, begins_at=1))
+        return found
+
+    assert with_js(plane, work) == [True, False, False, True, False, True]
 
 
 def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: PlaneSettings, tmp_path: Path) -> None:

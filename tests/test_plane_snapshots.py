@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from nats.js import JetStreamContext
 
-from kvevents.errors import SnapshotError
+from kvevents.errors import PlaneError, SnapshotError
 from kvevents.events import BlockStored
 from kvevents.index import PrefixIndex
 from kvevents.plane.connection import opened
@@ -175,15 +177,58 @@ def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -
             filled(1).snapshot(path)
             store = await js.object_store(layout.snapshots)
             await store.put("0-1-left.index", b"left by one that was killed")
+            half = f"$O.{layout.snapshots}.C.half"
+            await js.publish(half, b"left by one that was killed earlier")
             ours, found = Snapshots(js, layout, clock), []
             for _ in range(2):
                 await ours.save(Taken(VERSION, 0, Ledger().save(), [], []), path, 1, "test", made)
-                found.append({str(info.name) for info in await store.list(ignore_deletes=True)})
+                chunks = (await js.stream_info(f"OBJ_{layout.snapshots}", subjects_filter=half)).state.subjects or {}
+                found.append({*chunks, *(str(info.name) for info in await store.list(ignore_deletes=True))})
                 clock.now += SWEEP_SECONDS + 1
             return found
 
     with nats_server(tmp_path / "nats") as server:
         first, second = asyncio.run(main())
+    assert len(first) == 4
     assert "0-1-left.index" in first
-    assert "0-1-left.index" not in second
     assert len(second) == 4
+    assert all(name.endswith((".index", ".streams")) and "left" not in name for name in second)
+
+
+def test_a_snapshot_finds_room_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The older of the two that count gives way, and so do the pages up to the newest. Without any there is a plain error."""
+    large, size = tmp_path / "index", 8 << 20
+
+    async def fill(js: JetStreamContext, subject: str, pages: int) -> None:
+        for _ in range(pages):
+            await js.publish(subject, bytes(512 << 10))
+
+    async def main() -> None:
+        plane = plane_at(server.url, lanes=1)
+        plane = msgspec.structs.replace(plane, lane_bytes=24 << 20)
+        async with opened(plane, name="test") as client:
+            js = client.jetstream()
+            layout = await make(js, plane)
+            made, snapshots, ledger = (await state_of(js, layout, 0)).made, Snapshots(js, layout), Ledger()
+
+            async def take_one() -> Kept:
+                ledger.position = (await state_of(js, layout, 0)).last
+                return await snapshots.save(Taken(VERSION, 0, ledger.save(), [], []), large, 1, "test", made)
+
+            await fill(js, layout.subject(0), 4)
+            for _ in range(2):
+                await take_one()
+            await fill(js, layout.subject(0), 20)
+            third = await take_one()
+            state = await state_of(js, layout, 0)
+            assert (await snapshots.usable(0, state))[0] == third
+            assert "gives way" in caplog.text
+            large.write_bytes(bytes(4 * size))
+            with pytest.raises(PlaneError, match="no room left; raise its limit or free some") as caught:
+                await take_one()
+            assert caught.value.fault == "full"
+            assert (await snapshots.kept(0))[0].name == third.name
+
+    large.write_bytes(bytes(size))
+    with nats_server(tmp_path / "nats", jetstream={"max_file": 28 << 20}) as server:
+        asyncio.run(main())

@@ -12,9 +12,10 @@ import nats
 import pytest
 
 from kvevents.plane.bridge import Watch
+from kvevents.plane.records import Blank
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
-from plane_cases import bridging, plane_at
+from plane_cases import Log, bridging, plane_at
 from service_cases import MODEL, Engine, engine, engines, serving, until
 
 pytestmark = needs_nats
@@ -162,6 +163,32 @@ def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_an
             assert service.get("/readyz").status == 503
             with bridging(plane, watch_of("one", one)):
                 service.exact("one", blocks=4)
+
+
+def test_a_bridge_that_runs_writes_a_lane_again_whose_pages_an_operator_has_purged(server: NatsServer) -> None:
+    """No replica has read them and no snapshot stands for them: a new one knows everything without anybody's help."""
+    plane = plane_at(server.url, name="purged", lanes=1)
+    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
+        one.store(range(64))
+        until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
+        asked(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
+        with serving("--from", server.url, "--plane", "purged") as service:
+            service.exact("one", blocks=4)
+        assert bridge.status().breaches == 0
+
+
+def test_a_lane_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
+    """Its pages are gone because the snapshot stands for them."""
+    plane = plane_at(server.url, name="held", lanes=1)
+    flags = ("--from", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, beat=0.02):
+        one.store(range(64))
+        with serving(*flags) as service:
+            service.exact("one", blocks=4)
+            until("a snapshot", lambda: first_page(server, "KVEVENTS_held_0") > 1)
+        before = asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq
+        until("beats", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq > before + 50)
+        assert not any(isinstance(record, Blank) for page in Log(plane).read().pages for record in page.records)
 
 
 def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:

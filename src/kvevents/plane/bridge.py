@@ -84,6 +84,9 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Without a connection until an engine leaves the log."""
     unnamed_seconds: float = 600.0
     """Until an engine leaves the log that no bridge names: so long bridges may take to be started again."""
+    unreadable_seconds: float = 20.0
+    """About how long pages of a lane may be missing that no snapshot stands for and no replica has read. The bridge writes the
+    streams of the lane again then."""
     beat: float = 2.0
     """Seconds between two signs of life in each lane."""
     late_seconds: float = 1.0
@@ -96,7 +99,7 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
         if not 0 <= self.hold_back <= 3600:
             raise ConfigError(f"hold_back is {self.hold_back}; it is 0 to 3600 seconds")
-        for field in ("dead_seconds", "unnamed_seconds", "beat", "late_seconds", "max_queued_bytes"):
+        for field in ("dead_seconds", "unnamed_seconds", "unreadable_seconds", "beat", "late_seconds", "max_queued_bytes"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be above 0")
 
@@ -209,8 +212,10 @@ class Bridge:
                     return
                 self._layout = layout
                 room = _room(client.max_payload)
-                name = self.settings.name
-                self._lanes = [BridgeLane(self, client, layout, lane, plane, name, room) for lane in range(layout.lanes)]
+                name, unreadable = self.settings.name, self.settings.unreadable_seconds
+                self._lanes = [
+                    BridgeLane(self, client, layout, lane, plane, name, room, unreadable) for lane in range(layout.lanes)
+                ]
                 await self._work(stop)
         finally:
             await asyncio.to_thread(self._listener.stop)

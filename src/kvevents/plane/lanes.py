@@ -100,7 +100,15 @@ class BridgeLane:
     """One lane of one bridge; `read` and `write` run side by side for as long as the bridge lives."""
 
     def __init__(
-        self, host: Host, client: PlaneClient, layout: Layout, lane: int, plane: PlaneSettings, bridge: str, room: int
+        self,
+        host: Host,
+        client: PlaneClient,
+        layout: Layout,
+        lane: int,
+        plane: PlaneSettings,
+        bridge: str,
+        room: int,
+        unreadable_seconds: float,
     ) -> None:
         self.lane: Final = lane
         self.composer = Composer(Ledger(), bridge, room, secrets.token_hex(4))
@@ -116,6 +124,7 @@ class BridgeLane:
         self._plane: Final = plane
         self._bridge: Final = bridge
         self._room: Final = room
+        self._unreadable_seconds: Final = unreadable_seconds
         self._reader: LaneReader | None = None
         self._refusal = ""
         self._retry: Final = Backoff(first=RETRY_FIRST_SECONDS, most=RETRY_MOST_SECONDS)
@@ -213,11 +222,12 @@ class BridgeLane:
                 self._client, self._layout, self.lane, self.tail, made, self._take, self._remake, self
             )
             reader.settled = settled
-            catching_up = asyncio.create_task(self._catch_up(reader))
+            beside = [asyncio.create_task(work(reader)) for work in (self._catch_up, self._look_after)]
             try:
                 broken = await reader.run()
             finally:
-                catching_up.cancel()
+                for task in beside:
+                    task.cancel()
                 self.ready.clear()
             log.error("lane %d was %s", self.lane, broken.why)
 
@@ -236,7 +246,7 @@ class BridgeLane:
                 self._say(error)
                 await asyncio.sleep(AGAIN_SECONDS)
         if broken is not None and broken.why == "purged" and ledger.position + 1 < broken.first:
-            why = f"pages before {broken.first} were purged before they were read"
+            why = f"pages before {broken.first} were purged, and no snapshot stands for them"
             log.error("lane %d is begun anew: %s", self.lane, why)
             ledger = Ledger.behind(broken.first - 1, why)
         self._adopt(ledger)
@@ -265,6 +275,23 @@ class BridgeLane:
         self.composer.ledger.life = self.composer.ledger.life or reader.made or ""
         self._host.begin(self)
         self.ready.set()
+
+    async def _look_after(self, reader: LaneReader) -> None:
+        """End a reader whose lane nobody else could begin with: pages were purged that no snapshot stands for."""
+        await reader.caught_up.wait()
+        was_unreadable = False
+        while True:
+            await asyncio.sleep(self._unreadable_seconds / 2)
+            try:
+                state = await state_of(self._js, self._layout, self.lane)
+                is_readable = await self._recall.is_readable(self.lane, state, self.composer.ledger.begins_at)
+            except PlaneError as error:
+                log.debug("%s", error)
+                continue
+            if was_unreadable and not is_readable:
+                reader.end(Broken("purged", state.first))
+                return
+            was_unreadable = not is_readable
 
     def _take(self, came: list[Pushed]) -> None:
         ledger = self.composer.ledger

@@ -179,6 +179,8 @@ class Ledger:
         """First incarnation of a stream that was not there."""
         self.hole = ""
         """Why nothing of the lane can be believed yet; empty where all of it was read."""
+        self.begins_at = 1
+        """Number of the page with which all streams began last: the first one, or one with a `Blank`."""
         self._newest: dict[Key, bytes] = {}
         self._writer = ""
         """Who wrote the page that is read."""
@@ -226,7 +228,7 @@ class Ledger:
             for key, standing in self.streams.items()
             if standing.card is not None
         ]
-        self.hole, self.floor = "", max(self.floor, record.floor)
+        self.hole, self.floor, self.begins_at = "", max(self.floor, record.floor), self.position
         self.streams.clear()
         self._newest.clear()
         return left
@@ -391,7 +393,7 @@ class Ledger:
             self.streams[key].digest = digest_of(newest)
         rows = [(*key, standing) for key, standing in self.streams.items()]
         beats = [(beaten.beat, beaten.page) for beaten in self.beats.values()]
-        saved = _Saved(self.position, rows, beats, self.life, self.floor, self.hole, self._name, self.history)
+        saved = _Saved(self.position, rows, beats, self.life, self.floor, self.hole, self._name, self.history, self.begins_at)
         return msgspec.msgpack.encode(saved)
 
     @classmethod
@@ -403,7 +405,7 @@ class Ledger:
         ledger.streams = {(source, rank): standing for source, rank, standing in saved.streams}
         ledger.beats = {beat.bridge: Beaten(beat, page) for beat, page in saved.beats}
         ledger.life, ledger.floor, ledger.hole = saved.life, saved.floor, saved.hole
-        ledger._name, ledger.history = saved.name, saved.history
+        ledger._name, ledger.history, ledger.begins_at = saved.name, saved.history, saved.begins_at
         return ledger
 
     @classmethod
@@ -425,6 +427,7 @@ class _Saved(msgspec.Struct, array_like=True):
     hole: str = ""
     name: str | None = ""
     history: bytes | None = START
+    begins_at: int = 1
 
 
 def _out_of_turn(standing: Standing, record: Batched | Piece | Lost) -> str | None:

@@ -199,6 +199,7 @@ class LaneReader:
         """Number of a page that is known to be void for that."""
         self._verified: asyncio.Future[bool] | None = None
         """Of the present consumer: whether the tail was found in the lane since it was made."""
+        self._ended: Broken | None = None
         self._hole: int | None = None
         self._failure: BaseException | None = None
         self._came: list[Pushed] = []
@@ -237,6 +238,11 @@ class LaneReader:
         self._lost.set()
         return self.looked
 
+    def end(self, broken: Broken) -> None:
+        """Somebody else has found out that the lane cannot be read on."""
+        self._ended = broken
+        self._lost.set()
+
     def ask(self) -> None:
         """Somebody else has written. What is pushed brings it by itself."""
         if self._rests:
@@ -261,6 +267,8 @@ class LaneReader:
     async def _look(self) -> Broken | None:
         """Whether what comes next is there still."""
         self._lost.clear()
+        if self._ended is not None:
+            return self._ended
         self._pass_by()
         state = await self._state()
         self.state = state

@@ -9,8 +9,10 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvevents.errors import PlaneError, SnapshotError
+from kvevents.plane.entries import entries
 from kvevents.plane.layout import LaneState, Layout
 from kvevents.plane.ledger import Ledger
+from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -23,7 +25,24 @@ class Recall:
     """Ledgers of lanes, as of the newest snapshot that can be read."""
 
     def __init__(self, js: JetStreamContext, layout: Layout) -> None:
+        self._js: Final = js
+        self._layout: Final = layout
         self._snapshots: Final = Snapshots(js, layout)
+
+    async def is_readable(self, lane: int, state: LaneState, begins_at: int) -> bool:
+        """Whether a reader that comes now can know all of a lane, or will in a moment. Raises `PlaneError`.
+
+        It can where no page is gone, where all streams begin with a page that is there (`Ledger.begins_at`), where a snapshot
+        stands for the pages that are gone, or where a replica holds the lane, which takes a snapshot of it.
+        """
+        if state.first <= max(1, begins_at):
+            return True
+        for kept in await self._snapshots.usable(lane, state):
+            if kept.position + 1 >= state.first and await self._snapshots.is_whole(kept):
+                return True
+        told = await entries(self._js, self._layout, "asking what replicas hold", PREFIX)
+        opinions = [opinion for value in told.values() if (opinion := Opinion.decode(value)) is not None]
+        return any(str(lane) in opinion.places for opinion in opinions)
 
     async def ledger(self, lane: int, state: LaneState) -> Ledger | None:
         """Of one lane, as of the newest snapshot of what it holds. Raises `PlaneError`."""

@@ -3,7 +3,8 @@
 Each lane has snapshots of its own, so that a replica that holds some lanes alone can take them, and begin with them. A snapshot
 is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one that its
 writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or with the
-one before where the newest cannot be read, and finds in the lane all that came after.
+or with the one before where the newest cannot be read, and finds in the lane all that came after. Where there is no room for
+another snapshot, the older of the two gives way first, with the pages up to the newest.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
+    from nats.js.api import ObjectInfo
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ SWEEP_SECONDS: Final = 600.0
 """Between two looks for objects that no entry names; one that was seen for so long is removed. A process that was killed while
 it wrote a snapshot has left it."""
 _SUFFIXES: Final = ("index", "streams")
+_CHUNKS: Final = "$O."
+"""What subjects of an object store begin with."""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -170,6 +174,17 @@ class Snapshots:
                 log.error("snapshot %s is passed over: lane %d has lost pages that it was made of", kept.name, lane)
         return found
 
+    async def is_whole(self, kept: Kept) -> bool:
+        """Whether all objects of a snapshot are there."""
+        from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+
+        with told(f"looking for snapshot {kept.name}"):
+            try:
+                store = await self._js.object_store(self._layout.snapshots)
+                return not any([(await store.get_info(name)).deleted for name in sorted(kept.objects)])
+            except NotFoundError:
+                return False
+
     async def _entry(self, lane: int) -> tuple[list[Kept], int]:
         """The same with the number of the entry; 0 where there is none."""
         try:
@@ -236,7 +251,14 @@ class Snapshots:
         count = [kept, *before[:1]]
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
-                await self._put(kept, taken, path)
+                try:
+                    await self._put(kept, taken, path)
+                except PlaneError as error:
+                    if error.fault != "full" or not before:
+                        raise
+                    log.warning("%s; the snapshot before the newest of lane %d gives way", error, taken.lane)
+                    await self._make_room(before)
+                    await self._put(kept, taken, path)
                 await self._let_count(count, revision)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
@@ -257,6 +279,12 @@ class Snapshots:
                 else:
                     with path.open("rb") as file:
                         await store.put(f"{kept.name}.index", file, meta)
+
+    async def _make_room(self, kept: list[Kept]) -> None:
+        """Leave of a lane only its newest snapshot and the pages behind it."""
+        await self._purge(kept[0])
+        with told("removing old snapshots"):
+            await self._remove(set().union(*(each.objects for each in kept[1:])))
 
     async def _let_count(self, kept: list[Kept], revision: int) -> None:
         key = f"{ENTRY}.{kept[0].lane}"
@@ -298,8 +326,24 @@ class Snapshots:
         for lane in range(self._layout.lanes):
             keep.update(*(each.objects for each in await self.kept(lane)))
         now = self._clock()
-        self._unnamed = {info.name: self._unnamed.get(info.name, now) for info in infos if info.name and info.name not in keep}
-        await self._remove(name for name, since in self._unnamed.items() if now - since >= SWEEP_SECONDS)
+        names = {info.name for info in infos if info.name and info.name not in keep} | await self._chunks(infos)
+        self._unnamed = {name: self._unnamed.get(name, now) for name in names}
+        for name in [name for name, since in self._unnamed.items() if now - since >= SWEEP_SECONDS]:
+            if name.startswith(_CHUNKS):
+                await self._js.purge_stream(self._stream, subject=name)
+            else:
+                await self._remove([name])
+
+    @property
+    def _stream(self) -> str:
+        """That of the object store."""
+        return f"OBJ_{self._layout.snapshots}"
+
+    async def _chunks(self, infos: Iterable[ObjectInfo]) -> set[str]:
+        """Subjects of chunks of no object: its writer was killed before it was whole."""
+        prefix = f"{_CHUNKS}{self._layout.snapshots}.C."
+        found = await self._js.stream_info(self._stream, subjects_filter=f"{prefix}>")
+        return set(found.state.subjects or {}) - {f"{prefix}{info.nuid}" for info in infos}
 
     async def _purge(self, kept: Kept) -> None:
         """Up to the end of a snapshot, where the lane holds what that was made of."""

@@ -218,7 +218,7 @@ class LogSubscriber:
             ledger.skip(pushed.position, pushed.name)
         else:
             events, at = ledger.feed(pushed.position, page), page.at
-        if pushed.position % CENSUS_PAGES[0] == 0:
+        if pushed.position % CENSUS_PAGES[0] == 0 and not ledger.hole:
             self._due.append(lane)
         self._lanes[lane] = Lane(pushed.position, pushed.pending, "", at, known.complete or pushed.pending == 0)
         now = self._clock()
