@@ -423,6 +423,56 @@ def test_an_engine_of_another_block_size_than_declared() -> None:
     assert "block size that it has" in found["trust"]["advice"]
 
 
+@contextmanager
+def publishing_on(publisher: ZmqEventPublisher) -> Iterator[None]:
+    """The engine goes on publishing."""
+    done = threading.Event()
+
+    def publish() -> None:
+        while not done.wait(0.02):
+            publisher.publish(KVEventBatch(time.time(), [blocks(1)], 0))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said", "advice"),
+    [
+        ("swapped", "ROUTER", "endpoint is where it publishes, replay_endpoint where it replays"),
+        ("replay of another engine", "replay endpoint", "replay endpoint"),
+        (
+            "replay is an event port",
+            "answers no replay requests",
+            "endpoint is where it publishes, replay_endpoint where it replays",
+        ),
+    ],
+)
+def test_wrong_endpoints_of_an_engine_are_named(wrong: str, said: str, advice: str) -> None:
+    """Each is a finding about trust that says which endpoint is wrong, and what to register."""
+    with serving() as served, engine(blocks(2)) as one, engine(blocks(3, 5), blocks(1, 20)) as other, publishing_on(one):
+        wrongly: dict[str, dict[str, Any]] = {
+            "swapped": {"endpoint": one.replay_endpoint, "replay_endpoint": one.endpoint},
+            "replay of another engine": {"replay_endpoint": other.replay_endpoint},
+            "replay is an event port": {"replay_endpoint": other.endpoint},
+        }
+        served.register("engine-0", one, **wrongly[wrong])
+        served.wait("engine-0/0", lambda source: any(code not in PASSING for code in source["trust"]["reason_codes"]))
+        found = examined(served.url)
+    assert found["trust"]["verdict"] in {"warn", "fail"}
+    assert said in found["trust"]["text"]
+    assert advice in found["trust"]["advice"]
+
+
+PASSING = {"connecting", "replaying", "replay-unanswered"}
+"""Reasons that a source may have before its fault is known."""
+
+
 def view(**more: Any) -> SourceView:
     """A source that nothing speaks against, at the time 1010."""
     return source(1, **more)
@@ -466,6 +516,10 @@ def test_losses_and_rejected_events() -> None:
         "lost for good, some within the last hour: 2 batches of engine-001/0",
     )
     assert one(fleet.check_losses(losing, 9010.0))[0] == "ok"
+    doubted = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
+    without_replay = fleet.check_losses([view(lost=2, gaps=[gap], trust=doubted)], 1010.0)
+    assert without_replay is not None
+    assert "name the engine's replay endpoint" in without_replay.advice
     assert one(fleet.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
 
 

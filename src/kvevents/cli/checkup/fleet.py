@@ -114,10 +114,10 @@ def _doubted(source: SourceView, now: float) -> Finding:
     since = max(now - source.since, 0.0)
     reason = why(source)
     text = f"{_name(source)} is {state} for {duration(since)}{f': {reason}' if reason else ''}"
-    if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None:
+    known = [advice for code, advice in _ADVICE.items() if code in source.trust.reason_codes]
+    if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None and not known:
         return warn("trust", text, "give it a moment, and look again")
     found = fail if state in {"CONNECTING", "STALE"} else warn
-    known = [advice for code, advice in _ADVICE.items() if code in source.trust.reason_codes]
     advice = known[0] if known else f"is the engine up? {_LOOK}"
     return found("trust", text, advice.format(endpoint=source.endpoint))
 
@@ -199,7 +199,9 @@ def check_losses(sources: Sequence[SourceView], now: float) -> Finding | None:
     told = some([f"{plural(source.lost, 'batch')} of {_name(source)}" for source in (recent or losing)])
     if not recent:
         return ok("losses", f"lost for good, none of them within the last hour: {told}")
-    advice = "a larger buffer_steps in the engine lets replay mend more; is the service or the network stopped at times?"
+    if any(Reason.NO_REPLAY in source.trust.reason_codes for source in recent):
+        return warn("losses", f"lost for good, some within the last hour: {told}", _REPLAY)
+    advice = "a larger buffer_steps in the engine lets replay repair more; is the service or the network stopped at times?"
     return warn("losses", f"lost for good, some within the last hour: {told}", advice)
 
 
