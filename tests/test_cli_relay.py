@@ -149,9 +149,9 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["tcp://nowhere"], 2, "needs a port"),
+        (["tcp://nowhere"], 2, "expected tcp://HOST:PORT"),
         (["gpu:x=tcp://127.0.0.1:1"], 2, "is no upstream"),
-        (["nonsense"], 2, "is no endpoint"),
+        (["nonsense"], 2, "invalid endpoint 'nonsense'"),
         (["127.0.0.1:1", "127.0.0.1:1"], 1, "same name and rank"),
         (["127.0.0.1:1", "--tokens", "hash", "--dialect", "vllm-0.22"], 1, "has no room"),
         (["127.0.0.1:1", "--dialect", "vllm-0.1"], 1, "older than"),

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from kvevents.config import Curve
-from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind
+from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind, validate_endpoint
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
 from ports import quiet_port
@@ -32,6 +32,33 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
 )
 
 Context = zmq.Context[Socket]
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:5557:5558",
+        "tcp://h:1:2",
+        "tcp://h",
+        "tcp://:5557",
+        "tcp://h:70000",
+        "http://h:8000",
+        "h:5557",
+        "tcp://",
+    ],
+)
+def test_what_is_no_endpoint_is_refused_in_words(endpoint: str) -> None:
+    """With the text that was given, and what is expected instead."""
+    with pytest.raises(ConfigError, match=r"invalid endpoint '.*': .*expected tcp://HOST:PORT"):
+        validate_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://h:5557", "tcp://[::1]:5557", "tcp://::1:5557", "tcp://*:*", "ipc:///run/kv", "inproc://kv"]
+)
+def test_endpoints_of_every_kind_are_taken(endpoint: str) -> None:
+    """IPv6 with and without brackets, wildcards, and what is not TCP."""
+    validate_endpoint(endpoint)
 
 
 @pytest.mark.parametrize(

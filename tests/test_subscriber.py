@@ -435,9 +435,11 @@ def test_sources_come_and_go(desk: Callable[..., Desk]) -> None:
 
 def test_wrong_endpoints_are_refused_with_a_sentence(desk: Callable[..., Desk]) -> None:
     """What can never work is said when the source is given."""
-    for endpoint in ("tcp://", "tcp://host", "gopher://host:1"):
-        with pytest.raises(EndpointError, match="cannot connect to"):
-            desk(Source(endpoint))
+    for endpoint in ("tcp://", "tcp://host", "tcp://127.0.0.1:5557:5558", "http://host:1"):
+        with pytest.raises(ConfigError, match="invalid endpoint"):
+            Source(endpoint)
+    with pytest.raises(EndpointError, match="cannot connect to"):
+        desk(Source("gopher://host:1"))
 
 
 def test_a_repr_for_operators(desk: Callable[..., Desk]) -> None:

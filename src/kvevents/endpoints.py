@@ -17,15 +17,36 @@ _LITERAL: Final = {"*": _ANY_IPV4, "localhost": "127.0.0.1"}
 def split_tcp(endpoint: str) -> tuple[str, int] | None:
     """Host and port of a `tcp://` endpoint; None for another transport or without a readable port.
 
-    The port `*`, which ZeroMQ understands as "any", comes out as 0.
+    The port `*`, which ZeroMQ understands as "any", comes out as 0. A host with colons must be an IPv6 address.
     """
     transport, separator, address = endpoint.partition("://")
     host, colon, port = address.rpartition(":")
-    if transport != "tcp" or not separator or not colon or not host:
+    if transport != "tcp" or not separator or not colon or not host or (":" in host and not _is_ipv6(host)):
         return None
     if port == "*":
         return host, 0
     return (host, int(port)) if port.isascii() and port.isdecimal() else None
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def validate_endpoint(endpoint: str) -> None:
+    """Raise `ConfigError` for an endpoint to which no ZeroMQ socket can connect, and where none can listen."""
+    transport, separator, address = endpoint.partition("://")
+    if not separator or not address:
+        expected = "tcp://HOST:PORT, ipc://PATH or inproc://NAME"
+        raise ConfigError(f"invalid endpoint {endpoint!r}: it has no transport; expected {expected}")
+    if transport in {"http", "https"}:
+        raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with the engine's port of KV events")
+    found = split_tcp(endpoint)
+    if transport == "tcp" and (found is None or found[1] > MAX_PORT):
+        raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
 
 
 def literal_tcp(endpoint: str) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvevents.certificates import key_bytes, read_public_keys
 from kvevents.cli.command import CommandLineError
 from kvevents.config import Curve
-from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.endpoints import split_tcp, validate_endpoint
 from kvevents.errors import ConfigError
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
@@ -35,10 +35,11 @@ def endpoint(text: str) -> str:
         text = f"tcp://{text}"
     transport, separator, address = text.partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no endpoint; write tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
-    found = split_tcp(text)
-    if transport == "tcp" and (found is None or found[1] > MAX_PORT):
-        raise argparse.ArgumentTypeError(f"{text!r} needs a port from 1 to {MAX_PORT}, as in tcp://127.0.0.1:5557")
+        raise argparse.ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
+    try:
+        validate_endpoint(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvevents.config import Curve
-from kvevents.endpoints import offset_endpoint_port
+from kvevents.endpoints import offset_endpoint_port, validate_endpoint
 from kvevents.errors import ConfigError
 
 
@@ -29,8 +29,8 @@ class Source:
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay_endpoint):
-            if endpoint is not None and "://" not in endpoint:
-                raise ConfigError(f"endpoint {endpoint!r} has no transport; write tcp://host:port, ipc://path or inproc://name")
+            if endpoint is not None:
+                validate_endpoint(endpoint)
         if self.rank < 0:
             raise ConfigError(f"rank {self.rank} of {self.label} is negative; ranks count from 0")
 
