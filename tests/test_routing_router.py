@@ -385,8 +385,8 @@ def test_why_names_worker_tokens_load_and_score() -> None:
     router.route("second", [9] * 1200, without=[B])
     router.policy = policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.0)
     assert router.route("third", PROMPT).why() == (
-        "prefix-aware chose a rank 0, the best of 2: it is EXACT, holds 6 of 8 tokens (4 down to gpu, 6 down to cpu, 6 down to "
-        "disk), has 2 in flight (1,200 prompt tokens waiting, 1 being answered), must compute 30%, and its load "
+        "prefix-aware chose a rank 0, the best of 2: it is EXACT, holds 6 of 8 tokens (4 on gpu, 6 including cpu), "
+        "has 2 in flight (1,200 prompt tokens waiting, 1 being answered), must compute 30%, and its load "
         "counts 0.000: score 0.300."
     )
 

@@ -367,7 +367,7 @@ def test_why_is_a_sentence() -> None:
     held = {0: held_of(gpu=20, cpu=50)}
     found = choose(candidates_of(1, 1), held, {0: "DEGRADED"})
     assert found.why == (
-        "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 down to gpu, 50 down to cpu), must compute 78%, and its load counts "
+        "w0 rank 0 is DEGRADED, holds 50 of 100 tokens (20 on gpu, 50 including cpu), must compute 78%, and its load counts "
         "0.10: score 0.880, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")

@@ -17,6 +17,7 @@ from kvevents.cli.console import Console, Part, Span, Style, printable
 from kvevents.cli.lines import plural, trust_style
 from kvevents.cli.prompt import add_prompt, prompt_of
 from kvevents.errors import ConfigError
+from kvevents.routing.choice import tiers_by_reach
 from kvevents.service.registration import DEFAULT_GROUP
 from kvevents.service.shapes import Considered, Held, MatchAnswer, Selected, SourcesAnswer, SourceView, Trusted
 from kvevents.stream import Trust
@@ -174,20 +175,10 @@ def _width(cell: Sequence[Part]) -> int:
     return sum(len(printable(part.text if isinstance(part, Span) else part)) for part in cell)
 
 
-def _by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Tiers with how far a prefix reaches down to them, those that reach no further than a faster one left out."""
-    order = [*(tier for tier in _TIERS if tier in tiers), *sorted(tiers.keys() - _TIERS.keys())]
-    found: list[tuple[str, int]] = []
-    for tier in order:
-        if tiers[tier] > (found[-1][1] if found else 0):
-            found.append((tier, tiers[tier]))
-    return found
-
-
 def _bar(tiers: Mapping[str, int], prompt: int) -> list[Part]:
     bar: list[Part] = []
     drawn = 0
-    for tier, tokens in _by_reach(tiers):
+    for tier, tokens in tiers_by_reach(tiers):
         cells = max(min(BAR_CELLS, round(BAR_CELLS * tokens / max(prompt, 1))), drawn)
         bar += _cells(_TIERS.get(tier, _OTHER_TIER), cells - drawn)
         drawn = cells
@@ -207,11 +198,11 @@ def _draws_blocks() -> bool:
 
 
 def _reached(tiers: Mapping[str, int]) -> str:
-    return ", ".join(f"{tier} {tokens:,}" for tier, tokens in _by_reach(tiers))
+    return ", ".join(f"{tier} {tokens:,}" for tier, tokens in tiers_by_reach(tiers))
 
 
 def _legend(all_tiers: Sequence[Mapping[str, int]], console: Console) -> None:
-    names = dict.fromkeys(tier for tiers in all_tiers for tier, _ in _by_reach(tiers))
+    names = dict.fromkeys(tier for tiers in all_tiers for tier, _ in tiers_by_reach(tiers))
     looks = [(_TIERS.get(tier, _OTHER_TIER), f"down to {tier}") for tier in names]
     parts: list[Part] = []
     for look, name in [*looks, (_NOT_HELD, "to be computed")]:

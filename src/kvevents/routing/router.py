@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
-from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker
+from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker, describe_tiers
 from kvevents.routing.ledger import MAX_IN_FLIGHT, Ledger
 from kvevents.routing.scoring import distance_of, nearest
 from kvevents.routing.settings import check_range
@@ -87,7 +87,7 @@ class Decision(Struct, frozen=True):
         return f"; no worker is connected, and it is {self.trust}" if distance_of(self.trust) else ""
 
     def _held(self, chosen: Candidate) -> str:
-        tiers = ", ".join(f"{tokens:,} down to {tier}" for tier, tokens in chosen.tiers.items() if tokens)
+        tiers = describe_tiers(chosen.tiers)
         held = f"{chosen.tokens:,} of {self.prompt.length:,} tokens{f' ({tiers})' if tiers else ''}"
         return f"is {chosen.trust}, holds {held}, "
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvevents.routing.choice import Worker
+from kvevents.routing.choice import Worker, describe_tiers
 from kvevents.routing.scoring import TierWeights, best_of, distance_of, nearest, relative_loads
 from kvevents.routing.turns import Turns
 from kvevents.service.errors import ServiceError
@@ -135,7 +135,7 @@ def _left_out(
 
 
 def _why(request: SelectRequest, chosen: Considered, candidates: int, equal: int, left_out: int) -> str:
-    tiers = ", ".join(f"{tokens:,} down to {tier}" for tier, tokens in chosen.tiers.items() if tokens)
+    tiers = describe_tiers(chosen.tiers)
     reason = f" ({chosen.trust.reason})" if chosen.trust.reason else ""
     among = f"the best of {candidates}" if equal == 1 else f"of {equal} equally good ones taken {_WAYS[request.tie]}"
     if left_out:
