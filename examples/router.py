@@ -4,10 +4,25 @@ Run it as `python examples/router.py ENDPOINT,REPLAY_ENDPOINT [ENDPOINT,REPLAY_E
 whenever that changes. A real index also tells groups of hybrid models, media and LoRAs apart.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 
-from kvevents import Batch, BlockRemoved, BlockStored, Delivery, Gap, KVCacheEvent, Reset, Source, Subscriber, Trust
+from kvevents import (
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    Delivery,
+    Gap,
+    KVCacheEvent,
+    KVEventsError,
+    Reset,
+    Source,
+    Subscriber,
+    Trust,
+)
+
+LOCAL = "tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
 
 
 class Router:
@@ -27,7 +42,7 @@ class Router:
             case Reset():
                 blocks.clear()  # another life: its cache is empty
             case Gap():
-                pass  # what was removed meanwhile stays in the set; trust says so until the next clear
+                pass  # compacted: a snapshot follows. Lost: what was removed stays in the set, and trust says so
 
     def choose(self, prefix: Sequence[int]) -> str | None:
         """The worker with most of these blocks from the front; one that may be out of date counts half."""
@@ -54,10 +69,8 @@ def held(prefix: Sequence[int], blocks: set[int]) -> int:
     return next((count for count, block in enumerate(prefix) if block not in blocks), len(prefix))
 
 
-def main(pairs: Sequence[str]) -> None:
-    """Follow all workers, and tell when something has changed and nothing waits."""
-    endpoints = [pair.split(",") for pair in pairs]
-    sources = [Source(live, replay, name=f"worker-{number}") for number, (live, replay) in enumerate(endpoints)]
+def follow(sources: Sequence[Source]) -> None:
+    """Follow all workers, and report when something has changed and nothing waits."""
     changed = False
     with Subscriber(sources) as subscriber:
         router = Router(subscriber)
@@ -71,5 +84,19 @@ def main(pairs: Sequence[str]) -> None:
             changed = delivery is not None
 
 
+def main() -> None:
+    """Read the arguments, then follow."""
+    parser = argparse.ArgumentParser(description="Which worker holds what.")
+    parser.add_argument("engines", nargs="*", default=[LOCAL], metavar="ENDPOINT,REPLAY_ENDPOINT")
+    given = parser.parse_args()
+    try:
+        pairs = [engine.partition(",") for engine in given.engines]
+        follow([Source(live, replay or None, name=f"worker-{at}") for at, (live, _, replay) in enumerate(pairs)])
+    except KVEventsError as error:
+        sys.exit(f"router.py: {error}")
+    except KeyboardInterrupt:
+        pass
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"])
+    main()

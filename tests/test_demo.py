@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.events import BlockRemoved, BlockStored
+from kvevents.events import BlockRemoved, BlockStored, KVEventBatch
 from kvevents.routing import POLICIES
 from kvevents.testing import TapePlayer
-from kvevents.wire import decode_batch
+from kvevents.wire import decode_batch, encode_batch
 from ports import quiet_port
-from test_cli import RECORDING, RUN, Program
+from test_cli import RECORDING, RUN, Program, tape_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -90,8 +90,8 @@ def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
     [
         (["--prompt", "1,x"], 2, "argument --prompt: invalid tokens value: '1,x'"),
         (["--prompt", "4294967296"], 2, "argument --prompt: token ids are from 0 to 2**32 - 1"),
-        (["127.0.0.1:5557"], 1, "endpoint '127.0.0.1:5557' has no transport; write tcp://host:port"),
-        (["tcp://127.0.0.1"], 1, "cannot connect to tcp://127.0.0.1: "),
+        (["127.0.0.1:5557"], 1, "invalid endpoint '127.0.0.1:5557': it has no transport; expected tcp://HOST:PORT"),
+        (["tcp://127.0.0.1"], 1, "invalid endpoint 'tcp://127.0.0.1': expected tcp://HOST:PORT"),
     ],
 )
 def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], code: int, told: str) -> None:
@@ -99,6 +99,48 @@ def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], c
         ended = index.end()
     assert (ended.code, ended.out) == (code, "")
     assert f"prefix_index.py: {'error: ' if code == 2 else ''}{told}" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("name", "ready"),
+    [
+        ("publish.py", "^tcp://"),
+        ("subscribe.py", r"^0 \["),
+        ("async_subscribe.py", "^Batch"),
+        ("router.py", "worker-0"),
+        ("recorded_run.py", "#"),
+        ("demo.py", "engines publish"),
+    ],
+)
+def test_ctrl_c_ends_an_example_without_a_traceback(name: str, ready: str) -> None:
+    """What follows or publishes until then ends with 0, what had more to do with 130."""
+    with tape_of((b"", 0, encode_batch(KVEventBatch(1.0, [BlockStored([1], None, [1, 2], 2)], 0)))) as tape:
+        tape.play()
+        arguments = {
+            "publish.py": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+            "subscribe.py": (tape.endpoint, tape.replay_endpoint),
+            "async_subscribe.py": (f"{tape.endpoint},{tape.replay_endpoint}",),
+            "router.py": (f"{tape.endpoint},{tape.replay_endpoint}",),
+        }.get(name, ())
+        with example(name, *arguments) as program:
+            program.out.wait(ready)
+            ended = program.interrupt()
+    assert ended.code == (130 if name in {"recorded_run.py", "demo.py"} else 0), ended
+    assert "Traceback" not in ended.out + ended.err
+
+
+@pytest.mark.parametrize("name", ["publish.py", "subscribe.py", "async_subscribe.py", "router.py"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [(("--nonsense",), 2, "unrecognized arguments: --nonsense"), (("127.0.0.1:5557",), 1, "127.0.0.1:5557")],
+)
+def test_an_example_reports_wrong_arguments_in_a_sentence(name: str, arguments: tuple[str, ...], code: int, said: str) -> None:
+    """The last line of stderr says what is wrong, and nothing is a traceback."""
+    with example(name, *arguments) as program:
+        ended = program.end()
+    assert (ended.code, ended.out) == (code, "")
+    assert said in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
 
 
