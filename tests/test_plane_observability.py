@@ -116,6 +116,7 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
         "kvevents_plane_lane_behind": [0, 0],
         "kvevents_shard_lanes": [2, 2, 0],
         "kvevents_shard_replicas": [0],
+        "kvevents_shard_refused_replicas": [0],
         "kvevents_shard_failures_total": [0],
         "kvevents_shard_incomplete_total": [0],
         "kvevents_bridge_connected": [1],

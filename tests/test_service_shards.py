@@ -287,6 +287,24 @@ def test_a_replica_that_never_answers_is_passed_over(server: NatsServer, monkeyp
         assert shares[0].service.shards.peers.failures >= 1  # type: ignore[union-attr]
 
 
+def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
+    """Whatever it says that it holds: nothing is sent to it, no lane is left to it, and it shows in log and metrics."""
+    with planed(server, "foreign") as plane, socket.create_server(("", 0), backlog=64) as foreign:
+        (one,) = plane.start("a", shard={"allow": ["127.0.0.9"]})
+        settled([one], 1)
+        url = f"http://127.0.0.1:{foreign.getsockname()[1]}"
+        for number in range(3):
+            announce(server, plane.name, f"evil-{number}", Announcement(url, 1, list(range(LANES))))
+        until("it to be refused", lambda: "kvevents_shard_refused_replicas 3" in one.get("/metrics").body.decode())
+        for _ in range(20):
+            assert plane.is_right(one)
+        assert one.shown == frozenset(range(LANES))
+        assert one.service.replica.present == {}  # type: ignore[union-attr]
+        foreign.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            foreign.accept()
+
+
 def announce(server: NatsServer, plane: str, name: str, what: Announcement) -> None:
     async def put() -> None:
         client = await nats.connect(server.url)

@@ -97,6 +97,12 @@ def add_shard(parser: ArgumentParser | Group) -> None:
     parser.add_argument(
         "--holders", type=count, metavar="N", help="replicas that hold each lane, with --shard-url (default: 2)"
     )
+    parser.add_argument(
+        "--shard-allow",
+        action="append",
+        metavar="HOST",
+        help="host, *.SUFFIX or NETWORK/BITS of other replicas, which alone are asked (default: the domain of --shard-url)",
+    )
 
 
 def add_config(parser: ArgumentParser) -> None:
@@ -183,9 +189,11 @@ def _with_settings(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
 def _about_plane(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     """What makes a replica: a file may say a part of it, and flags the rest."""
     found = {} if args.replica is None else {"replica": args.replica}
-    shard = {name: value for name, value in (("url", args.shard_url), ("holders", args.holders)) if value is not None}
-    if "holders" in shard and "url" not in shard and "shard" not in tables:
-        raise CommandLineError("--holders needs --shard-url: where the other replicas reach this one")
+    flags = {"url": args.shard_url, "holders": args.holders, "allow": args.shard_allow}
+    shard = {name: value for name, value in flags.items() if value is not None}
+    if shard and "url" not in shard and "shard" not in tables:
+        flag = "--holders" if "holders" in shard else "--shard-allow"
+        raise CommandLineError(f"{flag} needs --shard-url: where the other replicas reach this one")
     for name, given in (("plane", _plane(args, tables)), ("shard", shard)):
         table = tables.get(name, {})
         if given and isinstance(table, dict):  # else what it is shall be told

@@ -124,8 +124,18 @@ class ShardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """File with the bearer token that the others want to see, where they do; it takes the role `read`."""
     tls_ca: str | None = None
     """PEM file of the authorities that the others' certificates are checked against; None for those of the system."""
+    tls_certificate: str | None = None
+    """PEM file of the certificate that the others want to see, where they do (`tls.client_ca`)."""
+    tls_key: str | None = None
+    """PEM file of its key."""
+    allow: list[str] = []
+    """Hosts that the other replicas may have: `HOST`, `*.SUFFIX`, or a network such as `10.1.0.0/16`; no others are asked.
+    Without any: hosts of the same domain as `url`, if that has two parts at least, else the host of `url` itself."""
 
     def __post_init__(self) -> None:
+        HostPatterns(self.allow, "shard.allow")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("shard.tls_certificate and shard.tls_key belong together: give both, or neither")
         if not is_url(self.url):
             raise ConfigError(f"shard.url is {self.url!r}; write http://HOST:PORT as the other replicas reach this one")
         if not 1 <= self.holders <= MAX_HOLDERS:
@@ -216,6 +226,8 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError("a replica that holds a share needs a name that lasts, which says which share: give it `replica`")
         if self.shard is not None and self.access.tokens and self.shard.token_file is None:
             raise ConfigError("the other replicas want a token too: name its file as shard.token_file, with the role read")
+        if self.shard is not None and self.tls is not None and self.tls.client_ca and self.shard.tls_certificate is None:
+            raise ConfigError("the other replicas want a certificate too: name it as shard.tls_certificate and shard.tls_key")
 
     @property
     def is_loopback(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 from kvevents.errors import ConfigError
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _PATTERN: Final = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
 
 
@@ -35,17 +36,31 @@ def host_of(place: str) -> str:
 
 
 class HostPatterns:
-    """Host names, addresses, and `*.SUFFIX` for all names that end so; case does not matter.
+    """Host names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names that end so; case does not matter.
 
     Raises `ConfigError`, which names the `setting`, for anything else.
     """
 
     def __init__(self, patterns: Sequence[str], setting: str) -> None:
-        for pattern in patterns:
-            if _PATTERN.fullmatch(pattern) is None and address_of(pattern) is None:
-                raise ConfigError(f"invalid {setting} entry {pattern!r}: expected HOST or *.SUFFIX, without a port")
+        networks = {pattern: _network_of(pattern) for pattern in patterns}
+        for pattern, network in networks.items():
+            if network is None and _PATTERN.fullmatch(pattern) is None:
+                raise ConfigError(
+                    f"invalid {setting} entry {pattern!r}: expected HOST, NETWORK/BITS or *.SUFFIX, without a port"
+                )
+        self._networks: Final = [network for network in networks.values() if network is not None]
         self._names: Final = {each.lower() for each in patterns if not each.startswith("*.")}
         self._suffixes: Final = tuple(each[1:].lower() for each in patterns if each.startswith("*."))
 
     def __contains__(self, host: str) -> bool:
-        return host in self._names or (bool(self._suffixes) and host.endswith(self._suffixes))
+        if host in self._names or (bool(self._suffixes) and host.endswith(self._suffixes)):
+            return True
+        address = address_of(host) if self._networks else None
+        return address is not None and any(address in network for network in self._networks)
+
+
+def _network_of(pattern: str) -> Network | None:
+    try:
+        return ipaddress.ip_network(pattern)
+    except ValueError:
+        return None

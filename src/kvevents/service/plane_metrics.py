@@ -84,5 +84,6 @@ def write_shards(page: Page, replica: Replica, shards: Shards) -> None:
     }
     page.gauge("kvevents_shard_lanes", "Lanes that are answered for here, are to be, and that no replica holds", dict(lanes))
     page.gauge("kvevents_shard_replicas", "Other replicas that are heard of", {"": shards.replicas})
+    page.gauge("kvevents_shard_refused_replicas", "Other replicas that must not be asked", {"": len(replica.refused)})
     page.counter("kvevents_shard_failures_total", "Questions that another replica did not answer", {"": shards.peers.failures})
     page.counter("kvevents_shard_incomplete_total", "Answers that were not of the whole fleet", {"": shards.incomplete})

@@ -16,6 +16,7 @@ from kvevents.plane.layout import Layout
 from kvevents.plane.leases import Holder, Lease, lease_key
 from kvevents.plane.sharding import PREFIX, Announcement, Roster
 from kvevents.service.config import ShardSettings
+from kvevents.service.shards.policy import PeerPolicy
 
 if TYPE_CHECKING:
     from kvevents.plane.client import PlaneClient
@@ -40,6 +41,8 @@ class Holding:
         self._name: Final = name
         self._settings: Final = settings
         self._shown: Final = shown
+        self.refused: dict[str, str] = {}
+        """Replicas that this one must not ask, by name, and why."""
         self._lanes = frozenset[int]()
         self._since: float | None = None
         self.roster: Roster | None = None
@@ -78,7 +81,7 @@ class Holding:
         self.begin(layout)
         if (settings := self._settings) is None or (roster := self.roster) is None:
             return
-        part = _Part(self._name, settings, roster, self._shown)
+        part = _Part(self._name, settings, roster, self._shown, self.refused)
         while True:
             lease = Lease(client.jetstream(), layout, lease_key("replica", self._name), Holder.here())
             try:
@@ -132,7 +135,16 @@ class Holding:
 class _Part:
     """What a replica that holds a share says of itself, and hears of the others."""
 
-    def __init__(self, name: str, settings: ShardSettings, roster: Roster, shown: Callable[[], frozenset[int]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: ShardSettings,
+        roster: Roster,
+        shown: Callable[[], frozenset[int]],
+        refused: dict[str, str],
+    ) -> None:
+        self._refused: Final = refused
+        self._policy: Final = PeerPolicy(settings)
         self._name: Final = name
         self._settings: Final = settings
         self._roster: Final = roster
@@ -151,7 +163,17 @@ class _Part:
         found = await entries(client.jetstream(), layout, "asking which lanes the other replicas hold", PREFIX)
         said = {name: Announcement.decode(value) for name, value in found.items() if name != self._name}
         others = {name: announced for name, announced in said.items() if announced is not None}
-        self._roster.hear(others, shown, time.monotonic())
+        self._roster.hear(self._allowed(others), shown, time.monotonic())
+
+    def _allowed(self, others: dict[str, Announcement]) -> dict[str, Announcement]:
+        """Those that may be asked; the rest is logged when it comes, and not counted among those that hold anything."""
+        refused = {name: why for name, said in others.items() if (why := self._policy.refusal(said.url))}
+        for name in sorted(refused):
+            if self._refused.get(name) != refused[name]:
+                log.warning("replica %s is not asked: %s; see shard.allow", name, refused[name])
+        self._refused.clear()
+        self._refused.update(refused)
+        return {name: said for name, said in others.items() if name not in refused}
 
     async def leave(self, client: PlaneClient, layout: Layout) -> None:
         """Tell the others that this one ends. Raises `PlaneError`."""

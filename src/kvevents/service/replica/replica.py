@@ -128,6 +128,11 @@ class Replica:
         return {} if roster is None else roster.present
 
     @property
+    def refused(self) -> Mapping[str, str]:
+        """Other replicas that must not be asked, and why."""
+        return self._holding.refused
+
+    @property
     def wanted(self) -> frozenset[int]:
         """The lanes that are to be held."""
         return self._holding.wanted

@@ -97,6 +97,15 @@ def _authorization(settings: ShardSettings) -> dict[str, str]:
 
 def _tls(settings: ShardSettings) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=settings.tls_ca)
+        context = ssl.create_default_context(cafile=settings.tls_ca)
     except (OSError, ValueError) as error:  # ssl's errors are both
         raise ConfigError(f"shard.tls_ca: {settings.tls_ca} cannot be used: {error}; it is a PEM file") from error
+    if settings.tls_certificate is not None:
+        try:
+            context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"shard.tls_certificate: {settings.tls_certificate} and {settings.tls_key} cannot be used: {error}; they are "
+                "PEM files, the key without password"
+            ) from error
+    return context
