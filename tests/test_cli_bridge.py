@@ -159,11 +159,13 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
 
 
 def test_ranks_of_one_engine_that_cannot_be_of_one_are_told(server: NatsServer, tmp_path: Path) -> None:
+    """When they are written later; a bridge does not start with them."""
     with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
-        text = source("a", first) + source("a", second, rank=1, model="other")
-        with bridge(server, "ranks", "--sources", write(tmp_path / "s.toml", text)) as program:
-            program.err.wait("WARNING .*a rank 1 has model 'other'.*call this instance something else")
+        file = write(tmp_path / "s.toml", source("a", first))
+        with bridge(server, "ranks", "--sources", file) as program:
             program.err.wait("a rank 0: EXACT")
+            write(file, source("a", first) + source("a", second, rank=1, model="other"))
+            program.err.wait("WARNING .*a rank 1 has model 'other'.*call this instance something else")
             assert not [line for line in program.err.all if "a rank 1: following" in line]
 
 

@@ -119,7 +119,9 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         state_dir = "{home}/state"
         snapshot_seconds = 0.5
         memory_limit = {1 << 30}
-        source_files = ["{home}/none"]
+        [[dns]]
+        target = "engines.invalid:5557"
+        model = "m"
     """)
     with ExitStack() as stack:
         service = stack.enter_context(serving("--config", config))

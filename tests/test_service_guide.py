@@ -11,9 +11,12 @@ from types import UnionType
 from typing import Any, get_args
 
 import msgspec
+import pytest
 
+from certificate_cases import make_certificates
 from kvevents.service.access import AccessConfig
-from kvevents.service.config import Limits, Readiness, ServiceConfig, Tls
+from kvevents.service.config import DnsTable, Limits, Probing, Readiness, ServiceConfig, Tls
+from kvevents.service.discovery.tables import SourceTable
 from service_cases import engine, serving
 from test_cli import run
 
@@ -27,7 +30,7 @@ def blocks(kind: str) -> list[str]:
 def settings(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting with its default."""
     for field in msgspec.structs.fields(kind):
-        inner = next((each for each in _kinds(field.type) if each in {Limits, Readiness, AccessConfig, Tls}), None)
+        inner = next((each for each in _kinds(field.type) if each in {Limits, Probing, Readiness, AccessConfig, Tls}), None)
         if inner is None:
             yield before + field.name, field.default
         else:
@@ -44,18 +47,37 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
     known = dict(settings(ServiceConfig))
     assert told.keys() == known.keys()
     for name, default in known.items():
-        if isinstance(default, int | float) and not isinstance(default, bool) and name not in {"port", "limits.max_body_bytes"}:
-            assert float(told[name].replace(",", "")) == default, name
-    assert (known["port"], known["host"], known["limits.max_body_bytes"]) == (8090, "127.0.0.1", 16 << 20)
+        if isinstance(default, int | float) and not isinstance(default, bool) and name != "port":
+            number, _, unit = told[name].strip().partition(" ")
+            assert float(number.replace(",", "")) * {"": 1, "MiB": 1 << 20}[unit] == default, name
+    assert (known["port"], known["host"]) == (8090, "127.0.0.1")
 
 
-def test_the_files_can_be_read(tmp_path: Path) -> None:
-    """They are checked as they stand; certificates and addresses are asked for later."""
-    for name, value in (("/run/secrets/read", "a" * 20), ("KVEVENTS_REGISTER", "b" * 20)):
-        assert value
-        assert name in GUIDE.read_text()
+def test_every_field_of_an_engine_is_named() -> None:
+    """Those of `[[sources]]` and `[[dns]]`: in the example, or in the sentence below it."""
+    text = GUIDE.read_text().split("## Settings")[1].split("\n## ")[0]
+    for field in {*SourceTable.__struct_fields__, *DnsTable.__struct_fields__}:
+        assert f"`{field}`" in text or f"\n{field} = " in text, field
+    assert re.search(r'\[\[dns\]\].*\n(.+\n)*replay_endpoint = "tcp://\*:\d+"', text), "without it nothing is ever EXACT"
+
+
+def test_the_files_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are checked as they stand, with the files that they name."""
+    folder = make_certificates(tmp_path)
+    (tmp_path / "read").write_text("a" * 20)
+    monkeypatch.setenv("KVEVENTS_REGISTER", "b" * 20)
+    files = {
+        "/run/secrets/read": tmp_path / "read",
+        "server.pem": folder / "server.pem",
+        "server.key": folder / "server.key",
+        "clients.pem": folder / "ca.pem",
+        "/var/lib/kvevents": tmp_path / "state",
+    }
     for number, text in enumerate(blocks("toml")):
         path = tmp_path / f"{number}.toml"
+        for name, file in files.items():
+            assert name in GUIDE.read_text()
+            text = text.replace(name, str(file))  # noqa: PLW2901 - one replacement after the other
         path.write_text(text)
         ended = run("serve", "--config", path, "--check")
         assert (ended.code, ended.err.strip()) == (0, "these settings can be used")

@@ -29,6 +29,7 @@ from kvevents.plane.layout import LEASE_SECONDS, Layout, make
 from kvevents.plane.leases import Holder, Lease, lease_key
 from kvevents.plane.metrics import BridgeCollector, Scraped
 from kvevents.plane.settings import PlaneSettings
+from kvevents.service.checking import check_engines
 from kvevents.service.config import ServiceConfig, read_config, to_config
 from kvevents.service.errors import ConflictError
 from kvevents.service.finding import Finder
@@ -100,6 +101,7 @@ def read_settings(args: Namespace, flags: dict[str, dict[str, Any]]) -> Settings
     seen = {name: bridge.pop(name) for name in Seen.__struct_fields__ if name in bridge}
     bridge = {"name": socket.gethostname()} | bridge | {"plane": plane}
     where = f"{origin}[bridge]: "
+    check_engines(fleet, args.config)
     return Settings(_checked(bridge, BridgeSettings, where), _checked(seen, Seen, where), fleet, args.config)
 
 

@@ -13,6 +13,7 @@ from kvevents.cli.allocator import giving_back
 from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import Group, count, endpoint, engine_url, seconds
+from kvevents.endpoints import MAX_PORT
 from kvevents.errors import MissingDependencyError
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -46,6 +47,17 @@ def worker(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {"instance": instance, "rank": int(rank), "endpoint": endpoint(first)}
     if replay:
         found["replay_endpoint"] = endpoint(replay)
+    return found
+
+
+def dns(text: str) -> dict[str, Any]:
+    """`TARGET[,REPLAY_PORT]`; each engine replays at its own host."""
+    target, comma, replay = text.partition(",")
+    found: dict[str, Any] = {"target": target}
+    if comma:
+        if not replay.isascii() or not replay.isdecimal() or not 0 < int(replay) <= MAX_PORT:
+            raise ArgumentTypeError(f"{text!r}: {replay!r} is no port; write HOST:PORT,REPLAY_PORT")
+        found["replay_endpoint"] = f"tcp://*:{int(replay)}"
     return found
 
 
@@ -141,8 +153,10 @@ def add_sources(parser: ArgumentParser | Group) -> None:
         "--dns",
         action="append",
         default=[],
-        metavar="NAME",
-        help="follow the engines behind a name: HOST:PORT, or _service._tcp.NAME",
+        type=dns,
+        metavar="NAME[,REPLAY_PORT]",
+        help="follow the engines behind a name: HOST:PORT, or _service._tcp.NAME; without their replay port, such as "
+        "HOST:5557,5558, none of them can be EXACT",
     )
     parser.add_argument("--sources", action="append", default=[], metavar="FILE", help="TOML file of [[sources]], watched")
     parser.add_argument("--model", help="model of --worker, --engine and --dns")
@@ -156,7 +170,7 @@ _SETTINGS: Final = ("host", "port", "insecure", "allowed_hosts", "state_dir", "s
 def run(args: Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     try:
-        from kvevents.service import config, server  # noqa: PLC0415 - late, for what else this program does
+        from kvevents.service import checking, config, server  # noqa: PLC0415 - late, for what else this program does
     except ImportError as error:
         name = error.name or str(error)
         raise MissingDependencyError(f"the service needs {name}: pip install 'kvevents[service]'") from error
@@ -168,6 +182,7 @@ def run(args: Namespace) -> int:
     settings = config.to_config(_with_flags(tables, args), "flags")
     console = Console()
     if args.check:
+        checking.check_settings(settings, args.config)
         console.note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
@@ -211,7 +226,7 @@ def with_sources(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
     sources = [{**each, **model, **block_size} for each in args.workers]
     sources += [{"base_url": each, **model} for each in args.engines]
     found["sources"] = sources
-    found["dns"] = [*found.get("dns", []), *({"target": each, **model, **block_size} for each in args.dns)]
+    found["dns"] = [*found.get("dns", []), *({**each, **model, **block_size} for each in args.dns)]
     found["source_files"] = [*found.get("source_files", []), *args.sources]
     return found
 

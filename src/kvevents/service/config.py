@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 from msgspec import Struct, field
@@ -255,4 +257,39 @@ def to_config(tables: dict[str, Any], origin: str) -> ServiceConfig:
     try:
         return msgspec.convert(tables, ServiceConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {error}") from error
+        raise ConfigError(f"{origin}: {_explained(error)}") from error
+
+
+def _explained(error: msgspec.ValidationError) -> str:
+    """The sentence, behind where it is: `limits: unknown field 'max_token'; known fields: ...`."""
+    sentence, _, place = str(error).partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    where = f"{place}: " if place else ""
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", sentence)
+    table = _table_at(place) if unknown is not None else None
+    if unknown is None or table is None:
+        return where + sentence
+    near = difflib.get_close_matches(unknown[1], table.__struct_fields__, 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"{where}unknown field {unknown[1]!r}{meant} known fields: {', '.join(table.__struct_fields__)}"
+
+
+def _table_at(place: str) -> type[Struct] | None:
+    """The type of the table at a path such as `sources[0].curve`; None where it is no table."""
+    found: type[Struct] = ServiceConfig
+    for name in filter(None, re.sub(r"\[[^]]*\]", "", place).split(".")):
+        field = next((each for each in msgspec.structs.fields(found) if each.name == name), None)
+        inner = [each for each in _types_in(field.type) if issubclass(each, Struct)] if field is not None else []
+        if not inner:
+            return None
+        found = inner[0]
+    return found
+
+
+def _types_in(kind: Any) -> Iterator[type]:
+    """The plain types within a type: of `list[X] | None` they are X and None's."""
+    if args := get_args(kind):
+        for each in args:
+            yield from _types_in(each)
+    elif isinstance(kind, type):
+        yield kind

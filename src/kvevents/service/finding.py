@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from kvevents.errors import ConfigError
 from kvevents.service.config import DnsTable, ServiceConfig
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider
@@ -100,4 +101,7 @@ def providers_of(config: ServiceConfig, watched: Path | None) -> list[Provider]:
 
 def _dns(table: DnsTable) -> DnsProvider:
     fields = {name: getattr(table, name) for name in Template.__struct_fields__}
-    return DnsProvider(table.target, Template(**fields))
+    try:
+        return DnsProvider(table.target, Template(**fields))
+    except ConfigError as error:
+        raise ConfigError(f"dns {table.target}: {error}") from error

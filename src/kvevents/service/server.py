@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from kvevents.errors import ConfigError
+from kvevents.service.checking import check_settings
 from kvevents.service.config import ServiceConfig
 from kvevents.service.http.app import App
 from kvevents.service.http.connections import Connection, Entry
@@ -39,6 +40,7 @@ def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str],
 
     `announce` is told the URL. Raises `ConfigError` for what the machine refuses.
     """
+    check_settings(config, watched)
     _keep_heap()
     listening = _listen(config.host, config.port)
     try:
@@ -56,13 +58,8 @@ class _Server(uvicorn.Server):
         self._service = service
         app = App(service)
         config = uvicorn.Config(app, **_options(service.config))
-        try:
-            config.load()
-            tls, config.ssl = config.ssl, None  # `Entry` does the handshake, so that it counts as a connection
-        except (OSError, ValueError) as error:  # ssl's errors are both
-            raise ConfigError(
-                f"tls cannot be used: {_reason(error)}; certificate, key and client_ca are PEM files, the key without password"
-            ) from error
+        config.load()
+        tls, config.ssl = config.ssl, None  # `Entry` does the handshake, so that it counts as a connection
         config.http_protocol_class = _protocol(app, tls)
         super().__init__(config)
         self._announce = announce
@@ -146,11 +143,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise _refused(host, port, error) from error
     return listening
-
-
-def _reason(error: Exception) -> str:
-    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-    return reason if getattr(error, "filename", None) is None else f"{error.filename}: {reason}"  # type: ignore[attr-defined]
 
 
 def _refused(host: str, port: int, error: OSError) -> ConfigError:
