@@ -2,7 +2,7 @@
 
 ::
 
-    header   magic 8, version u16, length u16, kind u8, policy u8, flags u16, ordinal u64, incarnation u64, first u64,
+    header   magic 8, version u16, length u16, kind u8, zero u8, flags u16, ordinal u64, incarnation u64, first u64,
              previous u32, boot id 16, nonce 8, CRC-32 of all this u32
     frame    length of the body u32, kind u8, zeros 3, CRC-32 of these 8 bytes u32, CRC-32 of the body u32, body
 
@@ -21,10 +21,8 @@ then stale bytes: the first that does not hold was never acknowledged, and is cu
 a new one would does not hold, as its CRC goes on from another header's, with a nonce of its own. Where `end` does not hold, or
 is of a segment before, because the kill came first, nothing but the header is known to be acknowledged.
 
-With "always" no file is written over, and all that follows the last frame is the beginning of another one: a head that holds,
-and less than the body it announces, or less than a head. There anything else is damage, also behind `end`. That is not fsynced,
-only written later than what it tells of is on the disk: a loss of power may leave an older one, and never one that promises
-what is not there. With the other policies a loss of power is known by the boot id, and `end` is not asked.
+`end` is not fsynced: a loss of power may leave an older one. That is known by the boot id, whatever the policy, and begins a
+new incarnation.
 
 All segments but the newest end where their files do, and are cut there before the next one is begun.
 """
@@ -55,7 +53,7 @@ BEGINS: Final = 1
 DETACHED: Final = 2
 """Flag of a segment that goes on behind a snapshot, but not behind the segment before it."""
 
-_HEADER: Final = struct.Struct("<8sHHBBHQQQI16s8s")
+_HEADER: Final = struct.Struct("<8sHHBxHQQQI16s8s")
 _CRC: Final = struct.Struct("<I")
 _ACKNOWLEDGED: Final = struct.Struct("<QQ")
 _HEAD: Final = struct.Struct("<IB3x")
@@ -68,8 +66,6 @@ class Header(NamedTuple):
     """How a file begins."""
 
     kind: int
-    policy: int
-    """Of fsync: its place in `FSYNC_POLICIES`."""
     flags: int
     ordinal: int
     """Of the file, as in its name; of segments and snapshots together, in the order in which they were begun."""

@@ -37,7 +37,8 @@ class JournalSettings:
     What is lost: a process that is killed loses nothing that `append` returned from, whatever the policy, since the system has
     it. A machine that loses its power loses what was not on the disk: with "always" nothing that `append` returned from; with
     "interval" what was appended in the last `fsync_interval` seconds, and while the disk took it; with "never" whatever the
-    system had not written by itself, about 30 seconds on Linux. After "interval" and "never" recovery says `unclean` then.
+    system had not written by itself, about 30 seconds on Linux. Recovery says `unclean` then with any of them, since a disk may
+    say that it has written what it has not.
     """
 
     fsync: FsyncPolicy = "interval"

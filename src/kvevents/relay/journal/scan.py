@@ -29,7 +29,6 @@ from kvevents.relay.journal.frames import (
     Newer,
     Torn,
 )
-from kvevents.relay.journal.limits import FSYNC_POLICIES
 from kvevents.relay.journal.records import (
     BURST,
     CLOSED,
@@ -52,7 +51,6 @@ from kvevents.relay.journal.recovery import Log, Place, Recovered, Snapshot
 
 _BAD: Final = (ValueError, struct.error, msgspec.MsgspecError)
 """Of a frame that holds and is none of ours: a fault of who wrote it."""
-_SURE: Final = FSYNC_POLICIES.index("always")
 _UNKNOWN: Final = bytes(16)
 
 
@@ -206,7 +204,7 @@ class _Scan:
         with self._folder.read(kept.name) as file:
             file.seek(HEADER_BYTES)
             last = at == len(self._segments) - 1
-            frames = Frames(file, place.chain, self._end_of(kept), reused=last and header.policy != _SURE)
+            frames = Frames(file, place.chain, self._end_of(kept), reused=last)
             self._take_all(frames)
         self._kept.append((place, frames.end))
         self._chain = frames.chain
@@ -252,7 +250,8 @@ class _Scan:
             return "the disk refused what was sent last"
         header = self._kept[-1][0].header
         boot = boot_id()
-        if self._clean or header.policy == _SURE or header.boot == boot != _UNKNOWN:
+        # Whatever the policy: a disk may say that it has written what it has not.
+        if self._clean or header.boot == boot != _UNKNOWN:
             return ""
         return "the machine was started anew, and what was sent last may not have reached the disk"
 

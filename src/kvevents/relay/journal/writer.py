@@ -14,7 +14,7 @@ from kvevents.relay.journal.disk import Disk
 from kvevents.relay.journal.folder import END as ACKNOWLEDGED
 from kvevents.relay.journal.folder import Folder, boot_id, name_of, spare_of
 from kvevents.relay.journal.frames import HEADER_BYTES, SEGMENT, SNAPSHOT, Acknowledged, Header, head_of
-from kvevents.relay.journal.limits import FSYNC_POLICIES, SPARES, JournalSettings
+from kvevents.relay.journal.limits import SPARES, JournalSettings
 from kvevents.relay.journal.records import END, PART, STANDING, End, Positions, Standing, pack_end, pack_standing
 
 
@@ -302,9 +302,8 @@ class Writer:
         self.needless = [*self.needless, *self.folder.remove(each.name for each in spares)]
 
     def _header(self, kind: int, first: int, flags: int = 0, previous: int = 0) -> Header:
-        policy = FSYNC_POLICIES.index(self._settings.fsync)
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-        return Header(kind, policy, flags, ordinal, self._told.incarnation, first, previous, boot_id(), secrets.token_bytes(8))
+        return Header(kind, flags, ordinal, self._told.incarnation, first, previous, boot_id(), secrets.token_bytes(8))
 
     def _fill(self, name: str, header: Header, end: End, parts: Sequence[bytes]) -> int:
         data, chain = header.pack()
