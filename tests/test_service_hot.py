@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 
 import pytest
@@ -176,20 +178,40 @@ def test_nobody_waits_to_be_counted() -> None:
     assert counted.look("m", prompt([1]), BLOCK)
 
 
-def test_threads_may_count_and_ask_at_once() -> None:
-    """Nothing is torn, and what was counted adds up."""
-    counted = hot(max_nodes=32)
+@contextmanager
+def changing_threads_often() -> Iterator[None]:
+    """Within, the interpreter goes to another thread after a few of its instructions."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def count_at_once(counted: HotPrefixes, walls: str, prompts: int) -> None:
+    """A thread for each letter counts prompts of that wall, and asks; all walls share the nodes."""
 
     def work(wall: str) -> None:
         taken = 0
-        while taken < 500:
+        while taken < prompts:
             taken += counted.look(wall, prompt([1, taken % 50]), BLOCK)
             counted.top(wall, 3)
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, "abcd"))
-    assert [counted.sampled(wall) for wall in "abcd"] == [500] * 4
+    with changing_threads_often(), ThreadPoolExecutor(len(walls)) as pool:
+        list(pool.map(work, walls))
+
+
+def test_threads_may_count_and_ask_at_once() -> None:
+    """Nothing is torn, and what was counted adds up, wherever threads take turns: several of one wall, and of several."""
+    counted = hot(max_nodes=32)
+    count_at_once(counted, "aabb", 2_000)
+    assert [counted.sampled(wall) for wall in "ab"] == [4_000] * 2
     assert 0 < counted.nodes <= 32
+    for tree in counted._trees.values():
+        below = list(tree.below())
+        assert tree.nodes == len(below)
+        assert all(node.count <= node.parent.count for node in below)
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------------

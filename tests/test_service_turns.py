@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from typing import Any
 
 import pytest
 import uvloop
@@ -62,15 +63,25 @@ def test_it_looks_only_where_the_last_question_came_at_once() -> None:
     assert looks([soon, soon, late, soon, late, late]) == [0.0, AWAKE, 0.0, AWAKE, 0.0, 0.0]
 
 
-def test_a_loop_without_a_descriptor_sleeps() -> None:
+@pytest.mark.parametrize(("loop", "looks_at"), [(asyncio.new_event_loop, 0), (uvloop.new_event_loop, 2)])
+def test_a_loop_without_a_descriptor_sleeps(loop: Any, looks_at: int) -> None:
+    """There is nothing to look at; where there is something, the same answers make it look behind all but the first."""
+    looked: list[int] = []
+
+    def look(descriptor: int, _: float) -> bool:
+        looked.append(descriptor)
+        return False
+
     async def main() -> None:
-        look = lambda *_: pytest.fail("there is nothing to look at")  # noqa: E731
         turns = Turns(AWAKE, before=nothing, behind=nothing, clock=lambda: 0.0, look=look)
         for _ in range(3):
             turns.answer(Wire(), b"", 0.0)
             await asyncio.sleep(0)
+            await asyncio.sleep(0)  # what `answer` has scheduled is done now, whatever it raises
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+    assert len(looked) == looks_at
 
 
 def test_what_can_be_read_ends_a_look_at_once() -> None:
