@@ -162,14 +162,15 @@ class Service(Client):
         return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
 
     def query(self, tokens: Sequence[int], **more: Any) -> Any:
-        """The answer in Dynamo's spelling."""
-        answer = self.post("/query", {"model_name": MODEL, "token_ids": list(tokens), **more})
+        """The answer in Dynamo's spelling about all that caches hold, the block of the last token included."""
+        answer = self.post("/query", {"model_name": MODEL, "token_ids": list(tokens), "whole_prompt": True, **more})
         assert answer.status == 200, answer
         return answer.json
 
     def held(self, tokens: Sequence[int], **more: Any) -> dict[str, int]:
-        """Longest prefix by instance."""
-        return {name: found["longest_matched"] for name, found in self.query(tokens, **more)["instances"].items()}
+        """Longest prefix by instance, of those that hold something."""
+        found = self.query(tokens, **more)["instances"].items()
+        return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
 
     def holds(self, instance: int | str, tokens: Sequence[int], length: int | None = None, **more: Any) -> None:
         """Wait until an instance holds so much of a prompt: all of it when not told."""

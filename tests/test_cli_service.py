@@ -143,7 +143,7 @@ PROMPT: Final = list(range(64))
 
 
 def test_a_table_tells_who_holds_how_much(fleet: Served) -> None:
-    ended = run("query", *PROMPT, "--service", fleet.url)
+    ended = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url)
     assert ended.code == 0, ended.err
     head, titles, *rows = ended.out.splitlines()
     assert head == "64 tokens of model m: 2 workers hold a beginning of them"
@@ -157,7 +157,7 @@ def test_a_table_tells_who_holds_how_much(fleet: Served) -> None:
 
 def test_an_encoding_without_block_characters_has_a_bar_too(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    out = run("query", *PROMPT, "--service", fleet.url).out
+    out = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url).out
     assert f"{'#' * 12}{'=' * 12}" in out
     assert f"{'#' * 12}{'.' * 12}" in out
 
@@ -195,7 +195,7 @@ def test_select_tells_whom_and_why(fleet: Served) -> None:
     ended = run("query", *PROMPT, "--select", "--service", fleet.url)
     chosen, why, titles, *rows = ended.out.splitlines()
     assert chosen == "engine-1/0 should take it"
-    assert "holds 64 of 64 tokens" in why
+    assert "holds 48 of 64 tokens" in why
     assert titles.startswith("worker")
     assert [row.split()[0] for row in rows] == ["engine-1/0", "engine-0/0"]
     answer = json.loads(run("query", *PROMPT, "--select", "--json", "--service", fleet.url).out)
@@ -205,8 +205,8 @@ def test_select_tells_whom_and_why(fleet: Served) -> None:
 
 def test_why_nobody_holds_it(fleet: Served) -> None:
     short = run("query", *PROMPT[:5], "--service", fleet.url)
-    assert short.out == "5 tokens of model m: nobody holds a beginning of them\n"
-    assert f"shorter than a block of {BLOCK} tokens" in short.err
+    assert short.out == "5 tokens of model m: no worker holds a beginning of them, as far as is known\n"
+    assert f"no longer than a block of {BLOCK} tokens" in short.err
     other = run("query", *reversed(PROMPT), "--service", fleet.url)
     assert "compare tokens, LoRA and salt" in other.err
     assert (short.code, other.code) == (0, 0)
@@ -256,7 +256,7 @@ def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
     plain = json.loads(run("query", "--text", text, "--no-special-tokens", *common).out)
     assert plain == json.loads(run("query", *PROMPT, "--json", "--service", fleet.url).out)
     special = json.loads(run("query", "--text-file", tmp_path / "prompt.txt", *common).out)
-    assert (special["prompt_tokens"], special["workers"]) == (65, [])
+    assert (special["prompt_tokens"], [held["tokens"] for held in special["workers"]]) == (65, [0, 0])
     piped = json.loads(run("query", "--text-file", "-", "--no-special-tokens", *common, stdin=text.encode()).out)
     assert piped == plain
 

@@ -249,7 +249,7 @@ def test_not_all_of_a_prompt_is_promised() -> None:
         assert router.load(A).waiting_tokens == 2
     assert router.route("r", [*PROMPT, 9]).tokens == 8
     assert router.route("empty", []).tokens == 0
-    assert router_of(A, index=index, usable_only=False).route("r", PROMPT).tokens == 8
+    assert router_of(A, index=index, whole_prompt=True).route("r", PROMPT).tokens == 8
 
 
 def test_caches_of_other_namespaces_do_not_count() -> None:

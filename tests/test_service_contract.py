@@ -7,6 +7,7 @@ says why. Every test has an instance, model or tenant of its own, so that all sh
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import msgspec
 import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
@@ -51,6 +53,7 @@ def test_register_answers_201_and_ok_for_whatever_is_well_formed(service: Servic
             {"dp_rank": None},
             {"dp_rank": 3},
             {"replay_endpoint": None},
+            {"replay_endpoint": ""},
             {"endpoint": "tcp://no-such-host.invalid:5557"},
             {"instance_id": 2**64 - 1},
             {"routing_group": "other"},
@@ -60,7 +63,8 @@ def test_register_answers_201_and_ok_for_whatever_is_well_formed(service: Servic
         for number, more in enumerate(cases):
             body = registration(number, nowhere, model_name="registered") | more
             answer = service.post("/register", body)
-            assert (answer.status, answer.body) == (201, b'{"status":"ok"}'), more
+            told = {"warnings": ["unknown field 'some_field' was ignored"]} if "some_field" in more else {}
+            assert (answer.status, answer.json) == (201, {"status": "ok"} | told), more
             assert answer.headers["content-type"] == "application/json"
             gone = {name: body[name] for name in ("instance_id", "model_name", "routing_group") if name in body}
             assert service.post("/unregister", gone).status == 200
@@ -310,6 +314,7 @@ def test_ranks_are_merged_into_their_instance(service: Service, fresh: tuple[int
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3], prompt(99)], ids=["none", "less than a block", "others"])
 def test_nothing_found_is_an_empty_answer(service: Service, fresh: tuple[int, str, Engine], tokens: list[int]) -> None:
+    service.exact(fresh[0])
     answer = service.post("/query", model_name=fresh[1], token_ids=tokens)
     assert (answer.status, answer.body) == (200, b'{"scores":{},"frequencies":[],"instances":{}}')
 
@@ -358,6 +363,148 @@ def test_a_million_tokens_and_unknown_fields_are_taken(service: Service, fresh: 
     made.store(tokens)
     body = {"model_name": model, "token_ids": tokens + [1] * 1_000_000, "tenant_id": "default", "block_size": 16, "what": None}
     until("the prompt", lambda: service.post("/query", body).json["scores"] == {str(number): {"0": 64}})
+
+
+# --- whose a prompt is, in every spelling
+
+
+SCOPES: dict[str, tuple[str, ...]] = {
+    "model": ("model_name", "model", "modelname"),
+    "tenant": ("tenant_id", "tenant"),
+    "group": ("routing_group", "group"),
+    "lora": ("lora_name", "lora"),
+    "salt": ("cache_salt", "salt", "additionalsalt", "additional_salt"),
+}
+
+
+def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
+    """At registration, in each question, and at the end: what is given under another name is no less a wall."""
+    values = {"model": "spelled", "tenant": "acme", "group": "g", "lora": "sql", "salt": "s3cret"}
+    plain = {"model_name": "spelled", "tenant_id": "acme", "routing_group": "g", "lora_name": "sql", "cache_salt": "s3cret"}
+    tokens = prompt(40, 1)
+    with engine(seed=80) as made:
+        made.store(tokens)
+        for field, names in SCOPES.items():
+            for name in names:
+                scope = {names[0]: values[field] for field, names in SCOPES.items()}
+                del scope[names[0]]
+                scope[name] = values[field]
+                body = registration("walled", made.publisher)
+                del body["model_name"]
+                assert service.post("/register", body | scope).status in {200, 201}
+                service.exact("walled", blocks=1)
+                asked = {**scope, "whole_prompt": True}
+                found = service.post("/query", {**asked, "token_ids": tokens}).json
+                assert "walled" in found.get("instances", found.get("acme"))
+                held = service.post("/v1/match", {**asked, "tokens": tokens}).json["workers"]
+                assert [row["tokens"] for row in held] == [16], scope
+                assert service.post("/v1/select", {**asked, "tokens": tokens}).json["instance"] == "walled"
+                # Without any one field nothing of it is seen.
+                for missing in plain.keys() - {"model_name"}:
+                    less = {key: value for key, value in plain.items() if key != missing}
+                    answer = service.post("/v1/match", {**less, "tokens": tokens})
+                    assert answer.status == 404 or answer.json["workers"] == []
+                for scoped in ("tenant_id=acme&routing_group=g&model_name=spelled", "tenant=acme&group=g&model=spelled"):
+                    assert len(service.get(f"/v1/sources?{scoped}").json["sources"]) == 1
+                    assert len(service.get(f"/workers?{scoped}").json) == 1
+                    assert service.get(f"/v1/blocks?instance_id=walled&{scoped}").status in {200, 400}
+                wrong = service.post("/unregister", {**scope, "instance_id": "walled", name: "another"})
+                assert wrong.status == 404, name
+                assert service.post("/unregister", {**scope, "instance_id": "walled"}).status == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/register", "/unregister", "/query", "/query_by_hash", "/v1/match", "/v1/match_many", "/v1/select"]
+)
+def test_two_values_of_one_field_are_400(service: Service, path: str) -> None:
+    """And equal ones are one."""
+    body: dict[str, Any] = {
+        "/register": registration("twice", "tcp://127.0.0.1:1"),
+        "/unregister": {"instance_id": "twice"},
+        "/query": {"token_ids": []},
+        "/query_by_hash": {"block_hashes": []},
+        "/v1/match_many": {"prompts": []},
+    }.get(path, {"tokens": []})
+    body.pop("model_name", None)
+    for names in SCOPES.values():
+        for other in names[1:]:
+            answer = service.post(path, {**body, "model_name": "m", names[0]: "one", other: "two"})
+            assert (answer.status, answer.reason) == (400, "contradiction"), other
+    if path == "/query":
+        same = service.post(path, {**body, "model_name": "nobody", "model": "nobody", "tenant": "t", "tenant_id": "t"})
+        assert (same.status, same.reason) == (404, "unknown-model")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tennant",
+        "tenantId",
+        "tenant-id",
+        "Tenant",
+        "cacheSalt",
+        "slat",
+        "salt_",
+        "routinggroup",
+        "groups",
+        "grup",
+        "lora_path",
+        "LoRA",
+    ],
+)
+def test_a_field_like_one_of_a_scope_is_400(service: Service, fresh: tuple[int, str, Engine], name: str) -> None:
+    """It would be ignored, and a prompt of one tenant answered with blocks of another."""
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/register", registration("misspelled", "tcp://127.0.0.1:1", model_name=fresh[1])),
+        ("/unregister", {"instance_id": fresh[0]}),
+        ("/query", {"model_name": fresh[1], "token_ids": [1]}),
+        ("/query_by_hash", {"model_name": fresh[1], "block_hashes": [1]}),
+    ]
+    for path, body in requests:
+        answer = service.post(path, {**body, name: "acme"})
+        assert (answer.status, answer.reason) == (400, "unknown-field"), path
+        assert repr(name) in answer.json["error"]
+        assert answer.json["hint"].startswith("write ")
+    assert service.get(f"/v1/sources?{name}=acme").reason == "unknown-field"
+    assert service.post("/v1/match", {"model": fresh[1], "tokens": [], name: "acme"}).status == 422
+    assert fresh[0] in {int(instance) for instance, _ in service.sources() if instance.isdecimal()}
+
+
+def test_unknown_fields_of_other_clients_are_ignored_and_counted(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    """In JSON, with and without token ids that are lifted out, and in msgpack."""
+    service.exact(fresh[0])
+
+    def ignored() -> float:
+        found = re.search(rb'kvevents_http_ignored_fields_total{path="/query"} (\d+)', service.get("/metrics").body)
+        return float(found[1]) if found else 0.0
+
+    before = ignored()
+    body = {"model_name": fresh[1], "token_ids": [1, 2], "mode": "fast", "nested": {"token_ids": [9]}, "load": 1, "n": None}
+    assert service.post("/query", body).json == EMPTY
+    assert service.ask("POST", "/query", msgspec.msgpack.encode(body), content_type="application/msgpack").json == EMPTY
+    assert ignored() - before == 8
+    wrong = service.post("/query", {**body, "token_ids": "x"})
+    assert (wrong.status, wrong.reason) == (422, "bad-shape")
+
+
+def test_a_lora_that_is_known_by_its_number(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    """vLLM before 0.14 has no name of it in events. A prompt with a number is never answered with blocks of the base model."""
+    number, model, made = fresh
+    base, adapted = prompt(41), prompt(42)
+    made.store(base)
+    made.store(adapted, lora_id=7)
+    service.exact(number, blocks=8)
+
+    def held(tokens: list[int], **scope: Any) -> tuple[int, int]:
+        found = service.held(tokens, model_name=model, **scope).get(str(number), 0)
+        (row,) = service.post("/v1/match", model=model, tokens=tokens, whole_prompt=True, **scope).json["workers"]
+        return found, row["tokens"]
+
+    assert held(base) == held(adapted, lora_id=7) == (64, 64)
+    assert held(base, lora_id=7) == held(adapted) == held(adapted, lora_id=8) == (0, 0)
+    assert service.post("/query", model_name=model, token_ids=[], lora_id=2**63).status == 422
+    refused = service.register("numbered", "tcp://127.0.0.1:1", model_name=model, lora_id=7)
+    assert (refused.status, refused.reason) == (400, "lora-id")
 
 
 # --- by hash
@@ -409,11 +556,15 @@ def test_hashes_from_the_middle_or_unknown_find_nothing(service: Service, fresh:
     tokens = prompt(13)
     made.store(tokens)
     service.holds(number, tokens, model_name=model)
+    service.exact(number)
     for hashes in ([], local_hashes(tokens, BLOCK)[1:], [1, 2, 3]):
         assert service.post("/query_by_hash", model_name=model, block_hashes=hashes).json == EMPTY
 
 
-@pytest.mark.parametrize("wrong", [2**64, -(2**63) - 1, 1.5, "xyz", "0x", None, "9" * 5000])
+@pytest.mark.parametrize(
+    "wrong",
+    [2**64, -(2**63) - 1, 1.5, "xyz", "0x", None, "9" * 5000, "1_0", " 5 ", "0b11", "0o7", "+1", "0x1_0", "01", "\u0661", ""],
+)
 def test_hashes_that_are_none_are_422(service: Service, fresh: tuple[int, str, Engine], wrong: object) -> None:
     answer = service.post("/query_by_hash", model_name=fresh[1], block_hashes=[wrong])
     assert answer.status == 422
@@ -454,6 +605,7 @@ def test_other_paths_are_404(service: Service) -> None:
 
 def test_bodies_say_that_they_are_json(service: Service, fresh: tuple[int, str, Engine]) -> None:
     """As with Dynamo: 415 for anything else, `curl -d` included, since a page of any site can make a browser send such."""
+    service.exact(fresh[0])
     body = json.dumps({"model_name": fresh[1], "token_ids": []}).encode()
     for kind in ("application/json", "APPLICATION/JSON; charset=utf-8", "application/vnd.api+json"):
         assert service.ask("POST", "/query", body, content_type=kind).json == EMPTY
@@ -514,6 +666,7 @@ class MooncakeClient(DynamoClient):
 def test_a_client_of_dynamo(service: Service) -> None:
     client = DynamoClient(service.url)
     tokens = prompt(20)
+    longer = [*tokens, 1]  # an engine recomputes the last token, so that the last whole block counts if one more follows
     with engine(seed=20) as first, engine(seed=21) as second:
         for number, each in ((1, first), (2, second)):
             told = client.post(
@@ -526,14 +679,14 @@ def test_a_client_of_dynamo(service: Service) -> None:
                 dp_rank=0,
             )
             assert told == (201, {"status": "ok"})
-        assert client.best("dynamo", tokens) is None
+        assert client.best("dynamo", longer) is None
         hashes = first.store(tokens)
         second.store(tokens[:32])
-        until("the first", lambda: client.best("dynamo", tokens) == (1, 0, 64))
+        until("the first", lambda: client.best("dynamo", longer) == (1, 0, 64))
         first.remove(hashes[1:])
-        until("the second", lambda: client.best("dynamo", tokens) == (2, 0, 32))
+        until("the second", lambda: client.best("dynamo", longer) == (2, 0, 32))
         second.clear()
-        until("what is left", lambda: client.best("dynamo", tokens) == (1, 0, 16))
+        until("what is left", lambda: client.best("dynamo", longer) == (1, 0, 16))
         for number in (1, 2):
             assert client.post("/unregister", instance_id=number, model_name="dynamo") == (200, {"status": "ok"})
         assert client.post("/query", model_name="dynamo", token_ids=tokens)[0] == 404
@@ -562,7 +715,7 @@ def test_a_client_of_mooncake(service: Service) -> None:
             assert told == (200, {"status": "registered successfully", "instance_id": "vllm-0"})
         first = made["a"].store(tokens[:32])
         made["a"].store(tokens[32:], parent=first, medium="CPU")
-        asked = {"model": "mooncake", "block_size": BLOCK, "token_ids": tokens}
+        asked = {"model": "mooncake", "block_size": BLOCK, "token_ids": [*tokens, 1]}
         until("the prompt", lambda: client.query("a", **asked).get("vllm-0", {}).get("CPU") == 64)
         (found,) = client.query("a", **asked).values()
         until("trust", lambda: client.query("a", **asked)["vllm-0"]["trust"] == {"1": "EXACT"})
@@ -574,7 +727,7 @@ def test_a_client_of_mooncake(service: Service) -> None:
             "DISK": 64,
         }
         # Tenants are walls, though they share instance, model and tokens. With Dynamo, which ignores the field, B sees A's.
-        assert client.query("b", **asked) == {}
+        until("nothing held by the other tenant's", lambda: client.query("b", **asked) == {})
         assert client.post("/query", tenant_id="c", **asked)[0] == 404
         assert client.query("a", **asked, instance_id="another") == {}
         assert client.query("a", **asked, instance_id="vllm-0") == client.query("a", **asked)

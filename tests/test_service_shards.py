@@ -88,10 +88,11 @@ def planed(server: NatsServer, name: str) -> Iterator[Plane]:
 
 
 def held(client: Client) -> dict[str, int]:
-    answer = client.post("/query", {"model_name": MODEL, "token_ids": PROMPT})
+    answer = client.post("/query", {"model_name": MODEL, "token_ids": PROMPT, "whole_prompt": True})
     assert answer.status == 200, answer
     assert "kvevents-missing" not in answer.headers, answer.headers
-    return {name: each["longest_matched"] for name, each in answer.json["instances"].items()}
+    found = answer.json["instances"].items()
+    return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
 
 
 def settled(replicas: list[Replica], holders: int) -> None:
@@ -136,7 +137,7 @@ def blocks(client: Client) -> int:
     return count
 
 
-BODY: Final = {"model": MODEL, "tokens": PROMPT}
+BODY: Final = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True}
 QUESTIONS: Final[list[tuple[str, dict[str, Any]]]] = [
     ("/query", {"model_name": MODEL, "token_ids": PROMPT}),
     ("/query", {"model": MODEL, "token_ids": PROMPT}),
@@ -260,7 +261,8 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
             "an answer that is not whole", lambda: found if (found := one.post("/v1/match", BODY).json)["missing"] else None
         )
         assert "no replica answers for lane" in answer["missing"]
-        assert {each["instance"] for each in answer["workers"]} == own(one)
+        assert {each["instance"] for each in answer["workers"] if each["tokens"]} == own(one)
+        assert {each["trust"]["state"] for each in answer["workers"] if each["instance"] in lost} == {"STALE"}
         header = one.post("/query", {"model_name": MODEL, "token_ids": PROMPT})
         assert (header.status, "no replica answers" in header.headers["kvevents-missing"]) == (200, True)
         stale = {instance for instance, state, _ in sources(one) if state == "STALE"}
@@ -314,6 +316,10 @@ def announce(server: NatsServer, plane: str, name: str, what: Announcement) -> N
     asyncio.run(put())
 
 
+def holders(client: Client, body: dict[str, Any]) -> list[str]:
+    return [each["instance"] for each in client.post("/v1/match", body).json["workers"] if each["tokens"]]
+
+
 def test_an_expectation_reaches_who_holds_the_engine(server: NatsServer) -> None:
     with planed(server, "expects") as plane:
         shares = plane.start("a", "b")
@@ -327,10 +333,10 @@ def test_an_expectation_reaches_who_holds_the_engine(server: NatsServer) -> None
         expected = {"model": MODEL, "tokens": new, "expected": True}
 
         def believed(client: Client) -> bool:
-            return [each["instance"] for each in client.post("/v1/match", expected).json["workers"]] == [theirs]
+            return holders(client, expected) == [theirs]
 
         until("the expectation", lambda: believed(one) and believed(two))
-        assert one.post("/v1/match", {**expected, "expected": False}).json["workers"] == []
+        assert holders(one, {**expected, "expected": False}) == []
 
 
 def test_shares_want_the_token_of_each_other(server: NatsServer, tmp_path: Any) -> None:

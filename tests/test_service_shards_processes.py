@@ -119,7 +119,7 @@ class Asking:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            answer = self._client.post("/v1/match", {"model": MODEL, "tokens": PROMPT})
+            answer = self._client.post("/v1/match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})
             told = answer.json if answer.status == 200 else {}
             if told.get("missing") != "" or {each["instance"]: each["tokens"] for each in told["workers"]} != HELD:
                 self.wrong.append(told or answer)

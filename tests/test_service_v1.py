@@ -57,11 +57,11 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
     made.store(tokens[32:], parent=first, medium="DISK")
     service.holds(name, tokens, model_name=model)
     service.exact(name)
-    body = {"model": model, "tokens": tokens}
+    body = {"model": model, "tokens": [*tokens, 1]}
     answers = [
         service.post("/v1/match", body),
         service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK),
-        service.ask("POST", f"/v1/match?model={model}", packed(tokens), content_type=RAW),
+        service.ask("POST", f"/v1/match?model={model}", packed([*tokens, 1]), content_type=RAW),
     ]
     held = {
         "instance": name,
@@ -70,7 +70,7 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
         "trust": {"state": "EXACT", "reason": "", "reason_codes": []},
     }
-    assert [answer.json for answer in answers] == [{"prompt_tokens": 48, "workers": [held], "missing": ""}] * 3
+    assert [answer.json for answer in answers] == [{"prompt_tokens": 49, "workers": [held], "missing": ""}] * 3
     told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
     assert told.headers["content-type"] == MSGPACK
     assert msgspec.msgpack.decode(told.body) == answers[0].json
@@ -82,18 +82,23 @@ def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, 
     made.store(tokens, lora_name="ad")
     service.holds(name, tokens, model_name=model, lora_name="ad")
     path = f"/v1/match?model={model}"
-    assert service.ask("POST", f"{path}&lora=ad", packed(tokens), content_type=RAW).json["workers"][0]["tokens"] == 64
-    assert service.ask("POST", path, packed(tokens), content_type=RAW).json["workers"] == []
-    assert service.ask("POST", f"{path}&expected=true", b"", content_type=RAW).json == {
-        "prompt_tokens": 0,
-        "workers": [],
-        "missing": "",
-    }
+    for query, sent, held in (
+        ("&lora=ad&whole_prompt=true", packed(tokens), 64),
+        ("&lora_name=ad&whole_prompt=1", packed(tokens), 64),
+        ("&lora=ad", packed(tokens), 48),
+        ("", packed(tokens), 0),
+        ("&expected=true", b"", 0),
+    ):
+        found = service.ask("POST", path + query, sent, content_type=RAW).json
+        assert found["prompt_tokens"] == len(sent) // 4
+        assert [worker["tokens"] for worker in found["workers"]] == [held]
     for wrong, status, reason in (
         (path, 400, "malformed-body"),
-        ("/v1/match", 422, "bad-shape"),
+        ("/v1/match", 422, "missing-model"),
         (f"{path}&expected=perhaps", 422, "bad-shape"),
         (f"{path}&mm=x", 422, "bad-shape"),
+        (f"{path}&slat=x", 422, "bad-shape"),
+        (f"{path}&lora=a&lora_name=b", 400, "contradiction"),
     ):
         body = b"123" if reason == "malformed-body" else packed(tokens)
         answer = service.ask("POST", wrong, body, content_type=RAW)
@@ -106,12 +111,12 @@ def test_many_prompts_are_answered_in_their_order(service: Service, fresh: tuple
     for tokens in prompts[:3]:
         made.store(tokens)
     service.exact(name, blocks=6)
-    found = service.post("/v1/match_many", model=model, prompts=[*prompts, []]).json["matches"]
+    found = service.post("/v1/match_many", model=model, prompts=[*prompts, []], whole_prompt=True).json["matches"]
     assert [each["prompt_tokens"] for each in found] == [32] * 5 + [0]
-    assert [[worker["tokens"] for worker in each["workers"]] for each in found] == [[32]] * 3 + [[]] * 3
+    assert [[holder["tokens"] for holder in each["holders"]] for each in found] == [[32]] * 3 + [[]] * 3
     assert service.post("/v1/match_many", model=model, prompts=[[]] * 1025).status == 422
     assert service.post("/v1/match_many", model="nobody", prompts=[[]]).status == 404
-    assert service.post("/v1/match_many", model="nobody", prompts=[]).json == {"matches": []}
+    assert service.post("/v1/match_many", model="nobody", prompts=[]).json == {"matches": [], "workers": [], "missing": ""}
 
 
 def test_unknown_fields_are_refused_where_a_misspelling_would_cost(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -132,6 +137,7 @@ def test_token_ids_are_lifted_as_they_are_read(lifted: Service, data: st.DataObj
     assert quick.json == careful.json
     tokens = json.loads(text)["token_ids"]
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, HELD, strict=False))))
+    same = min(same, max(len(tokens) - 1, 0))  # an engine recomputes the last token
     assert quick.json["scores"] == ({"one": {"0": same}} if same else {})
 
 
@@ -204,6 +210,68 @@ def _texts(draw: st.DrawFn) -> bytes:
     return text
 
 
+def test_workers_that_hold_nothing_are_told_with_their_trust(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """So that a client can tell "holds nothing" from "unknown", in every answer about a prompt."""
+    name, model, made = fresh
+    tokens = prompt(30)
+    made.store(tokens)
+    with engine(seed=903) as empty, refusing() as nowhere:
+        assert service.register("empty", empty.publisher, model_name=model).status == 201
+        assert service.register("unknown", nowhere, model_name=model).status == 201
+        service.exact(name, blocks=4)
+        service.exact("empty")
+        nothing = {"gpu": 0, "cpu": 0, "disk": 0}
+        states = {name: "EXACT", "empty": "EXACT", "unknown": "CONNECTING"}
+
+        def trusts(rows: list[Any]) -> dict[str, str]:
+            return {row["instance"]: row["trust"]["state"] for row in rows}
+
+        for tokens_asked in (tokens, prompt(31)):
+            workers = service.post("/v1/match", model=model, tokens=tokens_asked).json["workers"]
+            held = [row for row in workers if row["tokens"]]
+            assert trusts(workers) == states
+            assert [row["instance"] for row in held] == ([name] if tokens_asked is tokens else [])
+            assert workers[: len(held)] == held
+            assert all(row["tiers"] == nothing for row in workers[len(held) :])
+        many = service.post("/v1/match_many", model=model, prompts=[tokens, prompt(31)]).json
+        assert trusts(many["workers"]) == states
+        assert [[row["instance"] for row in each["holders"]] for each in many["matches"]] == [[name], []]
+        assert trusts(service.get(f"/v1/hot?model={model}").json["workers"]) == states
+        # In the answers of others a worker that is absent is EXACT and holds nothing.
+        zero = {"longest_matched": 0, "gpu": 0, "dp": {"0": 0}, "cpu": 0, "disk": 0, "trust": {"0": "CONNECTING"}}
+        found = service.post("/query", model_name=model, token_ids=prompt(31)).json
+        assert found == {"scores": {}, "frequencies": [], "instances": {"unknown": zero}}
+        found = service.post("/query", model=model, token_ids=prompt(31)).json
+        assert {each: row["trust"] for each, row in found["default"].items()} == {"unknown": {"0": "CONNECTING"}}
+        assert service.post("/query_by_hash", model_name=model, block_hashes=[1]).json["instances"] == {"unknown": zero}
+        for gone in ("empty", "unknown"):
+            assert service.post("/unregister", instance_id=gone).status == 200
+
+
+def test_the_block_of_the_last_token_does_not_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """Engines recompute it: of n tokens at most (n - 1) // block size blocks are of use. What is held stays what it is."""
+    name, model, made = fresh
+    tokens = prompt(32)
+    made.store(tokens)
+    service.exact(name, blocks=4)
+    for asked, usable in ((tokens, 48), ([*tokens, 1], 64), (tokens[:63], 48), (tokens[:16], 0), (tokens[:1], 0), ([], 0)):
+        whole = len(asked) // BLOCK * BLOCK
+        for more, expected in (({}, usable), ({"whole_prompt": True}, whole)):
+            body = {"model": model, **more}
+            query = "".join(f"&{field}=true" for field in more)
+            matched = service.post("/v1/match", body | {"tokens": asked}).json
+            raw = service.ask("POST", f"/v1/match?model={model}{query}", packed(asked), content_type=RAW).json
+            many = service.post("/v1/match_many", body | {"prompts": [asked]}).json["matches"][0]
+            chosen = service.post("/v1/select", body | {"tokens": asked, "explain": True}).json["considered"]
+            assert matched == raw
+            assert (matched["prompt_tokens"], many["prompt_tokens"]) == (len(asked), len(asked))
+            assert [row["tokens"] for row in (*matched["workers"], *chosen)] == [expected] * 2
+            assert [row["tokens"] for row in many["holders"]] == ([expected] if expected else [])
+            found = service.post("/query", {"model_name": model, "token_ids": asked, **more}).json["instances"]
+            assert found.get(name, {"longest_matched": 0})["longest_matched"] == expected
+    assert service.keys(name) == {(key, "gpu") for key in hex_keys(tokens)}
+
+
 # --- choosing
 
 
@@ -216,7 +284,7 @@ def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple
         other.store(tokens)
         for each, blocks in ((name, 1), ("other", 4)):
             service.exact(each, blocks=blocks)
-        told = service.post("/v1/select", model=model, tokens=tokens, explain=True).json
+        told = service.post("/v1/select", model=model, tokens=tokens, explain=True, whole_prompt=True).json
         assert (told["instance"], told["rank"]) == ("other", 0)
         assert told["why"].startswith("other rank 0 is EXACT, holds 64 of 64 tokens")
         assert [(each["instance"], each["tokens"]) for each in told["considered"]] == [("other", 64), (name, 16)]
@@ -246,7 +314,12 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
     until("refused", lambda: "nothing listens" in service.trust("refused")[1])
     body = {"model": model, "tokens": tokens, "explain": True}
     loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
-    for more in ({}, {"candidates": loads, "load_weight": 1000.0}, {"candidates": loads, "trust": {"STALE": 1.0}}):
+    every: list[dict[str, Any]] = [
+        {},
+        {"candidates": loads, "load_weight": 1000.0},
+        {"candidates": loads, "trust": {"STALE": 1.0}},
+    ]
+    for more in every:
         for _ in range(6):
             told = service.post("/v1/select", body | more).json
             assert (told["instance"], told["trust"]["state"], len(told["considered"])) == (name, "EXACT", 1)
@@ -300,9 +373,10 @@ def test_what_select_expects_counts_where_it_is_asked_for(service: Service, fres
     made.store(prompt(12, 1))
     service.exact(name, blocks=1)
     assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=60).json["instance"] == name
-    with_it = service.post("/v1/match", model=model, tokens=tokens, expected=True).json["workers"]
+    with_it = service.post("/v1/match", model=model, tokens=[*tokens, 1], expected=True).json["workers"]
     assert [each["tokens"] for each in with_it] == [64]
-    assert service.post("/v1/match", model=model, tokens=tokens).json["workers"] == []
+    without = service.post("/v1/match", model=model, tokens=[*tokens, 1]).json["workers"]
+    assert [each["tokens"] for each in without] == [0]
     assert service.held(tokens, model_name=model) == {}
     assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=61).status == 422
 
@@ -416,7 +490,8 @@ def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine
     assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
     assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
     assert service.get("/v1/hot").reason == "missing-model"
-    assert service.get("/v1/hot?model=nobody").json == {"model": "nobody", "sampled": 0, "prefixes": [], "missing": ""}
+    nothing = {"model": "nobody", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
+    assert service.get("/v1/hot?model=nobody").json == nothing
 
 
 # --- events

@@ -42,6 +42,8 @@ def run(args: Namespace) -> int:
     scope = {name: given for name in ("tenant", "group", "lora", "salt") if (given := getattr(args, name)) is not None}
     sources = _Sources(client, scope)
     asked: dict[str, Any] = {"model": args.model or sources.only_model(), "tokens": tokens, **scope}
+    if args.whole_prompt:
+        asked["whole_prompt"] = True
     answer: MatchAnswer | Selected
     if args.select:
         answer = client.post("/v1/select", asked | {"explain": True}, Selected)
@@ -83,8 +85,11 @@ class _Sources:
         if not any(source.blocks for source in sources):
             return "no engine of this model has told of a block yet; `kvevents top` shows them"
         smallest = min((size for source in sources for size in _block_sizes(source)), default=0)
-        if prompt < smallest:
-            return f"the prompt is shorter than a block of {smallest} tokens, and engines keep whole blocks only"
+        if prompt <= smallest:
+            return (
+                f"the prompt is no longer than a block of {smallest} tokens: engines keep whole blocks, "
+                "and recompute the one of the last token"
+            )
         return "if an engine should hold it, compare tokens, LoRA and salt with its own: `kvevents tail ENDPOINT --tokens`"
 
 
@@ -98,12 +103,17 @@ def _block_sizes(source: SourceView) -> list[int]:
 
 def _show_holders(answer: MatchAnswer, model: str, sources: _Sources, console: Console) -> None:
     head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name")]
-    if not answer.workers:
-        console.line(*head, ": nobody holds a beginning of them")
+    holding = sum(held.tokens > 0 for held in answer.workers)
+    # A worker that is not EXACT may hold more than is known, also where that is nothing.
+    shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
+    if holding:
+        console.line(*head, f": {plural(holding, 'worker')} {_verb(holding)} a beginning of them")
+    else:
+        console.line(*head, ": no worker holds a beginning of them, as far as is known")
         console.note(sources.why_nothing(model, answer.prompt_tokens))
+    if not shown:
         return
-    console.line(*head, f": {plural(len(answer.workers), 'worker')} {_verb(len(answer.workers))} a beginning of them")
-    holders = sorted(answer.workers, key=lambda held: (-held.tokens, held.instance, held.rank))
+    holders = sorted(shown, key=lambda held: (-held.tokens, held.instance, held.rank))
     rows = [_held(held, answer.prompt_tokens) for held in holders]
     _table(("worker", "tokens", "share", "held", "tiers", "trust"), rows, console)
     _legend([held.tiers for held in holders], console)
@@ -128,6 +138,8 @@ def _show_choice(selected: Selected, prompt: int, console: Console) -> None:
     console.line(Span(worker(selected.instance, selected.rank), "name"), " should take it")
     console.line(selected.why)
     considered = selected.considered or []
+    if left_out := selected.unreachable:
+        console.note("left out: " + some([f"{worker(one.instance, one.rank)} is {one.trust.state}" for one in left_out]))
     rows = [_considered(one, prompt) for one in considered]
     _table(("worker", "score", "to compute", "load", "tokens", "held", "tiers", "trust"), rows, console)
     _legend([one.tiers for one in considered], console)
@@ -224,6 +236,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--group", metavar="NAME", help="routing group (default: default)")
     parser.add_argument("--lora", metavar="NAME", help="LoRA adapter that the prompt is for")
     parser.add_argument("--salt", metavar="SALT", help="cache salt that the prompt has")
+    parser.add_argument(
+        "--whole-prompt",
+        action="store_true",
+        help="look up the last token too, which engines recompute with its block",
+    )
     parser.add_argument("--select", action="store_true", help="ask which worker should take the prompt, and why")
     parser.add_argument("--json", action="store_true", help="one JSON object: the service's answer")
 

@@ -108,9 +108,9 @@ class Router:
     the state of a worker's stream (`lambda worker: subscriber.trust(*worker).name`), without which all are EXACT; it must not
     call the router. Whatever the policy, a worker that is STALE is chosen only if no other one is left, and one that is
     CONNECTING only if none has a connection. With `overlay_seconds` above 0 a prompt is believed to be cached where it was sent
-    for so long before any event says so, if the policy asks the index. `max_in_flight` bounds what is remembered. With
-    `usable_only` the last token of a prompt is not looked up, since engines recompute it: a cached block that it is in does not
-    count. Raises `ConfigError`.
+    for so long before any event says so, if the policy asks the index. `max_in_flight` bounds what is remembered. The
+    last token of a prompt is not looked up, since engines recompute it and with it its block, except with `whole_prompt`.
+    Raises `ConfigError`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Router:
         trust: Callable[[Worker], str] | None = None,
         overlay_seconds: float = 0.0,
         max_in_flight: int = MAX_IN_FLIGHT,
-        usable_only: bool = True,
+        whole_prompt: bool = False,
     ) -> None:
         if policy.asks_index and index is None:
             raise ConfigError(f"the policy {policy.name} needs an index; give the router a PrefixIndex")
@@ -131,7 +131,7 @@ class Router:
         self._index = index if policy.asks_index else None
         self._trust = trust
         self._overlay_seconds = overlay_seconds
-        self._usable_only = usable_only
+        self._whole_prompt = whole_prompt
         self._ledger = Ledger(max_in_flight)
         self._lock = threading.Lock()
 
@@ -223,7 +223,7 @@ class Router:
         """By worker what it holds of the prompt, on whatever tiers and by tier."""
         if self._index is None:
             return {}
-        usable = tokens[: length - 1] if self._usable_only and length else tokens
+        usable = tokens if self._whole_prompt or not length else tokens[: length - 1]
         match = self._index.match(usable, namespace, overlay=self._overlay_seconds > 0)
         return {
             (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk})

@@ -62,6 +62,8 @@ class Fleet(Listener):
         """Of `kvevents_rejected_events`: rejected events by dialect and reason."""
         self.version = 0
         """Another number whenever members have come or gone."""
+        self.state_version = 0
+        """Another number whenever a member has come into another state."""
         self.failure: str | None = None
         """Why nothing is followed any more."""
         self.refused: dict[Key, str] = {}
@@ -165,8 +167,8 @@ class Fleet(Listener):
                 self.refused[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
 
     def _drop(self, member: Member) -> None:
-        self.version += 1
         del self.members[member.registration.key]
+        self.version += 1
         self._told.pop(member.registration.key, None)
         self._walls.drop(member.registration.wall)
 
@@ -351,6 +353,7 @@ class Fleet(Listener):
         stale = Trust.STALE.because(f"the service follows nothing any more: {self.failure}")
         for member in list(self.members.values()):
             member.take(stale, (Reason.FAILED,), self._clock())
+        self.state_version += 1
 
     def _judge(self, now: float) -> None:
         for member in list(self.members.values()):
@@ -368,6 +371,7 @@ class Fleet(Listener):
         codes = member.trusted.reason_codes
         former = member.judge(trust, now)
         if former is not None:
+            self.state_version += 1
             self._stirred.add(registration.key)
             level = logging.WARNING if trust in {Trust.DEGRADED, Trust.STALE} else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)

@@ -15,7 +15,7 @@ from kvevents.service.member import Row
 from kvevents.service.registration import Wall
 from kvevents.service.shapes import HotPrefix, Media, SelectRequest
 from kvevents.service.shards.asking import Shards, packed
-from kvevents.service.shards.shapes import Expectation, Question
+from kvevents.service.shards.shapes import Expectation, Question, fields_of
 
 if TYPE_CHECKING:
     from kvevents.service.metrics import Metrics
@@ -50,34 +50,56 @@ class Lookups:
         self._uncounted: Final[deque[tuple[Wall, Any, list[Row]]]] = deque()
 
     def find(
-        self, wall: Wall, tokens: Any, then: Told[T], *, mm: Sequence[Media] = (), expected: bool = False
+        self,
+        wall: Wall,
+        tokens: Any,
+        then: Told[T],
+        *,
+        mm: Sequence[Media] = (),
+        expected: bool = False,
+        whole_prompt: bool = False,
     ) -> T | Awaitable[T]:
-        """Who holds how much of a prompt."""
+        """Who holds how much of a prompt; with `whole_prompt` its last token, which engines recompute, is looked up too."""
         if self._shards is not None:
             return self._find_everywhere(
-                self._shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected
+                self._shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected, whole_prompt
             )
-        found = self._fleet.match(wall, tokens, mm=mm, expected=expected)
+        found = self._fleet.match(wall, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected)
         self._note(wall, tokens, found)
         return then(found, "")
 
     def find_many(
-        self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], *, mm: Sequence[Media] = (), expected: bool = False
+        self,
+        wall: Wall,
+        prompts: Sequence[Any],
+        then: ToldMany[T],
+        *,
+        mm: Sequence[Media] = (),
+        expected: bool = False,
+        whole_prompt: bool = False,
     ) -> T | Awaitable[T]:
         """The same for several prompts."""
         if self._shards is not None:
-            return self._find_everywhere(self._shards, wall, prompts, then, mm, expected)
+            return self._find_everywhere(self._shards, wall, prompts, then, mm, expected, whole_prompt)
         found = []
         for tokens in prompts:
-            found.append(self._fleet.match(wall, tokens, mm=mm, expected=expected))
+            found.append(self._fleet.match(wall, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
             self._note(wall, tokens, found[-1])
         return then(found, "")
 
     async def _find_everywhere(
-        self, shards: Shards, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], mm: Sequence[Media], expected: bool
+        self,
+        shards: Shards,
+        wall: Wall,
+        prompts: Sequence[Any],
+        then: ToldMany[T],
+        mm: Sequence[Media],
+        expected: bool,
+        whole_prompt: bool,
     ) -> T:
         self._check_works()
-        found, missing = await shards.find(Question(**wall._asdict(), mm=list(mm), expected=expected), prompts)
+        looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
+        found, missing = await shards.find(Question(**fields_of(wall), mm=list(mm), expected=expected), looked_up)
         for tokens, rows in zip(prompts, found, strict=True):
             self._note(wall, tokens, rows)
         return then(found, missing)
@@ -111,7 +133,7 @@ class Lookups:
 
     async def _find_keys_everywhere(self, shards: Shards, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T:
         self._check_works()
-        (found,), missing = await shards.find(Question(**wall._asdict(), keys=[keys], local=local), [])
+        (found,), missing = await shards.find(Question(**fields_of(wall), keys=[keys], local=local), [])
         self._note(wall, (), found)
         return then(found, missing)
 
@@ -121,7 +143,7 @@ class Lookups:
         if self._fleet.expect(wall, worker, asked.tokens, seconds) or self._shards is None:
             return
         prompt = packed(asked.tokens)
-        self._shards.expect(Expectation(**wall._asdict(), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
+        self._shards.expect(Expectation(**fields_of(wall), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
 
     def _look_hot(self, wall: Wall, tokens: Any) -> None:
         size = self._fleet.block_sizes(wall)[:1]
@@ -144,9 +166,18 @@ class Lookups:
     async def _hottest_everywhere(
         self, shards: Shards, wall: Wall, nodes: list[HotNode], then: Callable[[list[HotPrefix], str], T]
     ) -> T:
-        question = Question(**wall._asdict(), keys=[list(node.path) for node in nodes])
+        question = Question(**fields_of(wall), keys=[list(node.path) for node in nodes])
         found, missing = await shards.find(question, [])
         return then(_prefixes(nodes, found), missing)
+
+
+def usable(tokens: Any) -> Any:
+    """All of a prompt but its last token, which engines recompute, and with it the block that it is in.
+
+    So of n tokens at most (n - 1) // block size blocks are of use: vLLM 0.33 `v1/core/kv_cache_manager.py`
+    (`get_computed_blocks`), SGLang 0.5.23 `managers/schedule_batch.py` (`max_prefix_len`).
+    """
+    return tokens[: len(tokens) - 1] if len(tokens) else tokens
 
 
 def _prefixes(nodes: list[HotNode], found: list[list[Row]]) -> list[HotPrefix]:

@@ -12,10 +12,11 @@ from kvevents.index import WorkerInfo
 from kvevents.routing.scoring import LOST, distance_of
 from kvevents.service.reasons import ENDPOINT_FAULTS, Fault, Reason, reasons_of
 from kvevents.service.registration import Registration, Wall
-from kvevents.service.shapes import Gap, SourceView, State, Trusted
+from kvevents.service.shapes import Gap, Held, SourceView, State, Trusted
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
 
+_NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_LEDGER: Final = 64
 """Gaps of one stream that are told one by one; all of them are counted."""
 
@@ -29,6 +30,7 @@ class Member:
         "faults",
         "gaps",
         "hidden",
+        "holds_nothing",
         "info",
         "instance",
         "json_held",
@@ -47,6 +49,7 @@ class Member:
         "trust",
         "trusted",
         "untold",
+        "worker",
     )
 
     def __init__(self, registration: Registration, origin: str, now: float) -> None:
@@ -54,6 +57,8 @@ class Member:
         self.json_name = msgspec.json.encode(registration.instance)
         """Parts of answers, which are written as bytes."""
         self.instance = registration.instance
+        self.worker = registration.instance, registration.rank
+        """What clients call it, which is unique within a tenant and group."""
         self.hidden = False
         """Whether it has had no connection for so long that clients who may not look at trust are not told of it."""
         self.json_rank = b'"%d"' % registration.rank
@@ -86,6 +91,10 @@ class Member:
     def _write_parts(self) -> None:
         """Parts of answers that numbers are put into, with a name for each."""
         name, rank = self.json_name.replace(b"%", b"%%"), self.json_rank
+        self.holds_nothing = Held(
+            instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trusted
+        )
+        """What answers say of it if it holds nothing of a prompt."""
         self.json_state = b'"%b"' % self.trusted.state.encode("ascii")
         self.json_score = b"%b:{%b:%%d}" % (name, rank)
         """Tokens on the device."""

@@ -36,6 +36,7 @@ from kvevents.service.shapes import TIER_WEIGHTS, State, StatsAnswer
 from kvevents.stream import StreamCounters
 
 if TYPE_CHECKING:
+    from kvevents.service.http.messages import Request
     from kvevents.service.service import Service
 
 Samples: TypeAlias = Mapping[str, float | None]
@@ -83,6 +84,8 @@ class Metrics:
         """Share of a prompt that the best worker holds."""
         self.lookups = 0
         self.hits = 0
+        self.ignored_fields: dict[str, int] = {}
+        """Unknown fields of bodies that were ignored, by path."""
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count a request to one of the table's paths; from the event loop only."""
@@ -91,6 +94,11 @@ class Metrics:
         if tally is None:
             tally = self.seconds[path] = Tally(_SECONDS)
         tally.add(seconds)
+
+    def ignored(self, request: Request) -> None:
+        """Count the unknown fields of a request that were ignored."""
+        if request.ignored:
+            self.ignored_fields[request.path] = self.ignored_fields.get(request.path, 0) + len(request.ignored)
 
     def lookup(self, tokens: int, longest: int) -> None:
         """Count a lookup of a prompt of which so much was found; from any thread."""
@@ -120,6 +128,8 @@ class Metrics:
         depth = {"": self.depth}
         page.histogram("kvevents_hit_depth_ratio", "Share of a looked up prompt's tokens that the best worker holds", depth)
         requests = {labels(path=path, status=status): count for (path, status), count in dict(self.requests).items()}
+        ignored = {labels(path=path): count for path, count in dict(self.ignored_fields).items()}
+        page.counter("kvevents_http_ignored_fields_total", "Unknown fields of bodies that were ignored", ignored)
         page.counter("kvevents_http_requests_total", "Requests by path and status", requests)
         seconds = {labels(path=path): tally for path, tally in dict(self.seconds).items()}
         page.histogram("kvevents_http_request_duration_seconds", "From a request's headers to the end of its answer", seconds)

@@ -35,7 +35,8 @@ class Wall(NamedTuple):
     model: str
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
-    lora: str | None = None
+    lora: str | int | None = None
+    """Its name, or its number for engines whose events have no name (vLLM before 0.14)."""
     salt: str | None = None
 
     def admits(self, prompt: Wall) -> bool:

@@ -19,6 +19,7 @@ from kvevents.routing import Turns
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.audit import AuditLog
+from kvevents.service.candidates import CandidateCache
 from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
@@ -69,6 +70,7 @@ class Service:
         self.metrics = Metrics(self)
         self.connections = Connections(config.limits)
         self.workers = Workers(config.limits.max_waiting)
+        self.candidates = CandidateCache(self.fleet, self.shards)
         self.turns = Turns()
         self.lookups = Lookups(self.fleet, self.metrics, self.shards)
         self.snapshot_at: float | None = None

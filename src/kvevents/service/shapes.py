@@ -5,17 +5,18 @@ Counts of a prompt are tokens. Times are seconds since the epoch unless their na
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from kvevents.routing import scoring
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import DEFAULT_GROUP, MAX_NAME_BYTES
+from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.structs import prepared
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 State: TypeAlias = scoring.State
 TIER_WEIGHTS: Final = scoring.TIER_WEIGHTS
@@ -56,16 +57,42 @@ class Media(Struct, frozen=True, kw_only=True):
 
 @prepared
 class Scoped(Struct, frozen=True, kw_only=True):
-    """Whose prompts these are."""
+    """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
 
-    model: Name
-    tenant: Name = DEFAULT_GROUP
-    group: Name = DEFAULT_GROUP
+    model: Name | UnsetType = UNSET
+    model_name: Name | UnsetType = UNSET
+    modelname: Name | UnsetType = UNSET
+    tenant: Name | UnsetType = UNSET
+    tenant_id: Name | UnsetType = UNSET
+    group: Name | UnsetType = UNSET
+    routing_group: Name | UnsetType = UNSET
     lora: Name | None = None
+    lora_name: Name | None = None
+    lora_id: LoraId | None = None
+    """Number of the LoRA, for engines whose events have no name of it (vLLM before 0.14)."""
     salt: Name | None = None
+    cache_salt: Name | None = None
+    additionalsalt: Name | None = None
+    additional_salt: Name | None = None
+
+    ALIASES: ClassVar = frozenset(
+        {
+            "model_name",
+            "modelname",
+            "tenant_id",
+            "routing_group",
+            "lora_name",
+            "cache_salt",
+            "additionalsalt",
+            "additional_salt",
+        }
+    )
+    """Names that are not written into the OpenAPI document, since one name of each is enough."""
     mm: list[Media] = []
     expected: bool = False
     """Count what `select` has decided and no event has confirmed yet."""
+    whole_prompt: bool = False
+    """Look up the last token too. Engines recompute it, and with it the block that it is in."""
 
 
 class MatchRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,18 +128,30 @@ class Held(Struct, frozen=True, kw_only=True):
 
 
 class MatchAnswer(Struct, frozen=True, kw_only=True):
-    """Workers that hold a beginning of the prompt."""
+    """All workers that may hold a beginning of the prompt, those that hold nothing included."""
 
     prompt_tokens: int
     workers: list[Held]
+    """Those that hold something come first."""
     missing: str = ""
     """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
+
+
+class PromptMatch(Struct, frozen=True, kw_only=True):
+    """Workers that hold a beginning of one of several prompts."""
+
+    prompt_tokens: int
+    holders: list[Held]
 
 
 class MatchManyAnswer(Struct, frozen=True, kw_only=True):
     """One answer for each prompt, in their order."""
 
-    matches: list[MatchAnswer]
+    matches: list[PromptMatch]
+    workers: list[WorkerTrust]
+    """All workers that may hold a beginning of the prompts: those that are not among the holders of one hold nothing of it."""
+    missing: str = ""
+    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -285,6 +324,8 @@ class HotAnswer(Struct, frozen=True, kw_only=True):
     sampled: int
     """Prompts that were looked at."""
     prefixes: list[HotPrefix]
+    workers: list[WorkerTrust]
+    """All workers that may hold them."""
     missing: str = ""
     """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 

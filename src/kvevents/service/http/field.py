@@ -1,16 +1,18 @@
 """The field's contract: what clients of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403) ask, as they ask it.
 
 Both derive from one draft and differ in names. A request that says `model_name` is answered as Dynamo answers, one that says
-`model` (`modelname` where it registers) as Mooncake does. Both are tolerant of unknown fields, as the originals are.
+`model` (`modelname` where it registers) as Mooncake does. Unknown fields are ignored and counted, as the originals ignore
+them, unless they are like one that says whose a prompt is (`kvevents.service.spellings`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
@@ -19,12 +21,15 @@ from kvevents.service.http.answers import dynamo, mooncake
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.member import Row
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
+from kvevents.service.shapes import LoraId
+from kvevents.service.spellings import GROUP, LORA, MODEL, SALT, TENANT, pick, wall_of
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"
+HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
 Hash = Annotated[
     int | str,
     Meta(
@@ -37,72 +42,75 @@ Hash = Annotated[
 ]
 MISSING: Final = b"kvevents-missing"
 """Header of an answer that is not of the whole fleet: why, in words."""
+MAX_WARNINGS: Final = 8
+"""Ignored fields that an answer names."""
 MAX_SHOWN: Final = 40
 """Characters of something wrong that an error repeats."""
 
 
-class RegisterRequest(Struct, kw_only=True):
+class Whose(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
+
+    model_name: str | None = None
+    modelname: str | None = None
+    model: str | None = None
+    tenant_id: str | UnsetType = UNSET
+    tenant: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
+    group: str | UnsetType = UNSET
+    lora_name: str | None = None
+    lora: str | None = None
+    lora_id: LoraId | None = None
+    cache_salt: str | None = None
+    salt: str | None = None
+    additionalsalt: str | None = None
+    additional_salt: str | None = None
+
+    ALIASES: ClassVar = frozenset({"tenant", "group", "lora", "salt", "additional_salt"})
+    """Names that are not written into the OpenAPI document, since one name of each is enough."""
+
+
+class RegisterRequest(Whose, kw_only=True, forbid_unknown_fields=True):
     """An engine's rank to follow. `model_name` is Dynamo's spelling, `modelname` Mooncake's."""
 
     instance_id: Id
     endpoint: str
-    model_name: str | None = None
-    modelname: str | None = None
-    model: str | None = None
     block_size: int | None = None
     dp_rank: int | None = None
     replay_endpoint: str | None = None
-    routing_group: str = DEFAULT_GROUP
-    tenant_id: str = DEFAULT_GROUP
-    lora_name: str | None = None
-    additionalsalt: str | None = None
-    additional_salt: str | None = None
     topic: str = ""
     type: str | None = None
 
+    ALIASES: ClassVar = Whose.ALIASES | {"cache_salt", "lora_id"}
 
-class UnregisterRequest(Struct, kw_only=True):
+
+class UnregisterRequest(Whose, kw_only=True, forbid_unknown_fields=True):
     """An instance, or one rank of it, to follow no more."""
 
     instance_id: Id
-    model_name: str | None = None
-    modelname: str | None = None
-    model: str | None = None
     dp_rank: int | None = None
-    routing_group: str = DEFAULT_GROUP
-    tenant_id: str = DEFAULT_GROUP
+
+    ALIASES: ClassVar = Whose.ALIASES | {"cache_salt", "lora_id"}
 
 
-class Asked(Struct, kw_only=True):
+class Asked(Whose, kw_only=True, forbid_unknown_fields=True):
     """What both questions have in common."""
 
-    model_name: str | None = None
-    modelname: str | None = None
-    model: str | None = None
-    routing_group: str = DEFAULT_GROUP
-    tenant_id: str = DEFAULT_GROUP
     instance_id: Id | None = None
     block_size: Annotated[int, Meta(gt=0, extra_json_schema={"maximum": (1 << 64) - 1})] | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    lora_id: Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})] | None = None
+    whole_prompt: bool = False
+    """Look up the last token too. Engines recompute it, and with it the block that it is in."""
 
-    @property
-    def wall(self) -> Wall:
-        """Whose prompts these are. An empty LoRA or salt is none."""
-        model = self.model_name or self.model or self.modelname
-        if not model:
-            raise ServiceError("model_name (or model) is missing", "missing-model", _MISSING, status=422)
-        return Wall(model, self.tenant_id, self.routing_group, self.lora_name or None, self.cache_salt or None)
+    ALIASES: ClassVar = Whose.ALIASES | {"additionalsalt"}
 
 
-class QueryRequest(Asked, kw_only=True):
+class QueryRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """A prompt's token ids."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
 
 
-class HashQueryRequest(Asked, kw_only=True):
+class HashQueryRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """A prompt's hashes: `block_hashes` are Dynamo's, of each block alone; `seq_hashes` Mooncake's, rolling.
 
     Numbers may be signed or unsigned, or strings of them in decimal or, behind `0x`, hexadecimal digits.
@@ -113,12 +121,14 @@ class HashQueryRequest(Asked, kw_only=True):
     block_hash: list[Hash] | None = None
 
 
-_ONE_MODEL: Final[dict[str, Any]] = {
-    "anyOf": [
+_TOLERANT: Final[dict[str, Any]] = {"additionalProperties": True}
+_ONE_MODEL: Final[dict[str, Any]] = _TOLERANT | {
+    "oneOf": [
         {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
         for name in ("model_name", "modelname", "model")
     ]
 }
+_NO_MODEL: Final[dict[str, Any]] = {"not": {"anyOf": [{"required": [name]} for name in ("model_name", "modelname", "model")]}}
 _ONE_KIND: Final[dict[str, Any]] = {
     "oneOf": [
         {"required": [name], "properties": {name: {"type": "array"}}} for name in ("block_hashes", "seq_hashes", "block_hash")
@@ -126,15 +136,16 @@ _ONE_KIND: Final[dict[str, Any]] = {
 }
 FURTHER: Final[dict[type, dict[str, Any]]] = {
     RegisterRequest: _ONE_MODEL,
+    UnregisterRequest: _TOLERANT | {"oneOf": [*_ONE_MODEL["oneOf"], _NO_MODEL]},
     QueryRequest: _ONE_MODEL,
-    HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
+    HashQueryRequest: _TOLERANT | {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }
 """What a JSON Schema says of these beside their types."""
 
-REGISTER: Final = Body.of(RegisterRequest)
-UNREGISTER: Final = Body.of(UnregisterRequest)
-QUERY: Final = Body.of(QueryRequest)
-HASH_QUERY: Final = Body.of(HashQueryRequest)
+REGISTER: Final = Body.of(RegisterRequest, tolerant=True)
+UNREGISTER: Final = Body.of(UnregisterRequest, tolerant=True)
+QUERY: Final = Body.of(QueryRequest, tolerant=True)
+HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 
 # --- registration
@@ -147,31 +158,35 @@ async def register(service: Service, request: Request) -> Response:
     await service.admit(registration)
     what = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
     service.audit.changed(what, caller=request.caller, peer=request.peer)
+    service.metrics.ignored(request)
+    told: dict[str, Any] = {"warnings": [f"unknown field {name!r} was ignored" for name in request.ignored[:MAX_WARNINGS]]}
+    if not request.ignored:
+        told = {}
     if asked.model_name is not None:
-        return Response(b'{"status":"ok"}', status=201)
-    return answer({"status": "registered successfully", "instance_id": asked.instance_id})
+        return answer({"status": "ok", **told}, status=201)
+    return answer({"status": "registered successfully", "instance_id": asked.instance_id, **told})
 
 
 def _registration(asked: RegisterRequest) -> Registration:
-    model = asked.model_name or asked.modelname or asked.model
-    if not model:
-        raise ServiceError("model_name (or modelname) is missing", "missing-model", _MISSING, status=422)
-    for name, endpoint in (("endpoint", asked.endpoint), ("replay_endpoint", asked.replay_endpoint)):
-        if endpoint is not None:
-            _check_endpoint(name, endpoint)
+    wall = wall_of(asked)
+    if isinstance(wall.lora, int):
+        raise RefusedError(f"lora_id {wall.lora} does not name a LoRA", "lora-id", "name it as lora_name, or leave it out")
+    _check_endpoint("endpoint", asked.endpoint)
+    if asked.replay_endpoint:  # clients in Go send an empty one for none
+        _check_endpoint("replay_endpoint", asked.replay_endpoint)
     try:
         return Registration(
             instance=str(asked.instance_id),
             endpoint=asked.endpoint,
-            model=model,
+            model=wall.model,
             rank=asked.dp_rank or 0,
             replay_endpoint=asked.replay_endpoint or None,
             topic=asked.topic,
             block_size=asked.block_size,
-            tenant=asked.tenant_id,
-            group=asked.routing_group,
-            lora_name=asked.lora_name or None,
-            salt=asked.additionalsalt or asked.additional_salt or None,
+            tenant=wall.tenant,
+            group=wall.group,
+            lora_name=wall.lora,
+            salt=wall.salt,
         )
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _MISSING) from error
@@ -186,12 +201,13 @@ def _check_endpoint(name: str, endpoint: str) -> None:
 async def unregister(service: Service, request: Request) -> Response:
     """Follow it no more, and forget its blocks; without `dp_rank` all ranks of the instance."""
     asked: UnregisterRequest = UNREGISTER.read(request)
-    instance, model = str(asked.instance_id), asked.model_name or asked.modelname or asked.model
+    instance, model = str(asked.instance_id), pick(asked, MODEL)
+    tenant, group, lora, salt = (pick(asked, names) for names in (TENANT, GROUP, LORA, SALT))
     found = [
         member.registration
         for member in service.members().values()
         if (member.registration.instance, member.registration.tenant, member.registration.group)
-        == (instance, asked.tenant_id, asked.routing_group)
+        == (instance, DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group)
         and asked.dp_rank in {None, member.registration.rank}
     ]
     if not found:
@@ -201,6 +217,11 @@ async def unregister(service: Service, request: Request) -> Response:
         raise NotFoundError(
             f"instance {instance} is registered for model={found[0].model}", "other-model", "name that model, or none"
         )
+    if (lora and lora != found[0].lora_name) or (salt and salt != found[0].salt):
+        raise NotFoundError(
+            f"instance {instance} is registered with another LoRA or salt", "other-scope", "name those, or none"
+        )
+    service.metrics.ignored(request)
     await asyncio.gather(*(service.dismiss(registration.key) for registration in found))
     for each in found:
         what = f"unregistered {each.label} of tenant {each.tenant}"
@@ -218,8 +239,11 @@ def query(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Who holds how much of a prompt."""
     asked, tokens = QUERY.read_tokens(request, "token_ids")
     service.check_tokens(len(tokens))
-    wall = asked.wall
-    return service.lookups.find(wall, tokens, lambda found, missing: _told(asked, wall, found, missing))
+    service.metrics.ignored(request)
+    wall = wall_of(asked)
+    return service.lookups.find(
+        wall, tokens, lambda found, missing: _told(service, asked, wall, found, missing), whole_prompt=asked.whole_prompt
+    )
 
 
 def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Response]:
@@ -230,12 +254,18 @@ def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Re
         raise ServiceError("one of block_hashes and seq_hashes is wanted", "bad-shape", _MISSING, status=422)
     service.check_tokens(len(given[0]))
     keys = [_unsigned(each) for each in given[0]]
-    wall, local = asked.wall, asked.block_hashes is not None
+    service.metrics.ignored(request)
+    wall, local = wall_of(asked), asked.block_hashes is not None
     # A salt, and the LoRA of events that tell theirs, are in the hashes.
-    return service.lookups.find_keys(wall, keys, lambda found, missing: _told(asked, wall, found, missing), local=local)
+    return service.lookups.find_keys(
+        wall, keys, lambda found, missing: _told(service, asked, wall, found, missing), local=local
+    )
 
 
-def _told(asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:
+def _told(service: Service, asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:
+    if doubtful := service.candidates.of(wall).doubtful:  # they may hold more than is known, and their trust says so
+        holders = {row.member.worker for row in rows}
+        rows = rows + [Row(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
     rows = [each for each in rows if not each.member.hidden]
     if asked.instance_id is not None and asked.model_name is None:
         rows = [each for each in rows if each.member.registration.instance == str(asked.instance_id)]
@@ -248,9 +278,11 @@ def _told(asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:
 
 
 def _unsigned(given: int | str) -> int:
-    try:
-        number = int(given, 0) if isinstance(given, str) else given
-    except ValueError:
+    if isinstance(given, int):
+        number = given
+    elif HASH.fullmatch(given):
+        number = int(given, 0)
+    else:
         number = 1 << 64
     if not -(1 << 63) <= number < 1 << 64:
         shown = given[:MAX_SHOWN] if isinstance(given, str) else given

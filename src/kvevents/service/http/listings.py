@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.service.http.messages import Request, Response, answer
 from kvevents.service.member import Member
+from kvevents.service.spellings import scope_parameters
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
 
+_SCOPE: Final = ("model", "tenant", "group")
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
 """Trust in the words that Dynamo's `/workers` has."""
 
 
 def workers(service: Service, request: Request) -> Response:
     """Every instance with its ranks, by model and routing group."""
-    wanted = request.parameters
+    wanted = scope_parameters(request.parameters)
     found: dict[tuple[str, str, str], list[Member]] = {}
     for (name, _), member in sorted(service.members().items()):
         registration = member.registration
-        if wanted.get("model_name", registration.model) != registration.model:
-            continue
-        if wanted.get("routing_group", registration.group) == registration.group:
+        if all(wanted.get(part, own) == own for part, own in zip(_SCOPE, registration.wall[:3], strict=True)):
             found.setdefault((name, registration.model, registration.group), []).append(member)
     return answer([_instance(members) for members in found.values()], request)
 

@@ -12,6 +12,7 @@ import msgspec
 from kvevents.index import lift_tokens
 from kvevents.service.errors import RefusedError, ServiceError
 from kvevents.service.shapes import Problem
+from kvevents.service.spellings import check_unknown
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Headers:
 class Request:
     """One request, its body complete."""
 
-    __slots__ = ("_parameters", "body", "caller", "headers", "method", "path", "peer", "query")
+    __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query")
 
     def __init__(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, caller: str = "", peer: str = ""
@@ -57,6 +58,8 @@ class Request:
         self.caller = caller
         """Name of the caller's token, and below where the request came from: for the audit log."""
         self.peer = peer
+        self.ignored: tuple[str, ...] = ()
+        """Unknown fields of the body that were left out."""
         self._parameters: dict[str, str] | None = None
 
     @property
@@ -139,11 +142,14 @@ class Body(msgspec.Struct, frozen=True):
 
     json: Any
     msgpack: Any
+    known: frozenset[str] | None = None
+    """Fields of a body whose other fields are left out if they are not like one of these; None to refuse other fields."""
 
     @classmethod
-    def of(cls, kind: Any) -> Body:
-        """Decoders for one type."""
-        return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind))
+    def of(cls, kind: Any, *, tolerant: bool = False) -> Body:
+        """Decoders for one type, which forbids unknown fields; with `tolerant` those of other clients are ignored."""
+        known = frozenset(kind.__struct_fields__) if tolerant else None
+        return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
 
     def read(self, request: Request) -> Any:
         """The body as a checked value. Raises `RefusedError`."""
@@ -160,14 +166,35 @@ class Body(msgspec.Struct, frozen=True):
                 "send Content-Type: application/json or application/msgpack",
                 status=415,
             )
-        return _decode(decoder, request.body)
+        return self._decode(request, decoder, request.body)
 
     def read_tokens(self, request: Request, name: str) -> tuple[Any, Any]:
         """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `RefusedError`."""
         if request.kind == JSON and (lifted := lift_tokens(request.body, name)) is not None:
-            return _decode(self.json, lifted[0]), lifted[1]
+            return self._decode(request, self.json, lifted[0]), lifted[1]
         value = self.read(request)
         return value, getattr(value, name)
+
+    def _decode(self, request: Request, decoder: Any, body: bytes) -> Any:
+        if self.known is None:
+            return _decode(decoder, body)
+        try:
+            return decoder.decode(body)
+        except (ValueError, RecursionError):  # a body with unknown fields is rare; others are refused below
+            known = self._without_unknown(request, decoder, body)
+            return _decode(decoder, body if known is None else known)
+
+    def _without_unknown(self, request: Request, decoder: Any, body: bytes) -> bytes | None:
+        """The body without the fields that are not known; None if it has none, or cannot be read."""
+        codec: Any = msgspec.json if decoder is self.json else msgspec.msgpack
+        try:
+            fields = codec.decode(body, type=dict[str, msgspec.Raw])
+        except (ValueError, RecursionError):
+            return None
+        request.ignored = tuple(name for name in fields if name not in (self.known or ()))
+        check_unknown(request.ignored)
+        known = {name: value for name, value in fields.items() if name not in request.ignored}
+        return codec.encode(known) if request.ignored else None
 
 
 def _decode(decoder: Any, body: bytes) -> Any:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvevents.service.http.field import FURTHER
 from kvevents.service.http.routing import ENDPOINTS, Endpoint
-from kvevents.service.shapes import Problem
+from kvevents.service.shapes import Problem, Scoped
 from kvevents.version import version
 
 _REF: Final = "#/components/schemas/{name}"
@@ -31,6 +31,11 @@ def document() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
     for kind, rules in FURTHER.items():
         components[kind.__name__] |= rules
+    for kind in kinds:
+        for alias in getattr(kind, "ALIASES", ()):
+            components[kind.__name__]["properties"].pop(alias, None)
+        if issubclass(kind, Scoped):
+            components[kind.__name__]["required"] = ["model", *components[kind.__name__].get("required", ())]
     by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], schemas, strict=True)}
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:

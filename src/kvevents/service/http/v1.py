@@ -25,11 +25,15 @@ from kvevents.service.shapes import (
     MatchManyAnswer,
     MatchManyRequest,
     MatchRequest,
+    PromptMatch,
     Scoped,
     Selected,
     SelectRequest,
     SourcesAnswer,
+    WorkerTrust,
 )
+from kvevents.service.spellings import scope_parameters, wall_of
+from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
@@ -51,10 +55,6 @@ HEARTBEAT_SECONDS: Final = 15.0
 """A comment on an idle `/v1/events`, so that proxies keep it open and a dead client is noticed."""
 
 
-def _wall(asked: Scoped) -> Wall:
-    return Wall(asked.model, asked.tenant, asked.group, asked.lora, asked.salt)
-
-
 def _held(found: list[Row]) -> list[Held]:
     return [
         Held(
@@ -65,6 +65,14 @@ def _held(found: list[Row]) -> list[Held]:
             trust=row.member.trusted,
         )
         for row in found
+    ]
+
+
+def _trusts(service: Service, wall: Wall) -> list[WorkerTrust]:
+    """How far each worker that may hold blocks of a prompt is trusted."""
+    return [
+        WorkerTrust(instance=member.instance, rank=member.registration.rank, trust=member.trusted)
+        for member in service.candidates.of(wall).members
     ]
 
 
@@ -83,10 +91,19 @@ def match(service: Service, request: Request) -> Response | Awaitable[Response]:
         asked, tokens = MATCH.read_tokens(request, "tokens")
     service.check_tokens(len(tokens))
 
-    def told(found: list[Row], missing: str) -> Response:
-        return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found), missing=missing), request)
+    wall = wall_of(asked)
 
-    return service.lookups.find(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
+    def told(found: list[Row], missing: str) -> Response:
+        holders = {row.member.worker for row in found}
+        others = [member.holds_nothing for member in service.candidates.of(wall).members if member.worker not in holders]
+        return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found) + others, missing=missing), request)
+
+    return service.lookups.find(wall, tokens, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
+
+
+@prepared
+class _RawScope(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a raw prompt."""
 
 
 def _raw(request: Request) -> tuple[Any, Scoped]:
@@ -95,7 +112,7 @@ def _raw(request: Request) -> tuple[Any, Scoped]:
             f"a raw body of {len(request.body)} bytes is not one of 32-bit numbers", "malformed-body", "send 4 bytes a token"
         )
     try:
-        asked = msgspec.convert(dict(request.parameters), Scoped, strict=False)
+        asked = msgspec.convert(dict(request.parameters), _RawScope, strict=False)
     except msgspec.ValidationError as error:
         raise ServiceError(
             f"the query string has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422
@@ -108,14 +125,18 @@ def match_many(service: Service, request: Request) -> Response | Awaitable[Respo
     asked: MatchManyRequest = MATCH_MANY.read(request)
     service.check_tokens(sum(map(len, asked.prompts)))
 
+    wall = wall_of(asked)
+
     def told(found: list[list[Row]], missing: str) -> Response:
-        answers = [
-            MatchAnswer(prompt_tokens=len(tokens), workers=_held(rows), missing=missing)
+        matches = [
+            PromptMatch(prompt_tokens=len(tokens), holders=_held(rows))
             for tokens, rows in zip(asked.prompts, found, strict=True)
         ]
-        return answer(MatchManyAnswer(matches=answers), request)
+        return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, wall), missing=missing), request)
 
-    return service.lookups.find_many(_wall(asked), asked.prompts, told, mm=asked.mm, expected=asked.expected)
+    return service.lookups.find_many(
+        wall, asked.prompts, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+    )
 
 
 def select(service: Service, request: Request) -> Response | Awaitable[Response]:
@@ -127,24 +148,23 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
     def told(found: list[Row], missing: str) -> Response:
         return answer(_selected(service, asked, found, missing), request)
 
-    return service.lookups.find(_wall(asked), tokens, told, mm=asked.mm, expected=asked.expected)
+    return service.lookups.find(
+        wall_of(asked), tokens, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+    )
 
 
 def _selected(service: Service, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
-    wall = _wall(asked)
-    standings: dict[tuple[str, int], Standing] = {}
-    foreign: set[tuple[str, int]] = set()
-    for member in service.members().values():
-        registration = member.registration
-        if member.admits(wall):
-            standings[registration.instance, registration.rank] = Standing(member.trusted, member.distance)
-        elif registration.wall[1:3] == wall[1:3]:  # of another model, LoRA or salt: its cache must not be used for this prompt
-            foreign.add((registration.instance, registration.rank))
+    wall = wall_of(asked)
+    standings = {member.worker: Standing(member.trusted, member.distance) for member in service.candidates.of(wall).members}
     candidates = asked.candidates
     if candidates is None:
         candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
     else:
-        candidates = [one for one in candidates if (one.instance, one.rank) not in foreign]
+        # Of the same tenant and group but of another model, LoRA or salt: the prompt must not go there.
+        others = {
+            member.worker for member in service.members().values() if member.registration.wall[1:3] == wall[1:3]
+        } - standings.keys()
+        candidates = [one for one in candidates if (one.instance, one.rank) not in others]
         if asked.candidates and not candidates:
             raise SelectError(
                 f"none of the {len(asked.candidates)} candidates serves model {asked.model!r} with this LoRA and salt",
@@ -163,7 +183,7 @@ def _selected(service: Service, asked: SelectRequest, found: list[Row], missing:
 
 def sources(service: Service, request: Request) -> Response:
     """Every source with its trust, lag, gaps and counters."""
-    wanted = request.parameters
+    wanted = scope_parameters(request.parameters)
     names = ("instance", "model", "tenant", "group")
     views = [member.view() for _, member in sorted(service.members().items())]
     chosen = [view for view in views if all(wanted.get(name, getattr(view, name)) == getattr(view, name) for name in names)]
@@ -177,14 +197,15 @@ def stats(service: Service, request: Request) -> Response:
 
 def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Prefixes that prompts begin with most, as a tree."""
-    wanted = request.parameters
+    wanted = scope_parameters(request.parameters)
     model = wanted.get("model")
     if model is None:
         raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
     wall = Wall(model, wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP))
 
     def told(sampled: int, prefixes: list[HotPrefix], missing: str) -> Response:
-        return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes, missing=missing), request)
+        workers = _trusts(service, wall)
+        return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes, workers=workers, missing=missing), request)
 
     return service.lookups.hottest(wall, _number(wanted, "limit", 100, MAX_HOT), told)
 
@@ -200,7 +221,7 @@ def _number(wanted: Any, name: str, default: int, most: int) -> int:
 
 def blocks(service: Service, request: Request) -> Response:
     """Blocks of one worker, page by page in the order of their keys."""
-    wanted = request.parameters
+    wanted = scope_parameters(request.parameters)
     member = _member(service, wanted)
     if member.registration.key not in service.fleet.members:
         raise ConflictError(

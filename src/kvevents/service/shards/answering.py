@@ -23,9 +23,9 @@ from kvevents.service.shards.shapes import (
     Noted,
     Part,
     Question,
-    wall_of,
     within,
 )
+from kvevents.service.spellings import wall_of
 
 Rows: TypeAlias = list[list[Row]]
 """By prompt."""

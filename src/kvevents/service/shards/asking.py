@@ -28,7 +28,8 @@ from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Wall
 from kvevents.service.shards.answering import Answering, Rows
 from kvevents.service.shards.peers import AwayError, Peers
-from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question, wall_of
+from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question
+from kvevents.service.spellings import wall_of
 from kvevents.stream import Trust
 
 log = logging.getLogger(__name__)
@@ -206,10 +207,13 @@ class Shards:
             left -= set().union(*reached)
             if all(reached):
                 break
+        self._lose(left)  # those of lanes that are shown here now stay: an answer about them may be on its way
+
+    def _lose(self, lanes: Collection[int]) -> None:
+        """Do not trust what is known of the engines in lanes that no replica answers for."""
         now = time.time()
-        # Those of lanes that are shown here now stay: an answer about them may be on its way.
         for member in list(self._members.values()):
-            if member.lane in left:
+            if member.lane in lanes:
                 member.trusts("STALE", f"no replica that holds lane {member.lane} answers", (Reason.NO_REPLICA,), now)
 
     async def _refresh(self, name: str, lanes: Iterable[int]) -> set[int]:
@@ -264,6 +268,7 @@ class Shards:
             own = asking.left & self.answering.shown()  # what has come here since
         if asking.left:
             self.incomplete += 1
+            self._lose(asking.left)
         elif not asking.known and asking.unknown is not None:
             raise asking.unknown
         return Merged(asking.rows, _told(sorted(asking.left)))

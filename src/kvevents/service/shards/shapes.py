@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, Struct, field
 
@@ -105,6 +105,7 @@ def within(lanes: Collection[int], shown: Collection[int]) -> list[int]:
     return sorted(set(lanes).intersection(shown))
 
 
-def wall_of(asked: Scoped) -> Wall:
-    """What the prompts of a request cannot look past."""
-    return Wall(asked.model, asked.tenant, asked.group, asked.lora, asked.salt)
+def fields_of(wall: Wall) -> dict[str, Any]:
+    """What `Scoped` has of a wall."""
+    lora = "lora_id" if isinstance(wall.lora, int) else "lora"
+    return {"model": wall.model, "tenant": wall.tenant, "group": wall.group, lora: wall.lora, "salt": wall.salt}

@@ -1,0 +1,110 @@
+"""The fields that say whose a prompt is, under the names that clients of Dynamo, of Mooncake, of vLLM and of `/v1` give them.
+
+A name that is read wrong would mix prompts of two tenants. So each of these fields may be given under any of its names, two
+names with different values are refused, and so is an unknown name that is like one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+from typing import Any, Final
+
+from msgspec import UNSET
+
+from kvevents.service.errors import RefusedError, ServiceError
+from kvevents.service.registration import DEFAULT_GROUP, Wall
+
+MODEL: Final = ("model_name", "model", "modelname")
+TENANT: Final = ("tenant_id", "tenant")
+GROUP: Final = ("routing_group", "group")
+LORA: Final = ("lora_name", "lora")
+SALT: Final = ("cache_salt", "salt", "additionalsalt", "additional_salt")
+_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": MODEL,
+    "tenant": TENANT,
+    "group": GROUP,
+    "lora": LORA,
+    "salt": SALT,
+}
+"""Names of parameters of query strings, by the one that handlers read."""
+_LIKE: Final = 0.8
+"""How alike two names must be, by `difflib`, for one to be taken for a misspelling of the other."""
+_WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
+"""Words that have no other meaning here: a field whose name has one of them must not be ignored."""
+_SPELLED: Final = (*TENANT, *GROUP, *LORA, *SALT)
+
+
+def model_of(asked: Any) -> str:
+    """Name of the model. Raises `ServiceError`."""
+    model = pick(asked, MODEL)
+    if not model:
+        raise ServiceError(
+            "model_name (or model) is missing", "missing-model", "see docs/service.md for both spellings", status=422
+        )
+    return model
+
+
+def wall_of(asked: Any) -> Wall:
+    """Whose the prompts of a request are; an empty LoRA or salt is none. Raises `ServiceError`."""
+    tenant, group = pick(asked, TENANT), pick(asked, GROUP)
+    lora = pick(asked, LORA) or None
+    return Wall(
+        model_of(asked),
+        DEFAULT_GROUP if tenant is None else tenant,
+        DEFAULT_GROUP if group is None else group,
+        asked.lora_id if lora is None else lora,
+        pick(asked, SALT) or None,
+    )
+
+
+def pick(asked: Any, names: tuple[str, ...]) -> str | None:
+    """The value that a request gives under one of some names; None without any. Raises `RefusedError` for two values."""
+    found, at = None, ""
+    for name in names:
+        value = getattr(asked, name)
+        if value is None or value is UNSET:
+            continue
+        if found and value and value != found:
+            raise RefusedError(f"{at} and {name} have different values", "contradiction", f"give {at} alone")
+        found, at = found or value, at if found else name
+    return found
+
+
+def check_unknown(names: Iterable[str]) -> None:
+    """Raise `RefusedError` for an unknown name that may be meant to say whose a prompt is."""
+    for name in names:
+        meant = meant_by(name)
+        if meant is not None:
+            raise RefusedError(f"unknown field {name[:40]!r}", "unknown-field", f"write {meant}, or leave it out")
+
+
+def meant_by(name: str) -> str | None:
+    """The field that an unknown name is like; None for a name that is like none of them."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for word, field in _WORDS.items():
+        if word in plain:
+            return field
+    for field in _SPELLED:
+        known = field.replace("_", "")
+        if sorted(plain) == sorted(known) or SequenceMatcher(None, plain, known).ratio() >= _LIKE:
+            return field
+    return None
+
+
+def scope_parameters(parameters: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str]:
+    """Parameters of a query string, with those that say whose a prompt is under their names of `/v1`.
+
+    `others` are further parameters of the endpoint. Raises `RefusedError`.
+    """
+    found = dict(parameters)
+    for name, spelled in _PARAMETERS.items():
+        for other in spelled:
+            value = found.pop(other, None) if other != name else None
+            if value is None:
+                continue
+            if found.setdefault(name, value) != value:
+                raise RefusedError(f"{name} and {other} have different values", "contradiction", f"give {name} alone")
+    check_unknown(name for name in found if name not in _PARAMETERS and name not in others)
+    return found
