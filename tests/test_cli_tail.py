@@ -49,9 +49,9 @@ def test_a_late_start_shows_everything_in_order_and_says_how_it_came() -> None:
         tape.play(30)
         with Program(*tail(tape)) as program:
             program.out.wait(r"#29 ")
-            program.out.wait("trust +EXACT")
             tape.play(1)
             program.out.wait(r"#30  live ")
+            program.out.wait("trust +EXACT")
             ended = program.interrupt()
     numbers = [int(found) for found in re.findall(r"pod/0 +#(\d+) ", ended.out)]
     assert numbers == list(range(31))

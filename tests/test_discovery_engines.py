@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
+from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.fetch import HttpClient
@@ -184,11 +187,14 @@ async def test_absent_fields_are_tolerated(engine: Engine) -> None:
     ],
 )
 async def test_an_engine_without_events_says_how_to_get_them(engine: Engine, path: str, page: Any, word: str) -> None:
-    """It is known to publish nothing: no ranks, and a fault with the flag."""
+    """It is known to publish nothing: no ranks, and a fault with the flag, whose JSON makes the engine listen and replay."""
     engine.pages[path] = page
     found = await ask(engine)
     assert found.registrations == ()
     assert f"e publishes no KV events: start {word} with --kv-events-config" in sentences(found)[0]
+    [told] = re.findall(r"\{.*\}", sentences(found)[0])
+    taken = VLLMConfig.from_cli(told) if word == "vLLM" else SGLangConfig.from_cli(told)
+    assert (taken.publisher, taken.endpoint, taken.replay_endpoint) == ("zmq", "tcp://*:5557", "tcp://*:5558")
 
 
 async def test_the_template_goes_before_what_the_engine_says(engine: Engine) -> None:

@@ -33,7 +33,7 @@ def check_trust(status: StreamStatus, seconds: float) -> Finding:
     text = f"{status.trust}, {so_far}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
-    advice = "; ".join(_ADVICE[doubt] for doubt in Doubt if doubt in status.doubts)
+    advice = "; ".join(_ADVICE.get(doubt, doubt.value) for doubt in Doubt if doubt in status.doubts)
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)
     if status.trust == Trust.REPLAYING:

@@ -35,6 +35,11 @@ from kvevents.service.discovery.places import Place, at_host, bracketed, check_e
 from kvevents.service.discovery.tables import MAX_RANKS
 from kvevents.structs import prepared
 
+_SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
+"""What an engine is to be started with: it listens, and losses can be repaired."""
+_START_VLLM: Final = f"start vLLM with --kv-events-config '{{\"enable_kv_cache_events\": true, {_SOCKETS}}}'"
+_START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_SOCKETS}}}'"
+
 
 @dataclass(slots=True)
 class Description:
@@ -92,7 +97,7 @@ def read_kv_event_sources(answer: Any, host: str) -> Description:
         _read_vllm_rank(found, int(key), raw, host)
     ranks = found.missing.keys() | {place.rank for place in found.places}
     if not ranks:
-        found.silence = "publishes no KV events: start vLLM with --kv-events-config '{\"enable_kv_cache_events\": true}'"
+        found.silence = f"publishes no KV events: {_START_VLLM}"
         return found
     _check_count(max(ranks) - min(ranks) + 1)
     found.missing |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
@@ -122,9 +127,7 @@ def read_server_info(answer: Any, host: str) -> Description:
         raise AskError(f"/server_info is not as SGLang's: {error}") from error
     found = Description(model=info.served_model_name or None)
     if descriptor is None:
-        found.silence = (
-            'publishes no KV events: start SGLang with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\''
-        )
+        found.silence = f"publishes no KV events: {_START_SGLANG}"
         return found
     count = 1 if descriptor.dp_size is None else descriptor.dp_size
     _check_count(count)
