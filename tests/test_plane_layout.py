@@ -11,7 +11,7 @@ from nats.js import JetStreamContext, api
 
 from bridge_cases import with_js
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.layout import Layout, find, make, make_lane, state_of
+from kvevents.plane.layout import LaneMetadata, Layout, find, make, make_lane, state_of
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 
@@ -60,15 +60,17 @@ def test_those_who_make_it_at_once_make_the_same_one(server: NatsServer) -> None
 
 
 def test_what_an_operator_has_changed_stays(server: NatsServer) -> None:
-    """A lane that was full has been given more room; whoever begins then must not fail."""
+    """A lane that was full has been given more room and another description. It is the same lane."""
     settings = plane(server, "edited")
 
     async def work(js: JetStreamContext) -> None:
         layout = await make(js, settings)
         config = (await js.stream_info(layout.stream(1))).config
-        config.max_bytes = 8 << 20
+        made = (await state_of(js, layout, 1)).made
+        config.max_bytes, config.description = 8 << 20, "the one that was full"
         await js.update_stream(config)
         assert (await make(js, settings)).lanes == 3
+        assert (await state_of(js, layout, 1)).made == made
         assert (await js.stream_info(layout.stream(1))).config.max_bytes == 8 << 20
 
     with_js(settings, work)
@@ -93,7 +95,7 @@ def test_a_lane_that_is_made_again_is_another_one(server: NatsServer) -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        {"description": "mine"},
+        {"metadata": {"owner": "me"}},
         {"subjects": ["kvevents.odd.lane.0", "more"]},
         {"discard": api.DiscardPolicy.OLD},
         {"max_age": 600.0},
@@ -122,7 +124,9 @@ def test_streams_that_would_forget_are_no_lanes(server: NatsServer, odd: dict[st
 
 def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
     async def work(js: JetStreamContext) -> None:
-        await js.add_stream(name=Layout("later", 1).stream(0), subjects=["x"], description='{"layout": 99, "lanes": 2}')
+        await js.add_stream(
+            name=Layout("later", 1).stream(0), subjects=["x"], metadata=LaneMetadata(99, 2, "life").as_metadata()
+        )
         with pytest.raises(ConfigError, match="layout 99"):
             await find(js, "later")
 

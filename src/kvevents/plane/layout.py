@@ -21,26 +21,39 @@ import msgspec
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.settings import PlaneSettings
-from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
     from nats.js.api import StreamInfo
 
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 """Version of all this; another one is another plane."""
+METADATA: Final = "kvevents-"
+"""What the keys of ours in a stream's metadata begin with; the name of a field of `LaneMetadata` follows."""
 LEASE_SECONDS: Final = 15
 """After which an entry of the bucket of leases is gone unless it was renewed."""
 
 
-@prepared
-class Description(msgspec.Struct, frozen=True):
-    """In the description of each lane."""
+class LaneMetadata(msgspec.Struct, frozen=True):
+    """In the metadata of each lane's stream."""
 
     layout: int
     lanes: int
-    life: str = ""
+    life: str
     """Of this stream: one that is deleted and made anew has another, and a copy that is brought back has the same."""
+
+    def as_metadata(self) -> dict[str, str]:
+        """For a stream's configuration."""
+        return {METADATA + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
+
+    @classmethod
+    def of(cls, info: StreamInfo) -> LaneMetadata | None:
+        """What a stream has; None for one that is no lane."""
+        known = {key.removeprefix(METADATA): value for key, value in (info.config.metadata or {}).items()}
+        try:
+            return msgspec.convert(known, cls, strict=False)
+        except msgspec.ValidationError:
+            return None
 
 
 class LaneState(NamedTuple):
@@ -120,7 +133,7 @@ async def _info(js: JetStreamContext, layout: Layout, lane: int) -> StreamInfo |
 
 
 def _layout(name: str, info: StreamInfo) -> Layout:
-    found = _description(info)
+    found = LaneMetadata.of(info)
     if found is None:
         raise ConfigError(f"stream {info.config.name} is no lane of kvevents; give the plane another name")
     if found.layout != LAYOUT:
@@ -128,13 +141,6 @@ def _layout(name: str, info: StreamInfo) -> Layout:
             f"plane {name!r} has layout {found.layout}, and this release knows {LAYOUT}; use another release, or name"
         )
     return Layout(name, found.lanes)
-
-
-def _description(info: StreamInfo) -> Description | None:
-    try:
-        return msgspec.json.decode(info.config.description or "", type=Description)
-    except msgspec.MsgspecError:
-        return None
 
 
 async def make(js: JetStreamContext, settings: PlaneSettings) -> Layout:
@@ -175,7 +181,7 @@ async def make_lane(js: JetStreamContext, layout: Layout, lane: int, settings: P
 def _unfit(info: StreamInfo, layout: Layout, lane: int) -> str | None:
     """What a lane must not be, or it would lose what nobody has read. Its size and copies are its operator's."""
     config = info.config
-    if _description(info) is None:
+    if LaneMetadata.of(info) is None:
         return "is no lane of kvevents"
     if config.subjects != [layout.subject(lane)]:
         return f"takes {config.subjects}, and not {layout.subject(lane)} alone"
@@ -198,7 +204,7 @@ def _state(info: StreamInfo) -> LaneState:
         state.first_seq,
         state.last_seq,
         state.bytes,
-        (found.life if (found := _description(info)) is not None else "") or str(info.created),
+        found.life if (found := LaneMetadata.of(info)) is not None else str(info.created),
         (info.cluster.leader or "") if info.cluster is not None else None,
     )
 
@@ -208,7 +214,8 @@ def _lane_config(layout: Layout, lane: int, settings: PlaneSettings) -> Any:
 
     return api.StreamConfig(
         name=layout.stream(lane),
-        description=msgspec.json.encode(Description(LAYOUT, layout.lanes, secrets.token_hex(6))).decode(),
+        description=f"Lane {lane} of the kvevents plane {layout.name!r}",
+        metadata=LaneMetadata(LAYOUT, layout.lanes, secrets.token_hex(6)).as_metadata(),
         subjects=[layout.subject(lane)],
         retention=api.RetentionPolicy.LIMITS,
         discard=api.DiscardPolicy.NEW,
