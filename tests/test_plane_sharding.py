@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.plane.sharding import DEAD_SECONDS, PRESENT_SECONDS, RELEASE_SECONDS, Announcement, Roster, owners, plan
+from kvevents.plane.sharding import Announcement, Roster, SharePace, owners, plan
 
 NAMES = st.lists(st.text("abcdefgh-", min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
 LANES = 64
+PACE = SharePace()
 
 
 def says(*held: int, holders: int = 1, beat: int = 0) -> Announcement:
@@ -75,12 +76,12 @@ def test_a_restart_moves_no_lanes_and_a_death_does() -> None:
     roster.hear({"b": says()}, [], 0.0)
     share = roster.wanted
     assert 0 < len(share) < LANES
-    roster.hear({}, share, PRESENT_SECONDS - 1)
+    roster.hear({}, share, PACE.present_seconds - 1)
     assert (roster.wanted, list(roster.present)) == (share, ["b"]), "one look may have missed it"
-    for now in range(int(PRESENT_SECONDS), int(DEAD_SECONDS), 2):
+    for now in range(int(PACE.present_seconds), int(PACE.dead_seconds), 2):
         roster.hear({"b": says()}, share, float(now))
     assert (roster.wanted, dict(roster.present)) == (share, {}), "what it has said is still there, and nothing new"
-    roster.hear({}, share, DEAD_SECONDS + 1)
+    roster.hear({}, share, PACE.dead_seconds + 1)
     assert roster.wanted == frozenset(range(LANES))
 
 
@@ -99,8 +100,8 @@ def test_a_lane_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_w
 
     for now in (2.0, 7.0):
         roster.hear(others_at(now), range(LANES), now)
-    assert roster.spare(2.0 + RELEASE_SECONDS - 0.1) == frozenset()
-    assert roster.spare(2.0 + RELEASE_SECONDS) == frozenset(foreign[1:])
+    assert roster.spare(2.0 + PACE.release_seconds - 0.1) == frozenset()
+    assert roster.spare(2.0 + PACE.release_seconds) == frozenset(foreign[1:])
     roster.hear({"b": others_at(9.0)["b"]}, range(LANES), 9.0)  # one of them is not heard of
     assert roster.spare(1000.0) == frozenset()
     for now in (10.0, 13.0, 16.0, 19.0, 22.0):
@@ -115,10 +116,10 @@ def test_an_hour_without_the_servers_is_nobodys_death() -> None:
     share = roster.wanted
     roster.hear({}, share, 3_600.0)
     assert (roster.wanted, list(roster.present)) == (share, ["b"])
-    for passed in range(0, int(DEAD_SECONDS) + 1, 2):
+    for passed in range(0, int(PACE.dead_seconds) + 1, 2):
         roster.hear({}, share, 3_600.0 + passed)
     assert roster.wanted == share
-    roster.hear({}, share, 3_600.0 + DEAD_SECONDS + 2)
+    roster.hear({}, share, 3_600.0 + PACE.dead_seconds + 2)
     assert roster.wanted == frozenset(range(LANES))
 
 
@@ -128,10 +129,10 @@ def test_nothing_is_let_go_while_nobody_can_be_heard() -> None:
     roster.hear({"b": everything}, range(LANES), 0.0)
     assert roster.spare(1_000.0) == frozenset()
     roster.hear({"b": says(*range(LANES), beat=2)}, range(LANES), 1_000.0)
-    assert roster.spare(1_000.0 + PRESENT_SECONDS) == frozenset()
+    assert roster.spare(1_000.0 + PACE.present_seconds) == frozenset()
     roster.hear({"b": says(*range(LANES), beat=3)}, range(LANES), 1_005.0)
     roster.hear({"b": says(*range(LANES), beat=4)}, range(LANES), 1_010.0)
-    assert roster.spare(1_000.0 + RELEASE_SECONDS) == frozenset(range(LANES)) - roster.wanted
+    assert roster.spare(1_000.0 + PACE.release_seconds) == frozenset(range(LANES)) - roster.wanted
 
 
 def test_the_most_holders_that_anybody_was_told_count() -> None:

@@ -13,15 +13,12 @@ import msgspec
 import nats
 import pytest
 
-from kvevents.plane import sharding
 from kvevents.plane.layout import Layout
 from kvevents.plane.sharding import PREFIX, Announcement, owners
-from kvevents.service.replica import holding, replica
-from kvevents.service.shards import asking, peers
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from service_cases import MODEL, Client, Engine, engines, until
-from shard_cases import Replica
+from shard_cases import PACE, Replica
 from test_service_replica import watch_of
 
 pytestmark = needs_nats
@@ -34,19 +31,6 @@ PROMPT: Final = list(range(96))
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with nats_server(tmp_path_factory.mktemp("nats")) as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes seconds in production, since networks and restarts do, takes tenths here."""
-    monkeypatch.setattr(holding, "TELL_SECONDS", 0.1)
-    monkeypatch.setattr(holding, "SETTLE_SECONDS", 0.6)
-    monkeypatch.setattr(sharding, "PRESENT_SECONDS", 3.0)
-    monkeypatch.setattr(sharding, "DEAD_SECONDS", 4.0)
-    monkeypatch.setattr(sharding, "RELEASE_SECONDS", 0.5)
-    monkeypatch.setattr(replica, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(asking, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(peers, "AWAY_SECONDS", 0.3)
 
 
 class Plane:
@@ -238,7 +222,7 @@ def asking_always(share: Replica) -> Iterator[list[Any]]:
 
 def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> None:
     with planed(server, "two") as plane:
-        shares = plane.start("a", "b", "c", holders=2)
+        shares = plane.start("a", "b", "c", holders=2, shard={"pace": {**PACE, "present_seconds": 8.0, "dead_seconds": 10.0}})
         settled(shares, 2)
         with asking_always(shares[0]) as wrong:
             shares[2].end()
@@ -250,7 +234,7 @@ def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> No
 def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> None:
     """In the body of /v1, in a header where the field has no place for it, in trust, in readiness and in metrics."""
     with planed(server, "gone") as plane:
-        shares = plane.start("a", "b")
+        shares = plane.start("a", "b", shard={"pace": {**PACE, "present_seconds": 3.0, "dead_seconds": 6.0}})
         settled(shares, 1)
         one, two = shares
         lost = own(two)
@@ -273,13 +257,13 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
         assert {state for _, state, _ in sources(one)} == {"EXACT"}
 
 
-def test_a_replica_that_never_answers_is_passed_over(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_never_answers_is_passed_over(server: NatsServer) -> None:
     """It says that it holds everything, and takes connections: others that hold the same are asked in its place."""
-    monkeypatch.setattr(sharding, "PRESENT_SECONDS", 30.0)
     with planed(server, "mute") as plane, socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
-        shares = plane.start("a", "b", holders=1, shard={"ask_seconds": 0.2})
+        # It is to hold lanes too, and says that it does: so nothing may be released to it.
+        pace = {**PACE, "settle_seconds": 3.0, "release_seconds": 600.0}
+        shares = plane.start("a", "b", holders=1, shard={"ask_seconds": 0.2, "pace": pace})
         settled(shares, 1)
-        monkeypatch.setattr(sharding, "RELEASE_SECONDS", 60.0)  # it is wanted for lanes too, and says that it holds them
         ghost = Announcement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(LANES)))
         ghosts = {f"ghost-{number}" for number in range(3)}  # of those that hold as much, one is asked first
         for name in ghosts:

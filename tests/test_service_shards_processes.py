@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import nats
@@ -85,10 +86,11 @@ class Shares(NamedTuple):
         return float(found[1])
 
 
-@pytest.fixture(scope="module", name="shares")
-def three_shares(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shares]:
+@pytest.fixture(name="shares")
+def three_shares(tmp_path: Path) -> Iterator[Shares]:
+    """Of each test its own: one of them is left without a replica."""
     with ExitStack() as stack:
-        server = stack.enter_context(nats_server(tmp_path_factory.mktemp("nats")))
+        server = stack.enter_context(nats_server(tmp_path))
         running = stack.enter_context(engines(ENGINES))
         watches = [watch_of(f"e{at}", each) for at, each in enumerate(running)]
         stack.enter_context(bridging(plane_at(server.url, lanes=LANES), *watches))
@@ -170,7 +172,7 @@ def test_while_one_hangs_every_answer_is_whole(shares: Shares) -> None:
 
 
 def test_while_one_is_killed_every_answer_is_whole(shares: Shares) -> None:
-    """Until the others have noticed, and after that. The last test: it does not come back."""
+    """Until the others have noticed, and after that."""
     killed = shares.asked_by("a")
     left = [name for name in NAMES if name != killed]
     with asking(shares, *left) as both:

@@ -18,12 +18,13 @@ from benchmarks.chaos.consumer import BRISK, BRISK_SOCKETS
 from benchmarks.chaos.truth import EMPTY, Claim, Diary
 from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane import listening, reading, sharding, subscriber
+from kvevents.plane import listening, reading, subscriber
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.sharding import SharePace
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import comparing, holding
+from kvevents.service.replica import comparing
 from kvevents.service.replica import replica as replicas
 from kvevents.service.replica.generation import Generation
 from kvevents.service.replica.replica import Replica
@@ -40,14 +41,12 @@ PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
     (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
     (subscriber, "CENSUS_PAGES", (4, 32)),
-    (holding, "TELL_SECONDS", 0.2),
-    (holding, "SETTLE_SECONDS", 0.6),
-    (sharding, "PRESENT_SECONDS", 0.7),
-    (sharding, "DEAD_SECONDS", 2.0),
-    (sharding, "RELEASE_SECONDS", 0.5),
 )
 BRIDGE_PACE: Final[tuple[tuple[Any, str, Any], ...]] = ((reading, "HEARTBEAT_SECONDS", 0.3), (reading, "FEW_LOOKS", 1))
 """A round shall not last as long as a production network's patience."""
+SHARE_PACE: Final = SharePace(
+    announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
 async def _replica(pipe: Connection, role: ReplicaRole) -> None:
     fleet = Fleet(PrefixIndex(), max_sources=100)
     fleet.follower.start()
-    shard = None if role.holders is None else ShardSettings(url="http://127.0.0.1:1", holders=role.holders)
+    shard = None if role.holders is None else ShardSettings(url="http://127.0.0.1:1", holders=role.holders, pace=SHARE_PACE)
     found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None, shard=shard)
     diarist = _Diarist(role, found)
     running = asyncio.create_task(found.run())

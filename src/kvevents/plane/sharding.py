@@ -22,19 +22,39 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvevents.errors import ConfigError
 from kvevents.structs import prepared
 
 PREFIX: Final = "shard."
 """What keys of announcements begin with, in the bucket whose entries expire; the replica's name follows."""
-PRESENT_SECONDS: Final = 6.0
-"""For which a replica is there that has said something new. One look may miss it, since a bucket is listed while it is written;
-and what a dead one has said stays in the bucket for longer."""
 MAX_HOLDERS: Final = 8
 """Of each lane, whoever asks for more."""
-DEAD_SECONDS: Final = 30.0
-"""For which a replica must not have been heard before others take over its lanes: a restart must not move them."""
-RELEASE_SECONDS: Final = 10.0
-"""For which the others must have held a lane before one that is not wanted for it lets it go: by then everybody asks them."""
+
+
+@prepared
+class SharePace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often replicas with a share announce themselves, and how long they wait for each other: the same in all of them."""
+
+    announce_seconds: float = 2.0
+    """Between two announcements."""
+    settle_seconds: float = 5.0
+    """From the first announcement until anything is held: of replicas that start together none begins with all lanes."""
+    present_seconds: float = 6.0
+    """For which a replica is asked after its newest announcement. One look may miss that, since a bucket is listed while it is
+    written; and the announcement of a dead one stays in the bucket for longer."""
+    dead_seconds: float = 30.0
+    """Without an announcement after which others take over its lanes: a restart must not move them."""
+    release_seconds: float = 10.0
+    """For which the others must have held a lane before one that is not to hold it releases it: by then all ask them."""
+    refresh_seconds: float = 2.0
+    """Between two questions for the engines of other replicas."""
+    away_seconds: float = 2.0
+    """After a failure, for which a replica is asked only if no other one holds the same."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"shard.pace.{name} is {getattr(self, name)}; it must be above 0")
 
 
 @prepared
@@ -109,12 +129,13 @@ class Roster:
     `now` is of a clock that nobody sets.
     """
 
-    def __init__(self, own: str, lanes: int, holders: int) -> None:
+    def __init__(self, own: str, lanes: int, holders: int, pace: SharePace | None = None) -> None:
         self.present: Mapping[str, Announcement] = {}
         """The others that are heard of."""
         self._own: Final = own
         self._lanes: Final = lanes
         self._holders: Final = holders
+        self._pace: Final = pace or SharePace()
         self._known: dict[str, tuple[Announcement, float]] = {}
         """Those that were heard of lately, and when they said something new last."""
         self._spare_since: dict[int, float] = {}
@@ -122,7 +143,7 @@ class Roster:
 
     def hear(self, others: Mapping[str, Announcement], held: Collection[int], now: float) -> None:
         """What the others say at this moment, and which lanes this replica answers for."""
-        if self._looked_at is not None and now - self._looked_at > PRESENT_SECONDS:
+        if self._looked_at is not None and now - self._looked_at > self._pace.present_seconds:
             # Nobody could be heard meanwhile: all have as long as they had to say something.
             away = now - self._looked_at
             self._known = {name: (each, at + away) for name, (each, at) in self._known.items()}
@@ -131,8 +152,8 @@ class Roster:
         for name, each in others.items():
             if name not in self._known or self._known[name][0] != each:
                 self._known[name] = (each, now)
-        self._known = {name: (each, at) for name, (each, at) in self._known.items() if now - at <= DEAD_SECONDS}
-        self.present = {name: each for name, (each, at) in self._known.items() if now - at <= PRESENT_SECONDS}
+        self._known = {name: (each, at) for name, (each, at) in self._known.items() if now - at <= self._pace.dead_seconds}
+        self.present = {name: each for name, (each, at) in self._known.items() if now - at <= self._pace.present_seconds}
         spare = [lane for lane in held if self._is_spare(lane, others)]
         self._spare_since = {lane: self._spare_since.get(lane, now) for lane in spare}
 
@@ -158,6 +179,6 @@ class Roster:
 
     def spare(self, now: float) -> frozenset[int]:
         """The lanes that it may let go; none while nobody can be heard."""
-        if self._looked_at is None or now - self._looked_at > PRESENT_SECONDS:
+        if self._looked_at is None or now - self._looked_at > self._pace.present_seconds:
             return frozenset()
-        return frozenset(lane for lane, since in self._spare_since.items() if now - since >= RELEASE_SECONDS)
+        return frozenset(lane for lane, since in self._spare_since.items() if now - since >= self._pace.release_seconds)

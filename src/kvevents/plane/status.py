@@ -17,7 +17,7 @@ from kvevents.plane.leases import Holder
 from kvevents.plane.opinions import PREFIX, Opinion
 from kvevents.plane.records import Beat, Page, decode_page
 from kvevents.plane.sharding import PREFIX as SHARE
-from kvevents.plane.sharding import PRESENT_SECONDS, Announcement
+from kvevents.plane.sharding import Announcement, SharePace
 from kvevents.plane.snapshots import Kept, Snapshots
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ShareView(msgspec.Struct, frozen=True):
     @property
     def is_heard(self) -> bool:
         """Whether the others ask it."""
-        return self.silent <= PRESENT_SECONDS
+        return self.silent <= SharePace().present_seconds
 
 
 class PlaneView(msgspec.Struct, frozen=True):

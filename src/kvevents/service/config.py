@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from kvevents.config import Curve
 from kvevents.errors import ConfigError
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import MAX_HOLDERS, is_url
+from kvevents.plane.sharding import MAX_HOLDERS, SharePace, is_url
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.tables import SourceTable, Template
 from kvevents.service.hosts import HostPatterns, is_loopback
@@ -133,6 +133,7 @@ class ShardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     allow: list[str] = []
     """Hosts that the other replicas may have: `HOST`, `*.SUFFIX`, or a network such as `10.1.0.0/16`; no others are asked.
     Without any: hosts of the same domain as `url`, if that has two parts at least, else the host of `url` itself."""
+    pace: SharePace = SharePace()
 
     def __post_init__(self) -> None:
         HostPatterns(self.allow, "shard.allow")

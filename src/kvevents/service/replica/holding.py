@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS: Final = 2.0
-"""Between two announcements."""
-SETTLE_SECONDS: Final = 5.0
-"""From the first announcement until anything is held: of replicas that start together none begins with all lanes."""
 AGAIN_SECONDS: Final = 0.5
 """Between two attempts to get the lease of a name."""
 _ANSWER_SECONDS: Final = 5.0
@@ -56,7 +52,9 @@ class Holding:
     @property
     def is_settled(self) -> bool:
         """Whether it is known what is to be held."""
-        return not self.is_shared or (self._since is not None and time.monotonic() - self._since >= SETTLE_SECONDS)
+        if (settings := self._settings) is None:
+            return True
+        return self._since is not None and time.monotonic() - self._since >= settings.pace.settle_seconds
 
     @property
     def wanted(self) -> frozenset[int]:
@@ -74,7 +72,7 @@ class Holding:
         """The plane is found."""
         self._lanes = frozenset(range(layout.lanes))
         if self._settings is not None and self.roster is None:
-            self.roster = Roster(self._name, layout.lanes, self._settings.holders)
+            self.roster = Roster(self._name, layout.lanes, self._settings.holders, self._settings.pace)
 
     async def run(self, client: PlaneClient, layout: Layout) -> None:
         """Tell the others, and hear of them, for as long as this replica has its name."""
@@ -88,7 +86,7 @@ class Holding:
                 await self._name_oneself(lease)
                 keeping = asyncio.create_task(lease.keep())
                 try:
-                    await self._take_part(part, client, layout, keeping)
+                    await self._take_part(part, client, layout, keeping, settings.pace.announce_seconds)
                 finally:
                     keeping.cancel()
             finally:
@@ -113,7 +111,9 @@ class Holding:
             log.warning("%s", fault)
         self.fault = fault
 
-    async def _take_part(self, part: _Part, client: PlaneClient, layout: Layout, keeping: asyncio.Task[str]) -> None:
+    async def _take_part(
+        self, part: _Part, client: PlaneClient, layout: Layout, keeping: asyncio.Task[str], pause: float
+    ) -> None:
         try:
             while not keeping.done():
                 try:
@@ -124,7 +124,7 @@ class Holding:
                     self._tell(f"the other replicas cannot be asked: {error or 'no answer in time'}")
                 else:
                     self.fault = ""
-                await asyncio.sleep(TELL_SECONDS)
+                await asyncio.sleep(pause)
             self._tell(f"this is replica {self._name!r} no longer: {keeping.result()}")
         finally:
             with suppress(PlaneError, TimeoutError):

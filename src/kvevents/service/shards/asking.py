@@ -34,8 +34,6 @@ from kvevents.stream import Trust
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS: Final = 2.0
-"""Between two looks at the engines of other replicas."""
 MAX_ROUNDS: Final = 4
 """Of asking the next replica, for one question."""
 MAX_EXPECTATIONS: Final = 256
@@ -188,7 +186,7 @@ class Shards:
         try:
             while True:
                 await self.refresh()
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(self.peers.settings.pace.refresh_seconds)
         finally:
             for task in [*self._expecting, *self._refreshing.values()]:
                 task.cancel()

@@ -20,8 +20,6 @@ from kvevents.service.shards.lines import LineError, Lines
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AWAY_SECONDS: Final = 2.0
-"""After a failure, for which a replica is asked only where nobody else can be."""
 MSGPACK: Final = "application/msgpack"
 MAX_SHOWN: Final = 200
 """Bytes of an answer that is an error."""
@@ -38,7 +36,7 @@ class Peers:
         """Raises `ConfigError` for a token or authorities that cannot be read."""
         self.failures = 0
         """Questions without an answer that could be used."""
-        self._settings: Final = settings
+        self.settings: Final = settings
         self._headers: Final = {"content-type": MSGPACK, "accept": MSGPACK, **_authorization(settings)}
         self._tls: Final = _tls(settings)
         self._failed: dict[str, float] = {}
@@ -47,7 +45,7 @@ class Peers:
 
     def is_away(self, name: str) -> bool:
         """Whether it has failed just now."""
-        return time.monotonic() - self._failed.get(name, float("-inf")) < AWAY_SECONDS
+        return time.monotonic() - self._failed.get(name, float("-inf")) < self.settings.pace.away_seconds
 
     async def ask(self, name: str, url: str, path: str, question: msgspec.Struct, kind: type[T]) -> T:
         """What replica `name` answers at `url`. Raises `AwayError`."""
@@ -55,10 +53,10 @@ class Peers:
         if lines is None:
             lines = self._lines[url] = Lines(url, self._headers, self._tls)
         try:
-            async with asyncio.timeout(self._settings.ask_seconds):
+            async with asyncio.timeout(self.settings.ask_seconds):
                 status, body = await lines.post(path, msgspec.msgpack.encode(question))
         except TimeoutError as error:
-            raise self._away(name, f"no answer within {self._settings.ask_seconds:g} s") from error
+            raise self._away(name, f"no answer within {self.settings.ask_seconds:g} s") from error
         except (LineError, OSError) as error:
             raise self._away(name, str(error)) from error
         if status != HTTPStatus.OK:
