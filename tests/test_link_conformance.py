@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvevents.stream import Ask
-from link_cases import RIGS, Pumps, Recorder, Rig
+from kvevents.errors import EndpointError
+from kvevents.stream import Ask, Source
+from link_cases import DEADLINE, RIGS, Pumps, Recorder, Rig, descriptors
 
 
 @pytest.fixture(params=RIGS)
@@ -89,7 +92,8 @@ def test_a_new_connection_is_signalled_behind_everything_older(kind: str, receiv
         engine.publish(1, 2, 3)
         engine.cut()
         engine.come_back()
-        rig.connect_unread(engine, pump)
+        rig.connect_unread(engine, 2)
+        rig.connect(engine, pump)
         pump.until(lambda: pump.recorder.log.count("up") == 2)
         engine.publish(4)
         pump.until(lambda: 4 in pump.recorder.log)
@@ -158,3 +162,66 @@ def test_messages_that_are_no_batches_are_fed_as_they_are(rig: Any, open_link: C
         expected += [number, ("odd", len(frames))]
     pump.until(lambda: len(pump.recorder.log) == len(expected))
     assert pump.recorder.log == expected
+
+
+def test_links_come_and_go_without_end(rig: Any) -> None:
+    """Nothing is left of those that are closed: no descriptor, and nothing that counts against a limit of links."""
+    engine = rig.engine()
+
+    def once() -> None:
+        link = rig.transport.open(engine.source)
+        rig.transport.wait(0)
+        link.close()
+        link.close()
+
+    once()
+    before = descriptors()
+    for _ in range(1_000):
+        once()
+    assert not rig.transport._links
+    assert descriptors() <= before + 2
+
+
+@pytest.mark.parametrize("kind", RIGS)
+def test_a_closed_transport_has_closed_its_links(kind: str) -> None:
+    """Closing twice is fine, and so is waking afterwards."""
+    rig: Any = RIGS[kind]()
+    links = [rig.transport.open(rig.engine().source) for _ in range(3)]
+    rig.close()
+    rig.transport.close()
+    rig.transport.wake()
+    for link in links:
+        link.close()
+    assert not rig.transport._links
+
+
+def test_waking_ends_a_wait(rig: Any, open_link: Callable[..., Pumps]) -> None:
+    """From another thread, in the middle of it, and before it has begun."""
+    engine = rig.engine()
+    pump = open_link(engine)
+    rig.connect(engine, pump)
+    pump.until(lambda: pump.recorder.log == ["up"])
+    pump.quiet()
+    began = time.monotonic()
+    waker = threading.Timer(0.05, rig.transport.wake)
+    waker.start()
+    rig.transport.wait(DEADLINE)
+    waker.join()
+    rig.transport.wait(DEADLINE)
+    assert time.monotonic() - began < DEADLINE
+
+
+def test_an_endpoint_that_cannot_be_is_an_error_that_names_it(rig: Any) -> None:
+    """And leaves nothing behind."""
+
+    def once() -> None:
+        with pytest.raises(EndpointError, match="gopher://host:1") as caught:
+            rig.transport.open(Source("gopher://host:1"))
+        assert caught.value.endpoint == "gopher://host:1"
+        assert not rig.transport._links
+
+    once()
+    before = descriptors()
+    for _ in range(20):
+        once()
+    assert descriptors() <= before + 2

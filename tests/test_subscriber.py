@@ -808,7 +808,7 @@ def test_after_close_receiving_is_an_error() -> None:
 def test_closing_does_not_wait_for_a_socket_that_was_left_half_made() -> None:
     """An interrupt may leave a socket that no link knows; closing takes it along instead of hanging."""
     transport = ZmqTransport()
-    forgotten = transport._context.socket(zmq.DEALER)
+    forgotten = transport.context.socket(zmq.DEALER)
     transport.close()
     assert forgotten.closed
 

@@ -61,7 +61,17 @@ class PeerError(KVEventsError):
 
 
 class EndpointError(PeerError, OSError):
-    """A socket could not be bound, connected or opened at an endpoint."""
+    """A socket could not be bound, connected or opened at an endpoint.
+
+    `endpoint` is the endpoint as it was given, `""` where there is none. `errno` is the system's or ZeroMQ's number of the
+    error, None where none was reported.
+    """
+
+    def __init__(self, *args: object, endpoint: str = "", errno: int | None = None) -> None:
+        super().__init__(*args)
+        self.endpoint = endpoint
+        if errno is not None:
+            self.errno = errno
 
 
 class RecordingError(PeerError, ValueError):

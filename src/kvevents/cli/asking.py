@@ -12,6 +12,7 @@ from typing import Final
 import zmq
 
 from kvevents.config import Curve
+from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.wire import ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
 
@@ -60,7 +61,7 @@ def dealers(endpoints: Sequence[str], curve: Curve | None = None) -> Iterator[li
 def _dealer(context: zmq.Context[Dealer], endpoint: str, curve: Curve | None) -> Dealer:
     socket: Dealer = context.socket(zmq.DEALER)
     socket.set(zmq.RCVHWM, 0)
-    if "[" in endpoint:
+    if needs_ipv6(endpoint):
         socket.set(zmq.IPV6, 1)
     if curve is not None:
         curve.apply(socket)

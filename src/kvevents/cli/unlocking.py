@@ -11,6 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.config import Curve
+from kvevents.endpoints import needs_ipv6
 
 TIMEOUT: Final = 3.0
 """Seconds for connecting and for the handshake, which takes milliseconds."""
@@ -36,7 +37,7 @@ def unlock(endpoint: str, curve: Curve, kind: int, timeout: float = TIMEOUT) -> 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(kind)
-        if "[" in endpoint:
+        if needs_ipv6(endpoint):
             socket.set(zmq.IPV6, 1)
         curve.apply(socket)
         monitor = socket.get_monitor_socket(sum(_OUTCOMES))

@@ -74,7 +74,7 @@ class Listener(threading.Thread):
         self._subscriber: Final[Subscriber[RawBatch]] = subscriber or Subscriber(decode=False)
         self._orders: deque[Callable[[], None]] = deque()
         self._turns: dict[Key, int] = {}
-        self._added: dict[Key, int] = {}
+        self._incarnations: dict[Key, _Incarnations] = {}
         self._asked_again: dict[Key, int] = {}
         """Streams whose sender was asked for all that it holds, and how often in a row."""
         self._refused: list[Heard] = []
@@ -134,7 +134,8 @@ class Listener(threading.Thread):
         for delivery in deliveries:
             if isinstance(delivery, RawBatch) and (findings := findings_in(delivery.payload)) is not None:
                 self._subscriber.report(delivery, self._with_doubts(delivery, findings))
-        return [Heard(_record(delivery, self._added), self._turns[delivery.source, delivery.rank]) for delivery in deliveries]
+        records = [_record(delivery, self._incarnations[delivery.source, delivery.rank]) for delivery in deliveries]
+        return [Heard(record, self._turns[record.key]) for record in records]
 
     def _with_doubts(self, batch: RawBatch, findings: Findings) -> Findings:
         """Have a stream that is doubted start over where its sender can send all that it holds, as one with heartbeats does.
@@ -170,9 +171,11 @@ class Listener(threading.Thread):
         key = (source.label, source.rank)
         if key in self._turns:
             self._leave(key)
-        self._turns[key], self._added[key] = turn, start.added
+        self._turns[key] = turn
         try:
             self._subscriber.add(source, start.resume)
+            first = self._subscriber.status(*key).incarnation
+            self._incarnations[key] = _Incarnations(first, start.added if start.resume is None else first + start.added)
         except KVEventsError as error:
             # One engine that cannot be followed is no reason to follow none.
             log.error("%s rank %d cannot be followed: %s", *key, error)  # noqa: TRY400 - no fault of ours
@@ -184,7 +187,7 @@ class Listener(threading.Thread):
             return
         with suppress(UnknownSourceError):  # it could not be followed
             self._subscriber.remove(*key)
-        self._added.pop(key, None)
+        self._incarnations.pop(key, None)
         self._asked_again.pop(key, None)
 
 
@@ -203,9 +206,26 @@ def size_of(record: StreamRecord) -> int:
     return RECORD_BYTES + len(getattr(record, "payload", b""))
 
 
-def _record(delivery: RawDelivery, added: dict[Key, int]) -> StreamRecord:
+class _Incarnations:
+    """Numbers the incarnations of one stream one after the other, as the log does; those of a subscriber have holes."""
+
+    __slots__ = ("_here", "_in_log")
+
+    def __init__(self, here: int, in_log: int) -> None:
+        self._here = here
+        self._in_log = in_log
+
+    def in_log(self, here: int) -> int:
+        """The number in the log of the newest incarnation, or the one after it, by the subscriber's number."""
+        if here != self._here:
+            self._here = here
+            self._in_log += 1
+        return self._in_log
+
+
+def _record(delivery: RawDelivery, incarnations: _Incarnations) -> StreamRecord:
     key = (delivery.source, delivery.rank)
-    life = delivery.incarnation + added[key]
+    life = incarnations.in_log(delivery.incarnation)
     if isinstance(delivery, RawBatch):
         return Batched(*key, life, delivery.seq, delivery.replayed, delivery.payload)
     if isinstance(delivery, Gap):

@@ -91,7 +91,7 @@ def listening(address: tuple[str, int], endpoint: str, what: str) -> plain.socke
     except OSError as error:
         found.close()
         number = error.errno or 0
-        raise _refusal(number, os.strerror(number), f"cannot bind the {what} socket to {endpoint}") from error
+        raise _refusal(endpoint, number, os.strerror(number), f"cannot bind the {what} socket to {endpoint}") from error
     return found
 
 
@@ -135,8 +135,8 @@ def _attempt(action: Callable[[str], Any], endpoint: str, failure: str) -> None:
     try:
         action(endpoint)
     except zmq.ZMQError as error:
-        raise _refusal(error.errno or 0, zmq.strerror(error.errno or 0), failure) from error
+        raise _refusal(endpoint, error.errno or 0, zmq.strerror(error.errno or 0), failure) from error
 
 
-def _refusal(number: int, reason: str, failure: str) -> SocketError:
-    return SocketError(number, f"{failure}: {reason}; {_HINTS.get(number, 'check the endpoint')}")
+def _refusal(endpoint: str, number: int, reason: str, failure: str) -> SocketError:
+    return SocketError(number, f"{failure}: {reason}; {_HINTS.get(number, 'check the endpoint')}", endpoint=endpoint)

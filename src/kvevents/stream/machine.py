@@ -79,16 +79,24 @@ class Stream(Generic[B]):
     `now` is any monotone clock in seconds. After each feeding call take the deliveries; send what `ask()` returns; call `tick`
     at `deadline()`. While `asking` is false no replay connection is needed.
 
+    Incarnations begin at `first_incarnation`; those that follow a restored one are not below it either.
+
     With `decode=None` it delivers `RawBatch`, and what decoding would have told it, whoever decodes must `report`. Whether
     what was delivered is what the sender holds has to be reported in either case.
     """
 
     @overload
     def __init__(
-        self: Stream[Batch], source: Source, limits: StreamLimits = ..., decode: Callable[[bytes], Decoded] = ...
+        self: Stream[Batch],
+        source: Source,
+        limits: StreamLimits = ...,
+        decode: Callable[[bytes], Decoded] = ...,
+        first_incarnation: int = ...,
     ) -> None: ...
     @overload
-    def __init__(self: Stream[RawBatch], source: Source, limits: StreamLimits = ..., *, decode: None) -> None: ...
+    def __init__(
+        self: Stream[RawBatch], source: Source, limits: StreamLimits = ..., *, decode: None, first_incarnation: int = ...
+    ) -> None: ...
     @overload
     def __init__(
         self: Stream[Batch | RawBatch],
@@ -96,17 +104,19 @@ class Stream(Generic[B]):
         limits: StreamLimits = ...,
         *,
         decode: Callable[[bytes], Decoded] | None,
+        first_incarnation: int = ...,
     ) -> None: ...
     def __init__(
         self,
         source: Source,
         limits: StreamLimits = DEFAULT_STREAM_LIMITS,
         decode: Callable[[bytes], Decoded] | None = decode_batch,
+        first_incarnation: int = 0,
     ) -> None:
         self.source = source
         self.counters = StreamCounters()
         self.phase = Phase.CONNECTING
-        self.incarnation = 0
+        self.incarnation = self._first_incarnation = first_incarnation
         self._limits = limits
         self._decode = decode
         self._name = source.label
@@ -462,7 +472,7 @@ class Stream(Generic[B]):
         self._ask = None
         self.counters.discarded += self._pending.clear()
         if self._emitted:
-            self.incarnation += 1
+            self.incarnation = max(self.incarnation + 1, self._first_incarnation)
             self.counters.resets += 1
             self._out.append(Reset(self._name, self._rank, self.incarnation, reason))
         self._begin_life()

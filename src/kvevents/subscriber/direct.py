@@ -11,6 +11,7 @@ and *up*. Whatever goes wrong in any of them ends the connection, and a pause fo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -119,7 +120,7 @@ class DirectLive:
         try:
             self._socket = made = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            raise _LostError(f"{error}; raise the limit of open files (ulimit -n)") from error
+            raise _LostError(f"{error.strerror}; raise the limit of open files (ulimit -n)") from error
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -127,7 +128,10 @@ class DirectLive:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._options.keepalive_idle_s)
         self._descriptor = made.fileno()
         self._phase = _Phase.CONNECTING
-        self._selector.register(self._descriptor, EVENT_WRITE, self._link)
+        try:
+            self._selector.register(self._descriptor, EVENT_WRITE, self._link)
+        except OSError as error:
+            raise _LostError(str(error)) from error
         refused_by = made.connect_ex(self._address)
         if refused_by not in {0, errno.EINPROGRESS}:
             raise _LostError(os.strerror(refused_by))
@@ -261,7 +265,8 @@ class DirectLive:
     def close(self) -> None:
         """Close the connection; idempotent."""
         if self._socket is not None:
-            self._selector.unregister(self._descriptor)
+            with contextlib.suppress(KeyError):  # it could not be registered
+                self._selector.unregister(self._descriptor)
             self._socket.close()
             self._socket = None
 

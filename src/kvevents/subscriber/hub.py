@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Generic
 
-from kvevents.errors import ConfigError, UnknownSourceError
+from kvevents.backoff import MOST_SECONDS, Backoff
+from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
 from kvevents.stream import (
     Batch,
     Checkpoint,
@@ -26,6 +28,8 @@ from kvevents.stream import (
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.transport import Link, Transport
 from kvevents.wire import decode_batch
+
+log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN: Final = 32
 """Messages read from one stream before the next gets its turn; more of them at once fall out of the processor's cache."""
@@ -50,25 +54,81 @@ class StreamStatus:
     waiting: int
     """Batches held back because an earlier one is missing."""
     counters: StreamCounters
+    error: str = ""
+    """Why a connection could not be opened, while that is so; it is retried."""
 
 
 class _Entry:
     """A stream with its link and timer, and what it has delivered since all of it was last handed out."""
 
-    __slots__ = ("before", "delivered", "known_trust", "link", "stream", "timer", "waits_for_turn")
+    __slots__ = (
+        "backoff",
+        "before",
+        "delivered",
+        "error",
+        "first_incarnation",
+        "known_trust",
+        "link",
+        "opened_at",
+        "resumed",
+        "retry_at",
+        "stream",
+        "timer",
+        "waits_for_turn",
+    )
 
-    def __init__(self, stream: Stream[Any], link: Link) -> None:
+    def __init__(self, stream: Stream[Any], link: Link, first_incarnation: int) -> None:
         self.stream = stream
-        self.link = link
+        self.link: Link | None = link
+        """None between a failure and the next attempt, which is due at `retry_at`."""
+        self.retry_at = self.opened_at = float("-inf")
+        self.backoff = Backoff()
+        self.error = ""
+        self.first_incarnation = first_incarnation
+        """The first one that is of no earlier follow of the source, except `resumed`, with which this one goes on."""
+        self.resumed = stream.incarnation
         self.all_handed_out()
         self.timer: float | None = None
         self.waits_for_turn = False
-        self.known_trust = ("", "")
+        self.known_trust: tuple[str, str] = ("", "")
         """State and reason that `Hub.trust_changes` returned last."""
 
     def all_handed_out(self) -> None:
         self.before = self.stream.standing()
         self.delivered: list[Any] = []
+
+    @property
+    def label(self) -> str:
+        """The stream's name in the log."""
+        return f"{self.stream.source.label} rank {self.stream.source.rank}"
+
+    @property
+    def trust(self) -> Trust:
+        """The stream's trust; its reason names the error, if there is one."""
+        trust = self.stream.trust
+        return trust.because("; ".join(filter(None, (trust.reason, self.error)))) if self.error else trust
+
+    def deadline(self) -> float | None:
+        """When the stream or its connections are due."""
+        own = self.retry_at if self.link is None else self.link.deadline()
+        due = self.stream.deadline()
+        return due if own is None else own if due is None else min(due, own)
+
+    def status(self) -> StreamStatus:
+        """The stream as an operator sees it."""
+        stream, source = self.stream, self.stream.source
+        return StreamStatus(
+            source=source.label,
+            rank=source.rank,
+            endpoint=source.endpoint,
+            trust=self.trust,
+            doubts=stream.doubts,
+            incarnation=stream.incarnation,
+            last_seq=stream.last_seq,
+            waiting=stream.waiting,
+            counters=stream.counters.copy(),
+            error=self.error,
+        )
 
     def checkpoint(self, waiting: Container[int]) -> Checkpoint:
         """As of what was handed out; `waiting` are the ids of deliveries that were not."""
@@ -80,7 +140,12 @@ class _Entry:
 
 
 class Hub(Generic[B]):
-    """All streams of one subscriber."""
+    """All streams of one subscriber.
+
+    What fails of one stream concerns that stream alone. A link that raises `EndpointError` is closed, its stream is told that
+    it is disconnected, and the link is opened again after a pause. A replay request that could not be sent counts as one that
+    nothing answers, which the stream repeats.
+    """
 
     def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, *, decode: bool) -> None:
         if max_concurrent_replays < 1:
@@ -101,6 +166,8 @@ class Hub(Generic[B]):
         """Streams that something has happened to since `trust_changes`."""
         self._timers: list[tuple[float, int, _Entry]] = []
         self._tie = 0
+        self._unused_incarnation = 0
+        """No source that was removed has had this incarnation or a later one."""
         self._replaying: set[_Entry] = set()
         self._queue: deque[_Entry] = deque()
 
@@ -111,25 +178,25 @@ class Hub(Generic[B]):
         key = (source.label, source.rank)
         if key in self._entries:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
-        stream = Stream(source, self._limits, decode=self._decode)
+        first = self._unused_incarnation
+        stream = Stream(source, self._limits, decode=self._decode, first_incarnation=first)
         if resume is not None:
             stream.restore(resume)
-        entry = _Entry(stream, self.transport.open(source))
-        self._entries[key] = entry
-        self._by_link[entry.link] = entry
+        link = self.transport.open(source)
+        self._entries[key] = self._by_link[link] = entry = _Entry(stream, link, first)
         self._hungry[entry] = self._touched[entry] = None
 
     def remove(self, name: str, rank: int) -> None:
         """Stop following a source."""
         entry = self._entry(name, rank)
         del self._entries[name, rank]
-        del self._by_link[entry.link]
+        self._unused_incarnation = max(self._unused_incarnation, entry.stream.incarnation + 1)
         self._hungry.pop(entry, None)
         self._touched.pop(entry, None)
-        self._replaying.discard(entry)
         self._delivering.discard(entry)
-        entry.waits_for_turn = False
-        entry.link.close()
+        if entry.waits_for_turn:
+            self._queue.remove(entry)
+        self._close_link(entry)
 
     def _entry(self, name: str | None, rank: int) -> _Entry:
         if name is None and len(self._entries) == 1:
@@ -142,11 +209,11 @@ class Hub(Generic[B]):
 
     def status(self, name: str | None, rank: int) -> StreamStatus:
         """State of one stream."""
-        return _status(self._entry(name, rank).stream)
+        return self._entry(name, rank).status()
 
     def statuses(self) -> list[StreamStatus]:
         """State of all streams, in the order in which they were added."""
-        return [_status(entry.stream) for entry in self._entries.values()]
+        return [entry.status() for entry in self._entries.values()]
 
     def checkpoint(self, name: str | None, rank: int) -> Checkpoint:
         """What to keep of one stream."""
@@ -159,23 +226,25 @@ class Hub(Generic[B]):
 
     def trust(self, name: str | None, rank: int) -> Trust:
         """Trust of one stream."""
-        return self._entry(name, rank).stream.trust
+        return self._entry(name, rank).trust
 
     def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
         """Streams whose trust or its reason is another than this returned last."""
         touched, self._touched = self._touched, {}
         found = []
         for entry in touched:
-            trust = entry.stream.trust
+            trust = entry.trust
             if entry.known_trust != (known := (trust.name, trust.reason)):
                 entry.known_trust = known
                 found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
         return found
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings) -> None:
-        """What a consumer found in a batch."""
+        """What a consumer found in a batch; nothing that is of an earlier follow of its source."""
         entry = self._entries.get((delivery.source, delivery.rank))
         if entry is None or not isinstance(delivery, Batch | RawBatch):
+            return
+        if delivery.incarnation < entry.first_incarnation and delivery.incarnation != entry.resumed:
             return
         entry.stream.report(delivery, findings)
         self._touched[entry] = None
@@ -202,11 +271,12 @@ class Hub(Generic[B]):
                 delivering.all_handed_out()
             self._delivering.clear()
         self._hungry.update((entry, None) for link in links if (entry := self._by_link.get(link)) is not None)
-        hungry, self._hungry = self._hungry, {}
-        self._touched.update(hungry)
+        hungry = list(self._hungry)
+        self._touched.update(self._hungry)
         for entry in hungry:
-            if entry.link.pump(entry.stream, now, self._per_turn):
-                self._hungry[entry] = None
+            # One by one: were anything raised that is no EndpointError, those behind it would still be there.
+            del self._hungry[entry]
+            self._pump(entry, now)
             self._serve(entry, now)
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
@@ -214,12 +284,10 @@ class Hub(Generic[B]):
                 # An earlier one has taken its place. To go on from here as well would keep both, for as long as gaps come.
                 continue
             entry.timer = None
-            if self._by_link.get(entry.link) is entry:
+            if self._entries.get((entry.stream.source.label, entry.stream.source.rank)) is entry:
                 entry.stream.tick(now)
                 self._touched[entry] = None
-                own = entry.link.deadline()
-                if own is not None and own <= now and entry.link.pump(entry.stream, now, self._per_turn):
-                    self._hungry[entry] = None
+                self._pump_if_due(entry, now)
                 self._serve(entry, now)
         self._start_waiting_replays(now)
 
@@ -243,7 +311,9 @@ class Hub(Generic[B]):
             self._ask(entry, now)
         elif entry in self._replaying:
             self._replaying.discard(entry)
-            entry.link.end_replay()
+            if entry.link is not None:
+                entry.link.end_replay()
+                entry.error = ""
         self._schedule(entry)
 
     def _ask(self, entry: _Entry, now: float) -> None:
@@ -256,8 +326,13 @@ class Hub(Generic[B]):
             self._replaying.add(entry)
         ask = entry.stream.ask(now)
         self._touched[entry] = None
-        if ask is not None:
-            entry.link.send(ask)
+        if ask is not None and entry.link is not None:
+            try:
+                entry.link.send(ask)
+            except EndpointError as error:
+                self._note(entry, f"replay cannot be requested: {error}")
+            else:
+                entry.error = ""
             # Sending may swallow the signal of something that arrived meanwhile.
             self._hungry[entry] = None
 
@@ -270,41 +345,75 @@ class Hub(Generic[B]):
                 self._schedule(following)
 
     def _schedule(self, entry: _Entry) -> None:
-        due, own = entry.stream.deadline(), entry.link.deadline()
-        if own is not None and (due is None or own < due):
-            due = own
+        due = entry.deadline()
         if due is not None and (entry.timer is None or due < entry.timer):
             entry.timer = due
             self._tie += 1
             heapq.heappush(self._timers, (due, self._tie, entry))
 
+    # --- links, and what fails
+
+    def _pump(self, entry: _Entry, now: float) -> None:
+        if entry.link is None:
+            return
+        try:
+            if entry.link.pump(entry.stream, now, self._per_turn):
+                self._hungry[entry] = None
+        except EndpointError as error:
+            if now - entry.opened_at > MOST_SECONDS:
+                entry.backoff.reset()
+            self._close_link(entry)
+            entry.stream.disconnected()
+            self._fail(entry, str(error), now)
+
+    def _pump_if_due(self, entry: _Entry, now: float) -> None:
+        if entry.link is None:
+            if entry.retry_at <= now:
+                self._open_again(entry, now)
+        elif (due := entry.link.deadline()) is not None and due <= now:
+            self._pump(entry, now)
+
+    def _open_again(self, entry: _Entry, now: float) -> None:
+        try:
+            link = self.transport.open(entry.stream.source)
+        except EndpointError as error:
+            self._fail(entry, str(error), now)
+            return
+        log.info("%s: its connections are open again", entry.label)
+        entry.link, entry.opened_at, entry.error = link, now, ""
+        self._by_link[link] = entry
+        self._hungry[entry] = None
+
+    def _fail(self, entry: _Entry, error: str, now: float) -> None:
+        entry.retry_at = now + entry.backoff.pause()
+        self._note(entry, f"no connection: {error}")
+
+    def _note(self, entry: _Entry, error: str) -> None:
+        """Report an error, once for as long as it is the same."""
+        if entry.error != error:
+            entry.error = error
+            log.warning("%s: %s; it is retried", entry.label, error)
+
+    def _close_link(self, entry: _Entry) -> None:
+        self._replaying.discard(entry)
+        if entry.link is not None:
+            del self._by_link[entry.link]
+            entry.link.close()
+            entry.link = None
+
     def close(self) -> None:
         """Close every link; idempotent."""
         for entry in self._entries.values():
-            entry.link.close()
+            if entry.link is not None:
+                entry.link.close()
         self.transport.close()
 
     def describe(self) -> str:
         """Streams by trust, for a repr: `3 streams, 2 EXACT, 1 STALE, 0 ready`."""
         states: dict[str, int] = {}
         for entry in self._entries.values():
-            name = entry.stream.trust.name
+            name = entry.trust.name
             states[name] = states.get(name, 0) + 1
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"
         return f"{len(self._entries)} {noun}{counts}, {len(self.ready)} ready"
-
-
-def _status(stream: Stream[Any]) -> StreamStatus:
-    source = stream.source
-    return StreamStatus(
-        source=source.label,
-        rank=source.rank,
-        endpoint=source.endpoint,
-        trust=stream.trust,
-        doubts=stream.doubts,
-        incarnation=stream.incarnation,
-        last_seq=stream.last_seq,
-        waiting=stream.waiting,
-        counters=stream.counters.copy(),
-    )

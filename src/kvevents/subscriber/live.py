@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.stream import Source, Stream
 from kvevents.subscriber.draining import drain, drain_live, has_news
-from kvevents.subscriber.sockets import Sockets, attach, drop, end_monitor, monitor, watch
+from kvevents.subscriber.sockets import Sockets, attach, drop, end_monitor, endpoint_errors, monitor, watch
 from kvevents.subscriber.stalls import StallDetector
 
 _UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
@@ -60,12 +60,13 @@ class ZmqLive:
         source, selector = self._source, self._selector
         self._sub = self._sockets.open(zmq.SUB, source.endpoint)
         try:
-            self._monitor = monitor(self._sub, _UP | _DOWN | _RETRIED)
-            self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
-            self._sub.subscribe(source.topic.encode())
-            watch(selector, self._sub, self._link)
-            watch(selector, self._monitor, self._link)
-            attach(self._sub, source.endpoint, bind=source.bind)
+            with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
+                self._monitor = monitor(self._sub, _UP | _DOWN | _RETRIED)
+                self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
+                self._sub.subscribe(source.topic.encode())
+                watch(selector, self._sub, self._link)
+                watch(selector, self._monitor, self._link)
+                attach(self._sub, source.endpoint, bind=source.bind)
         except BaseException:
             self.close()
             raise

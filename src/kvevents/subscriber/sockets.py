@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
+from collections.abc import Iterator
+from typing import Final
 
 import zmq
 
 from kvevents.admission import Admission
+from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.subscriber.options import SocketOptions
 
+_DESCRIPTORS: Final = "raise the limit of open files (ulimit -n)"
+_HINTS: Final = {
+    errno.EMFILE: _DESCRIPTORS,
+    errno.ENFILE: _DESCRIPTORS,
+    errno.EADDRINUSE: "another process uses it; choose another port",
+    errno.ENOSPC: "raise fs.epoll.max_user_watches",
+}
+
 
 class Sockets:
-    """Makes the sockets of one link: all of them with the same options and keys."""
+    """Makes the sockets of one link: all of them with the same options and keys.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: SocketOptions, admission: Admission | None) -> None:
+    inproc endpoints exist only within one context: the caller's, or by convention the process-wide one if `context` is private.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        options: SocketOptions,
+        admission: Admission | None,
+        *,
+        is_private: bool,
+    ) -> None:
         self.options = options
         self._context = context
         self._admission = admission
+        self._is_private = is_private
 
     def open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         """One that is to be attached to an endpoint. Raises `EndpointError`."""
-        try:
-            socket: zmq.Socket[bytes] = self._context.socket(kind)
-        except zmq.ZMQError as error:
-            raise EndpointError(f"no socket for {endpoint}: {error}; raise the limit of open files (ulimit -n)") from error
+        with endpoint_errors(endpoint, f"cannot open a socket for {endpoint}"):
+            shared = self._is_private and endpoint.startswith("inproc://")
+            context = zmq.Context.instance() if shared else self._context
+            socket: zmq.Socket[bytes] = context.socket(kind)
         options = self.options
         socket.linger = 0
         socket.set(zmq.MAXMSGSIZE, options.max_message_bytes)
@@ -36,25 +59,34 @@ class Sockets:
         socket.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
         socket.set(zmq.TCP_KEEPALIVE, 1)
         socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
-        if "[" in endpoint:
+        if needs_ipv6(endpoint):
             socket.set(zmq.IPV6, 1)
         if self._admission is not None:
             self._admission.apply(socket)
         return socket
 
 
+@contextlib.contextmanager
+def endpoint_errors(endpoint: str, failure: str) -> Iterator[None]:
+    """Turn errors of ZeroMQ and the system into `EndpointError`, which says what failed."""
+    try:
+        yield
+    except EndpointError:
+        raise
+    except (zmq.ZMQError, OSError) as error:
+        number = error.errno
+        reason = zmq.strerror(number) if number is not None else str(error)
+        hint = _HINTS.get(number or 0, "expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+        raise EndpointError(f"{failure}: {reason}; {hint}", endpoint=endpoint, errno=number) from error
+
+
 def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> None:
     """Bind or connect. Raises `EndpointError`."""
-    try:
+    with endpoint_errors(endpoint, f"cannot {'bind' if bind else 'connect to'} {endpoint}"):
         if bind:
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        verb = "bind" if bind else "connect to"
-        raise EndpointError(
-            f"cannot {verb} {endpoint}: {error}; expected tcp://host:port, ipc://path or inproc://name"
-        ) from error
 
 
 def monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:

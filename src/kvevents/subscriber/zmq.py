@@ -7,6 +7,7 @@ libzmq signals a socket's descriptor once per change; therefore each socket is r
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import selectors
@@ -24,7 +25,7 @@ from kvevents.subscriber.direct import DirectLive, address_of
 from kvevents.subscriber.draining import drain
 from kvevents.subscriber.live import Live, ZmqLive
 from kvevents.subscriber.options import DEFAULT_SOCKET_OPTIONS, SocketOptions
-from kvevents.subscriber.sockets import Sockets, attach, drop, watch
+from kvevents.subscriber.sockets import Sockets, attach, drop, endpoint_errors, watch
 from kvevents.subscriber.stalls import StallDetector
 from kvevents.wire import replay_request_frames
 
@@ -49,42 +50,44 @@ class ZmqTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
-        self._stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
-        self._owned = context is None
-        self._context = context or _private_context()
-        self._selector = selectors.DefaultSelector()
+        self.stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
+        self.owns_context = context is None
+        self.context = context or _private_context()
+        self.selector = selectors.DefaultSelector()
         self._links: set[ZmqLink] = set()
         self._wake_lock = threading.RLock()
         """So that `wake` never writes to a descriptor that `close` has given back."""
         self._closed = False
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self.selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def open(self, source: Source) -> ZmqLink:
         """Start connecting to `source`."""
         _allow_descriptors(DESCRIPTORS_PER_SOURCE * (len(self._links) + 1))
-        # inproc endpoints exist only within one context, by convention the process-wide one.
-        context = zmq.Context.instance() if source.endpoint.startswith("inproc://") else self._context
-        link = ZmqLink(source, context, self._selector, self._stalls, self.options, direct=self._owned and self.options.direct)
+        link = ZmqLink(source, self)
         self._links.add(link)
         return link
 
+    def forget(self, link: ZmqLink) -> None:
+        """A link was closed."""
+        self._links.discard(link)
+
     def wait(self, timeout: float | None) -> set[ZmqLink]:
         """Links whose descriptors are signalled."""
-        self._stalls.begin_wait()
-        signalled = {key.data for key, _ in self._selector.select(timeout) if key.data is not None}
-        self._stalls.end_wait()
+        self.stalls.begin_wait()
+        signalled = {key.data for key, _ in self.selector.select(timeout) if key.data is not None}
+        self.stalls.end_wait()
         return signalled
 
     @property
     def max_pause(self) -> float | None:
         """So often that a stall of the application is told from a source that is quiet."""
-        return self._stalls.max_pause
+        return self.stalls.max_pause
 
     def fileno(self) -> int:
         """The selector's own descriptor, where the platform has one (epoll, kqueue)."""
-        fileno = getattr(self._selector, "fileno", None)
+        fileno = getattr(self.selector, "fileno", None)
         return -1 if fileno is None else int(fileno())
 
     def wake(self) -> None:
@@ -100,38 +103,29 @@ class ZmqTransport:
                 return
             self._closed = True
             os.close(self._wake_writer)
-        for link in self._links:
+        for link in list(self._links):
             link.close()
-        self._links.clear()
-        self._selector.close()
+        self.selector.close()
         os.close(self._wake_reader)
-        if self._owned:
+        if self.owns_context:
             # Not term(): a socket that an exception left half made would block it for ever.
-            self._context.destroy(linger=0)
+            self.context.destroy(linger=0)
 
 
 class ZmqLink:
     """What is live, and replay, of one stream."""
 
-    def __init__(
-        self,
-        source: Source,
-        context: zmq.Context[zmq.Socket[bytes]],
-        selector: selectors.BaseSelector,
-        stalls: StallDetector,
-        options: SocketOptions,
-        *,
-        direct: bool,
-    ) -> None:
+    def __init__(self, source: Source, transport: ZmqTransport) -> None:
+        options, context, selector = transport.options, transport.context, transport.selector
         self._source = source
-        self._selector = selector
+        self._transport = transport
         self._replay: zmq.Socket[bytes] | None = None
         self._admission = admit(context, source.curve, source.endpoint)
-        self._sockets = Sockets(context, options, self._admission)
-        address = address_of(source) if direct else None
+        self._sockets = Sockets(context, options, self._admission, is_private=transport.owns_context)
+        address = address_of(source) if transport.owns_context and options.direct else None
         try:
             self._live: Live = (
-                ZmqLive(source, self._sockets, selector, self, stalls)
+                ZmqLive(source, self._sockets, selector, self, transport.stalls)
                 if address is None
                 else DirectLive(source, address, options, selector, self)
             )
@@ -157,15 +151,20 @@ class ZmqLink:
         return not drained
 
     def send(self, ask: Ask) -> None:
-        """Send a replay request. One that cannot be sent is one that is not answered: the stream asks again."""
+        """Send a replay request. One that the socket refuses is one that is not answered: the stream asks again."""
         if ask.fresh:
             self.end_replay()
         if self._replay is None and self._source.replay_endpoint is not None:
             self._replay = self._sockets.open(zmq.DEALER, self._source.replay_endpoint)
-            # Unlimited: whatever we do not take at once, an engine's ROUTER drops at 1,000 queued messages.
-            self._replay.set(zmq.RCVHWM, 0)
-            watch(self._selector, self._replay, self)
-            attach(self._replay, self._source.replay_endpoint, bind=False)
+            try:
+                # Unlimited: whatever we do not take at once, an engine's ROUTER drops at 1,000 queued messages.
+                self._replay.set(zmq.RCVHWM, 0)
+                attach(self._replay, self._source.replay_endpoint, bind=False)
+                with endpoint_errors(self._source.replay_endpoint, f"cannot wait for {self._source.replay_endpoint}"):
+                    watch(self._transport.selector, self._replay, self)
+            except BaseException:
+                self.end_replay()
+                raise
         if self._replay is not None:
             try:
                 self._replay.send_multipart(replay_request_frames(ask.start), zmq.DONTWAIT)
@@ -176,7 +175,7 @@ class ZmqLink:
     def end_replay(self) -> None:
         """Close the DEALER."""
         if self._replay is not None:
-            drop(self._selector, self._replay)
+            drop(self._transport.selector, self._replay)
             self._replay = None
 
     def close(self) -> None:
@@ -184,6 +183,7 @@ class ZmqLink:
         self.end_replay()
         self._live.close()
         self._close_admission()
+        self._transport.forget(self)
 
     def _close_admission(self) -> None:
         if self._admission is not None:
@@ -207,5 +207,7 @@ def _allow_descriptors(needed: int) -> None:
         return
     lifted = wanted * 2 if hard == resource.RLIM_INFINITY else min(hard, wanted * 2)
     if lifted < wanted:
-        raise EndpointError(f"{needed} descriptors are needed but the hard limit is {hard}; raise it (ulimit -Hn)")
+        raise EndpointError(
+            f"{needed} descriptors are needed but the hard limit is {hard}; raise it (ulimit -Hn)", errno=errno.EMFILE
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (lifted, hard))

@@ -116,8 +116,9 @@ class FakeEngine:
 class FakeLink:
     """One stream's connections to a `FakeEngine`."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, transport: FakeTransport) -> None:
         self._engine = engine
+        self._transport = transport
         self._arrivals: deque[Callable[[Stream, float], None]] = deque()
         self.replies: deque[list[bytes]] = deque()
         self.closed = False
@@ -155,7 +156,10 @@ class FakeLink:
 
     def close(self) -> None:
         """Hear nothing any more."""
-        self.closed = True
+        if not self.closed:
+            self.closed = True
+            self._engine.links.remove(self)
+            self._transport.forget(self)
 
 
 class FakeTransport:
@@ -182,11 +186,17 @@ class FakeTransport:
         """Connect to an engine that was started here."""
         engine = self._engines.get(source.endpoint)
         if engine is None:
-            raise EndpointError(f"no fake engine at {source.endpoint}; start one with FakeTransport.engine()")
-        link = FakeLink(engine)
+            raise EndpointError(
+                f"no fake engine at {source.endpoint}; start one with FakeTransport.engine()", endpoint=source.endpoint
+            )
+        link = FakeLink(engine, self)
         self._links.append(link)
         engine.attach(link)
         return link
+
+    def forget(self, link: FakeLink) -> None:
+        """A link was closed."""
+        self._links.remove(link)
 
     def wait(self, timeout: float | None) -> list[FakeLink]:
         """Links with news; without any, time passes at once.
@@ -213,5 +223,5 @@ class FakeTransport:
 
     def close(self) -> None:
         """Close every link."""
-        for link in self._links:
+        for link in list(self._links):
             link.close()

@@ -14,6 +14,7 @@ import zmq
 from kvevents.admission import admit
 from kvevents.cli.checkup.numbers import Numbers
 from kvevents.config import Curve
+from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
 
@@ -106,7 +107,7 @@ class Sample:
         self._admission = admit(self._context, curve, endpoint)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
-        if "[" in endpoint:
+        if needs_ipv6(endpoint):
             self._socket.set(zmq.IPV6, 1)
         self._socket.subscribe(b"")
         if self._admission is not None:

@@ -1,0 +1,309 @@
+"""What fails of one stream concerns that stream alone, over every transport; and one follow of a source nothing of another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pytest
+
+from kvevents.errors import EndpointError
+from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import Ask, Batch, Findings, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.subscriber import Link, SocketOptions, Subscriber, Transport, ZmqTransport
+from kvevents.testing import FakeEngine, FakeTransport
+from kvevents.testing.clock import VirtualClock
+
+DEADLINE = 20.0
+LIMITS = StreamLimits(replay_timeout=2.0)
+SHORT = EndpointError("cannot open a socket for it: Too many open files", endpoint="it", errno=24)
+
+
+class Faulty:
+    """A transport around another one, which fails for one source when it is told to."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.victim = ""
+        """Label of the source that fails."""
+        self.fails: set[str] = set()
+        """`"open"`, `"pump"`, `"send"`: what fails for it."""
+        self.raises: Exception = SHORT
+        self.opened = 0
+        self._links: dict[Link, FaultyLink] = {}
+        self.max_pause = inner.max_pause
+
+    def fail(self, what: str, label: str) -> None:
+        if what in self.fails and label == self.victim:
+            raise self.raises
+
+    def open(self, source: Source) -> Link:
+        self.opened += 1
+        self.fail("open", source.label)
+        link = self._inner.open(source)
+        self._links[link] = FaultyLink(self, link, source.label)
+        return self._links[link]
+
+    def wait(self, timeout: float | None) -> Collection[Link]:
+        return [self._links[link] for link in self._inner.wait(timeout)]
+
+    def fileno(self) -> int:
+        return self._inner.fileno()
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyLink:
+    """A link of `Faulty`."""
+
+    def __init__(self, transport: Faulty, inner: Link, label: str) -> None:
+        self._transport = transport
+        self._inner = inner
+        self._label = label
+
+    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        self._transport.fail("pump", self._label)
+        return self._inner.pump(stream, now, limit)
+
+    def deadline(self) -> float | None:
+        return self._inner.deadline()
+
+    def send(self, ask: Ask) -> None:
+        self._transport.fail("send", self._label)
+        self._inner.send(ask)
+
+    def end_replay(self) -> None:
+        self._inner.end_replay()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Plant:
+    """Three engines, one subscriber, and a fault for the first engine."""
+
+    def __init__(self, kind: str, history: int = 0, fails: Collection[str] = ()) -> None:
+        self.engines: list[ZmqEventPublisher | FakeEngine]
+        if kind == "fake":
+            fake = FakeTransport()
+            clock: Callable[[], float] = fake.clock
+            self.engines = [fake.engine(f"tcp://e:{number}", f"tcp://r:{number}") for number in range(3)]
+            self.transport = Faulty(fake)
+        else:
+            clock = time.monotonic
+            sockets = SocketOptions(direct=kind == "direct", reconnect_ms=10, reconnect_max_ms=40)
+            self.engines = [ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") for _ in range(3)]
+            self.transport = Faulty(ZmqTransport(options=sockets))
+        self.transport.victim = "e0"
+        self.transport.fails = set(fails)
+        self.taken: dict[str, list[int]] = {"e0": [], "e1": [], "e2": []}
+        self._published = 0
+        for _ in range(history):
+            self.publish()
+        sources = [Source(each.endpoint, each.replay_endpoint, name=f"e{at}") for at, each in enumerate(self.engines)]
+        self.subscriber = Subscriber(sources, transport=self.transport, clock=clock, limits=LIMITS)
+
+    def publish(self) -> None:
+        """One batch by each engine."""
+        self._published += 1
+        for engine in self.engines:
+            if isinstance(engine, FakeEngine):
+                engine.publish(BlockRemoved([self._published]))
+            else:
+                engine.publish(EventBatch(0.0, [BlockRemoved([self._published])]))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not reached():
+            assert time.monotonic() < end, f"{self.taken}, {self.subscriber.statuses()}"
+            for delivery in self.subscriber.receive_many(timeout=0.02):
+                assert isinstance(delivery, Batch), delivery
+                self.taken[delivery.source].append(delivery.seq)
+
+    def until_all_have(self, count: int, *names: str) -> None:
+        self.until(lambda: all(len(self.taken[name]) >= count for name in names or self.taken))
+
+    def until_exact(self) -> None:
+        self.until(lambda: all(each.trust == Trust.EXACT for each in self.subscriber.statuses()))
+
+    def close(self) -> None:
+        self.subscriber.close()
+        for engine in self.engines:
+            if isinstance(engine, ZmqEventPublisher):
+                engine.shutdown()
+
+
+KINDS = ["libzmq", "direct", "fake"]
+
+
+@pytest.fixture(params=KINDS)
+def plant(request: pytest.FixtureRequest) -> Iterator[Plant]:
+    made = Plant(request.param)
+    yield made
+    made.close()
+
+
+def test_a_stream_whose_link_fails_is_not_exact_and_the_others_go_on(plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+    """`receive` does not raise. The stream says what is wrong, in trust, status and log, and is whole again afterwards."""
+    plant.publish()
+    plant.until_all_have(1)
+    plant.until_exact()
+    plant.transport.fails = {"pump", "open"}
+    plant.publish()
+    plant.until_all_have(2, "e1", "e2")
+    plant.until(lambda: plant.subscriber.trust("e0") == Trust.STALE)
+    plant.publish()
+    plant.until_all_have(3, "e1", "e2")
+    assert plant.taken["e0"] == [0]
+    assert "Too many open files" in plant.subscriber.trust("e0").reason
+    assert "Too many open files" in plant.subscriber.status("e0").error
+    assert plant.subscriber.status("e1").error == ""
+    plant.transport.fails = set()
+    plant.until_all_have(3)
+    plant.until_exact()
+    assert plant.subscriber.status("e0").error == ""
+    assert plant.taken == {name: [0, 1, 2] for name in plant.taken}
+    told = [each.message for each in caplog.records if each.name == "kvevents.subscriber.hub"]
+    assert len([each for each in told if "e0 rank 0: no connection: cannot open a socket" in each]) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_cannot_ask_for_replay_is_not_exact_and_asks_again(kind: str) -> None:
+    """Its live connection stays. The request counts as one that nothing answers, and is repeated."""
+    plant = Plant(kind, history=1, fails={"send"})
+    plant.until_all_have(1, "e1", "e2")
+    plant.until(lambda: "Too many open files" in plant.subscriber.status("e0").error)
+    assert plant.subscriber.trust("e0") != Trust.EXACT
+    assert "replay cannot be requested" in plant.subscriber.trust("e0").reason
+    plant.transport.fails = set()
+    plant.publish()
+    plant.until_all_have(2)
+    plant.until_exact()
+    assert plant.taken == {name: [0, 1] for name in plant.taken}
+    assert plant.subscriber.status("e0").error == ""
+    plant.close()
+
+
+def test_a_link_that_never_opens_is_tried_at_a_growing_pace() -> None:
+    """In virtual time: a few times in the first seconds, then about twice a minute; and the log has it once."""
+    plant = Plant("fake")
+    plant.publish()
+    plant.until_all_have(1)
+    plant.transport.fails = {"pump", "open"}
+    plant.publish()
+    before = plant.transport.opened
+    plant.until(lambda: plant.subscriber.trust("e0") == Trust.STALE)
+    clock = plant.subscriber._clock
+    assert isinstance(clock, VirtualClock)
+    end = clock() + 600
+    while clock() < end:
+        plant.subscriber.receive_many(timeout=1)
+    assert 20 <= plant.transport.opened - before <= 60
+    plant.close()
+
+
+def test_an_error_of_another_kind_costs_the_other_streams_nothing() -> None:
+    """It is raised, as a defect must be. What the others had to say is delivered afterwards, though signalled only once."""
+    plant = Plant("libzmq")
+    plant.publish()
+    plant.until_all_have(1)
+    plant.until_exact()
+    plant.transport.fails, plant.transport.raises = {"pump"}, RuntimeError("a defect")
+    plant.publish()
+    with pytest.raises(RuntimeError, match="a defect"):
+        plant.until(lambda: False)
+    plant.transport.fails = set()
+    plant.until_all_have(2, "e1", "e2")
+    plant.close()
+
+
+# --- follows of one source, one after the other ------------------------------------------------------------------------------
+
+
+def test_a_report_about_an_earlier_follow_is_ignored() -> None:
+    """A batch of before `remove` clears nothing of what was lost after `add`, and its events are not counted."""
+    fake = FakeTransport()
+    engine = fake.engine("tcp://e:1", "tcp://e:2", buffer_steps=10)
+    source = Source(engine.endpoint, engine.replay_endpoint, name="pod")
+
+    def follow() -> RawBatch:
+        newest = None
+        while (delivery := subscriber.receive(timeout=1)) is not None:
+            newest = delivery
+        assert isinstance(newest, RawBatch)
+        return newest
+
+    with Subscriber(source, transport=fake, clock=fake.clock, decode=False) as subscriber:
+        for number in range(95):
+            engine.publish(BlockRemoved([number]), lost=True)
+        old = follow()
+        subscriber.remove("pod")
+        engine.restart()
+        for number in range(100):
+            engine.publish(BlockRemoved([number]), lost=True)
+        subscriber.add(source)
+        new = follow()
+        assert new.incarnation > old.incarnation
+        assert subscriber.trust("pod") == Trust.DEGRADED
+        subscriber.report(old, Findings(cleared=True))
+        assert subscriber.trust("pod") == Trust.DEGRADED
+        subscriber.report(new, Findings(cleared=True))
+        assert subscriber.trust("pod") == Trust.EXACT
+
+
+def test_incarnations_never_repeat_in_a_subscriber() -> None:
+    """However often a source is removed, added, resumed from an older checkpoint, and restarted."""
+    fake = FakeTransport()
+    engine = fake.engine("tcp://e:1", "tcp://e:2")
+    source = Source(engine.endpoint, engine.replay_endpoint, name="pod")
+    seen: list[int] = []
+
+    def lives() -> list[int]:
+        found: list[int] = []
+        while (delivery := subscriber.receive(timeout=1)) is not None:
+            if not found or found[-1] != delivery.incarnation:
+                found.append(delivery.incarnation)
+        return found
+
+    with Subscriber(transport=fake, clock=fake.clock) as subscriber:
+        for turn in range(4):
+            engine.restart([BlockRemoved([turn])])
+            subscriber.add(source)
+            seen += lives()
+            checkpoint = subscriber.checkpoint("pod")
+            engine.restart([BlockRemoved([100 + turn])])
+            seen += lives()
+            subscriber.remove("pod")
+            subscriber.add(source, resume=checkpoint)
+            engine.restart([AllBlocksCleared()])
+            seen += lives()
+            subscriber.remove("pod")
+    assert len(seen) == len(set(seen)) == 12
+    assert seen == sorted(seen)
+
+
+def test_a_checkpoint_of_another_process_goes_on_with_its_incarnation() -> None:
+    """The numbers of this process do not matter for it, unless it has used them itself."""
+    fake = FakeTransport()
+    engine = fake.engine("tcp://e:1", "tcp://e:2")
+    source = Source(engine.endpoint, engine.replay_endpoint, name="pod")
+    engine.publish(BlockRemoved([1]))
+    with Subscriber(source, transport=fake, clock=fake.clock) as subscriber:
+        assert isinstance(subscriber.receive(1), Batch)
+        checkpoint = subscriber.checkpoint()
+    engine.publish(BlockRemoved([2]))
+    with Subscriber(transport=fake, clock=fake.clock) as subscriber:
+        subscriber.add(source, resume=checkpoint)
+        batch = subscriber.receive(1)
+        assert isinstance(batch, Batch)
+        assert (batch.incarnation, batch.seq) == (0, 1)
+        engine.restart([BlockRemoved([3])])
+        reset = subscriber.receive(1)
+        assert isinstance(reset, Reset)
+        assert reset.incarnation == 1
