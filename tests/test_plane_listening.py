@@ -6,6 +6,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 from bridge_cases import TalkingEngine
 from kvevents.events import BlockRemoved
@@ -23,13 +26,13 @@ from service_cases import until
 class Ear:
     """A listener, and what it has told."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.told: list[Heard] = []
         self.room = threading.Event()
         self.room.set()
         self.refused = threading.Event()
         """Set when the thread has asked for room, and there was none."""
-        self.listener = Listener("bridge", self.told.extend, self._has_room)
+        self.listener = Listener("bridge", self.told.extend, self._has_room, **options)
 
     def _has_room(self) -> bool:
         if not self.room.is_set():
@@ -49,8 +52,8 @@ class Ear:
 
 
 @contextmanager
-def listening() -> Iterator[Ear]:
-    ear = Ear()
+def listening(**options: Any) -> Iterator[Ear]:
+    ear = Ear(**options)
     ear.listener.start()
     try:
         yield ear
@@ -88,8 +91,10 @@ def test_a_stream_goes_on_where_the_log_stands_or_begins_anew() -> None:
         assert {each.incarnation for each in ear.batches} == {5}
 
 
-def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost() -> None:
-    with TalkingEngine() as engine, listening() as ear:
+@pytest.mark.parametrize("receive_queue", [1, 100_000])
+def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost(receive_queue: int) -> None:
+    """However many batches find room in the connection meanwhile."""
+    with TalkingEngine() as engine, listening(receive_queue=receive_queue) as ear:
         ear.listener.follow(engine.source, Start(None, 0), turn=1)
         engine.say(5)
         ear.until(5)

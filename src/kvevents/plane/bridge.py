@@ -32,7 +32,7 @@ from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.lanes import BridgeLane, LaneStatus
 from kvevents.plane.layout import Layout, make
 from kvevents.plane.ledger import Told
-from kvevents.plane.listening import Heard, Listener, size_of
+from kvevents.plane.listening import RECEIVE_QUEUE, Heard, Listener, size_of
 from kvevents.plane.membership import ALIVE, Members, Unnamed
 from kvevents.plane.records import Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
 from kvevents.plane.settings import PlaneSettings
@@ -91,6 +91,8 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds between two signs of life in each lane."""
     late_seconds: float = 1.0
     """For which what engines say may wait in the bridge before replicas trust none of its streams."""
+    receive_queue: int = RECEIVE_QUEUE
+    """Batches of each engine that wait in its connection while nothing is read; others wait at the engine, or are dropped."""
     max_queued_bytes: int = 64 << 20
     """Of what engines said and the servers have not taken; above it nothing more is heard."""
 
@@ -99,7 +101,16 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
         if not 0 <= self.hold_back <= 3600:
             raise ConfigError(f"hold_back is {self.hold_back}; it is 0 to 3600 seconds")
-        for field in ("dead_seconds", "unnamed_seconds", "unreadable_seconds", "beat", "late_seconds", "max_queued_bytes"):
+        positive = (
+            "dead_seconds",
+            "unnamed_seconds",
+            "unreadable_seconds",
+            "beat",
+            "late_seconds",
+            "receive_queue",
+            "max_queued_bytes",
+        )
+        for field in positive:
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be above 0")
 
@@ -153,7 +164,7 @@ class Bridge:
         self._lanes: list[BridgeLane] = []
         self._layout = Layout(settings.plane.name, settings.plane.lanes)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener = Listener(settings.name, self._heard_elsewhere, self._has_room)
+        self._listener = Listener(settings.name, self._heard_elsewhere, self._has_room, receive_queue=settings.receive_queue)
         self._client: PlaneClient | None = None
         self._members: Final = Members(settings.dead_seconds)
         self._unnamed: Final = Unnamed(settings.unnamed_seconds)

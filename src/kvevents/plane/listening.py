@@ -24,7 +24,7 @@ from kvevents.stream import Findings, Gap, RawBatch, Source, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.stream.findings import findings_of
 from kvevents.stream.trust import HEALED_BY_CLEAR
-from kvevents.subscriber import Subscriber
+from kvevents.subscriber import SocketOptions, Subscriber, ZmqTransport
 from kvevents.wire import decode_batch
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ TURN_SECONDS: Final = 0.02
 """How long a turn waits for the network: orders and trust are at most so old."""
 LOOK_SECONDS: Final = 0.1
 """Between two looks at the trust of the streams that something has happened to."""
+RECEIVE_QUEUE: Final = 256
+"""Batches of one engine that may wait in its connection: about as many as are read of it in one turn."""
 PAUSE_SECONDS: Final = 0.02
 """Between two looks whether there is room again, while there is none."""
 MAX_REASON: Final = 500
@@ -59,19 +61,27 @@ Tell = Callable[[list[Heard]], None]
 class Listener(threading.Thread):
     """Owns the subscriber, which may be given. `tell` is called from this thread; `room` says whether more may be heard.
 
-    Where there is no room the thread reads nothing. Its engines notice nothing either: what finds no room in ZeroMQ's queues is
-    dropped there, and asked for by replay afterwards.
+    Where there is no room the thread reads nothing, and `receive_queue` batches of each engine wait in its connection. Engines
+    notice nothing either: what finds no room in ZeroMQ's queues is dropped there, and asked for by replay afterwards.
     """
 
     def __init__(
-        self, bridge: str, tell: Tell, room: Callable[[], bool], subscriber: Subscriber[RawBatch] | None = None
+        self,
+        bridge: str,
+        tell: Tell,
+        room: Callable[[], bool],
+        subscriber: Subscriber[RawBatch] | None = None,
+        *,
+        receive_queue: int = RECEIVE_QUEUE,
     ) -> None:
         super().__init__(name="kvevents-bridge", daemon=True)
         self.failure: BaseException | None = None
         self._bridge: Final = bridge
         self._tell: Final = tell
         self._room: Final = room
-        self._subscriber: Final[Subscriber[RawBatch]] = subscriber or Subscriber(decode=False)
+        self._subscriber: Final[Subscriber[RawBatch]] = subscriber or Subscriber(
+            decode=False, transport=ZmqTransport(options=SocketOptions(receive_hwm=receive_queue))
+        )
         self._orders: deque[Callable[[], None]] = deque()
         self._turns: dict[Key, int] = {}
         self._incarnations: dict[Key, _Incarnations] = {}
