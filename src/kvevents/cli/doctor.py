@@ -116,6 +116,8 @@ class Examination:
             sample.close()
         with Subscriber(self._source()) as subscriber:
             self._until_over(stop, lambda: self._turn(subscriber, sample))
+            # What is still being fetched has as long again: its trust would say nothing.
+            self._until_over(stop, lambda: self._turn(subscriber, sample), lambda: _trust(subscriber) != Trust.REPLAYING)
             return subscriber.statuses()[0]
 
     def _until_over(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
@@ -151,6 +153,10 @@ class Examination:
             check_ranks(contents.ranks, neighbours),
         )
         yield from (finding for finding in checks if finding is not None)
+
+
+def _trust(subscriber: Subscriber) -> Trust:
+    return subscriber.statuses()[0].trust
 
 
 def run(args: Namespace) -> int:

@@ -43,7 +43,8 @@ def examine_candidate(
         return Candidate(warn("replay", nothing, NAME_IT))
     hands = shake_hands(candidate)
     if hands.outcome not in {"socket", "curve"} or (hands.outcome == "socket" and hands.detail != "ROUTER"):
-        return Candidate(warn("replay", f"{nothing}; {candidate} is no replay endpoint", NAME_IT))
+        found = f"nothing listens at {candidate}" if hands.outcome == "refused" else f"{candidate} is not a replay endpoint"
+        return Candidate(warn("replay", f"{nothing}; {found}", NAME_IT))
     wait_for_live()
     if not numbers.newest:
         text = f"{nothing}; {candidate} may be one, but nothing live arrived that could be compared with what it holds"
