@@ -443,13 +443,13 @@ def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: 
 
 
 def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: PlaneSettings) -> None:
-    wrong = Watch(Source("tcp://127.0.0.1:notaport", name="wrong"))
+    wrong = Watch(Source(f"ipc:///{'long' * 50}", name="wrong"))
     with TalkingEngine() as engine, bridging(plane, wrong, engine.watch) as bridge:
         engine.say(10)
         log = settled(Log(plane), engine)
         log.until("its trust", lambda log: told_of(log, "wrong"))
         assert told_of(log, "wrong")["bridge"].trust == "CONNECTING"
-        assert "notaport" in told_of(log, "wrong")["bridge"].reason
+        assert "longlong" in told_of(log, "wrong")["bridge"].reason
         assert not bridge.status().failure
 
 

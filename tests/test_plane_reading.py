@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvevents.plane import reading
+from kvevents.plane import layout, reading
 from kvevents.plane.client import PlaneClient
 from kvevents.plane.connection import opened
-from kvevents.plane.layout import Layout, make, make_lane
+from kvevents.plane.layout import LaneState, Layout, make, make_lane
 from kvevents.plane.reading import HISTORY_HEADER, PAGE_HEADER, LaneReader, Pushed, header_of
 from kvevents.plane.records import START, Tail, extend_history
 from kvevents.plane.settings import PlaneSettings
@@ -306,6 +306,29 @@ def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsS
             assert (await task).why == "rewritten"
 
     with_lane(plane_at(server.url, name="again", lanes=1), work)
+
+
+def test_what_was_asked_for_before_a_doubt_does_not_end_it(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer may be of a server that has lost pages since: a bridge writes nothing until another one has come."""
+    ask = layout.state_of
+
+    async def work(lane: Lane) -> None:
+        reader, answers = lane.reader(), 0
+
+        async def state_of(*arguments: Any) -> LaneState:
+            nonlocal answers
+            state = await ask(*arguments)
+            answers += 1
+            if answers == 1:
+                reader.look_again()
+            return state
+
+        monkeypatch.setattr(reading, "state_of", state_of)
+        async with running(reader), asyncio.timeout(SECONDS):
+            await reader.looked.wait()
+            assert answers > 1
+
+    with_lane(plane_at(server.url, name="doubts", lanes=1), work)
 
 
 def test_what_goes_wrong_in_taking_ends_it(server: NatsServer) -> None:

@@ -205,6 +205,8 @@ class LaneReader:
         self._came: list[Pushed] = []
         self._delivered = 0
         self._lost = asyncio.Event()
+        self._doubts = 0
+        """How often it was to look again: what was asked for before the last time does not count."""
         self.looked = asyncio.Event()
         """Cleared while it is not known whether the lane is what it was."""
         self._alive_at = 0.0
@@ -234,6 +236,7 @@ class LaneReader:
 
     def look_again(self) -> asyncio.Event:
         """There is reason to believe that the lane is not what it was. What is returned is set when that was looked into."""
+        self._doubts += 1
         self.looked.clear()
         self._lost.set()
         return self.looked
@@ -267,6 +270,7 @@ class LaneReader:
     async def _look(self) -> Broken | None:
         """Whether what comes next is there still."""
         self._lost.clear()
+        doubts = self._doubts
         if self._ended is not None:
             return self._ended
         self._pass_by()
@@ -282,7 +286,8 @@ class LaneReader:
             return Broken("shrunk", state.first)
         if (broken := await self._settle(state)) is not None:
             return broken
-        self.looked.set()
+        if doubts == self._doubts:
+            self.looked.set()
         if self._hole is not None or (self.position + 1 < state.first and self.position < state.last):
             return Broken("purged", max(state.first, self._hole or 0))
         if self.position >= state.last:
