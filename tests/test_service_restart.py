@@ -266,7 +266,9 @@ def test_a_full_disk_is_a_state_that_passes(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> None:
-    with engine(seed=6) as made, serving("--state-dir", tmp_path) as service:
+    """When the last request has its answer, the service ends: it does not wait for the time that requests have."""
+    config = write(tmp_path / "c.toml", "limits = { drain_seconds = 3600 }\n")
+    with engine(seed=6) as made, serving("--config", config, "--state-dir", tmp_path) as service:
         assert service.register("e", made.publisher).status == 201
         made.store(prompt(6))
         service.exact("e", blocks=4)
@@ -277,32 +279,32 @@ def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> No
         with Stream(service) as stream, socket.create_connection((service.host, service.port), DEADLINE) as slow:
             slow.sendall(head + body[:10])
             assert service.get("/health").status == 200  # the bytes before it are there
-            began = time.monotonic()
             service.program.process.send_signal(signal.SIGTERM)
             assert stream.ended()
             slow.sendall(body[10:])
             assert slow.recv(65_536).startswith(b"HTTP/1.1 200 ")
         assert service.program.end().code == 0
         assert not service.told("ERROR|WARNING")
-        assert time.monotonic() - began < 5
         with pytest.raises(ConnectionError):
             socket.create_connection((service.host, service.port), 1)
     assert (tmp_path / "current").exists()
 
 
 def test_clients_that_do_nothing_delay_the_end_no_longer_than_told(tmp_path: Path) -> None:
-    with serving() as service, socket.create_connection((service.host, service.port)) as idle:
+    """Another test shows that a request has its time; this one, that no client has more. The end comes, and is orderly."""
+    config = write(tmp_path / "c.toml", "limits = { drain_seconds = 0.5 }\n")
+    with serving("--config", config) as service, socket.create_connection((service.host, service.port)) as idle:
         idle.sendall(b"POST /v1/match_many HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         assert service.get("/health").status == 200
         began = time.monotonic()
         assert service.end().code == 0
-        assert 4 < time.monotonic() - began < 8
+        assert time.monotonic() - began > 0.4
         assert not service.told("Traceback")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_service_ends_at_once(number: signal.Signals) -> None:
-    with serving() as service:
-        began = time.monotonic()
+def test_an_idle_service_waits_for_nothing_at_its_end(tmp_path: Path, number: signal.Signals) -> None:
+    """Neither for the time that requests would have, nor for what snapshots are apart."""
+    config = write(tmp_path / "c.toml", "snapshot_seconds = 3600\nlimits = { drain_seconds = 3600 }\n")
+    with serving("--config", config, "--state-dir", tmp_path / "state") as service:
         assert service.end(number).code == 0
-        assert time.monotonic() - began < 2

@@ -80,6 +80,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="host name that clients reach the service by, beside its addresses: HOST or *.SUFFIX; may be given many times",
     )
+    http.add_argument(
+        "--grace-seconds",
+        type=seconds,
+        metavar="S",
+        help="after SIGTERM, how long /readyz says no while everything else is answered (default: 0)",
+    )
     add_sources(parser.add_argument_group("engines to follow"))
     index = parser.add_argument_group("index")
     index.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
@@ -198,7 +204,11 @@ def _with_flags(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
 
 
 def _with_settings(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:
-    return tables | {name: given for name in _SETTINGS if (given := getattr(args, name)) is not None}
+    found = tables | {name: given for name in _SETTINGS if (given := getattr(args, name)) is not None}
+    ready = tables.get("ready", {})
+    if args.grace_seconds is not None and isinstance(ready, dict):  # else the error says what it is
+        found["ready"] = ready | {"grace_seconds": args.grace_seconds}
+    return found
 
 
 def _about_plane(tables: dict[str, Any], args: Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kvevents.structs import prepared
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0
+MAX_GRACE_SECONDS: Final = 3_600.0
 MAX_AWAKE_MICROSECONDS: Final = 10_000
 DEFAULT_PORT: Final = 8090
 """As Dynamo's standalone indexer."""
@@ -57,6 +58,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long an idle connection is kept: longer than the pools of common clients, so that they close first."""
     unread_seconds: float = 10.0
     """How long a client may take to read an answer, or the next MiB of a long one."""
+    drain_seconds: float = 5.0
+    """How long requests that are in progress may take once the service ends."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -70,13 +73,22 @@ class Readiness(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     quorum: float = 1.0
     """Share of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: float = 30.0
-    """Seconds after the start from which it says yes in any case, and tells what is missing."""
+    """Seconds after the start from which it says yes though sources are not EXACT, and tells what is missing. It never says yes
+    without a single source where engines are expected: those of the settings, those registered before a restart, `expected`."""
+    expected: int = 0
+    """Sources that are registered over HTTP sooner or later: so many must be there before the deadline."""
+    grace_seconds: float = 0.0
+    """After SIGTERM, how long it says no while everything else is answered as before: for load balancers to notice."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.quorum <= 1:
             raise ConfigError(f"ready.quorum is {self.quorum}; it is a share from 0 to 1")
         if self.deadline_seconds < 0:
             raise ConfigError(f"ready.deadline_seconds is {self.deadline_seconds}; it must be at least 0")
+        if self.expected < 0:
+            raise ConfigError(f"ready.expected is {self.expected}; it is a number of sources, at least 0")
+        if not 0 <= self.grace_seconds <= MAX_GRACE_SECONDS:
+            raise ConfigError(f"ready.grace_seconds is {self.grace_seconds}; it must be from 0 to {MAX_GRACE_SECONDS:g}")
 
 
 class Probing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import signal
 import socket
 import ssl
@@ -26,8 +27,8 @@ from kvevents.service.http.protocol import Protocol
 from kvevents.service.http.turns import Turns, descriptor_of
 from kvevents.service.service import Service
 
-DRAIN_SECONDS: Final = 5
-"""How long requests that are under way may take after SIGTERM."""
+log = logging.getLogger(__name__)
+
 BACKLOG: Final = 1_024
 KEPT_BYTES: Final = 64 << 20
 """Freed memory that the process keeps for the next large request."""
@@ -70,14 +71,25 @@ class _Server(uvicorn.Server):
         """Ours: uvicorn raises a signal again when all is done, which would end an orderly exit with its number."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self._stop, number)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _stop(self) -> None:
+    def _stop(self, number: int) -> None:
+        """SIGTERM has `/readyz` say no, and ends the service after the grace; SIGINT, or a second signal, ends it at once."""
+        service = self._service
+        grace = service.config.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
+        service.is_ending = True
+        if grace:
+            log.info("not ready any more; ending in %g s", grace)
+            asyncio.get_running_loop().call_later(grace, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
         self._service.fleet.announcer.close()
@@ -103,6 +115,7 @@ class _Server(uvicorn.Server):
         """End what is in progress; connections that have not sent anything are no reason to wait."""
         self._service.connections.close_silent()
         await super().shutdown(sockets)
+        self._service.connections.close_all()
 
 
 def _protocol(app: App, tls: ssl.SSLContext | None) -> Any:
@@ -165,7 +178,7 @@ def _options(config: ServiceConfig) -> dict[str, Any]:
         "lifespan": "off",
         "interface": "asgi3",
         "backlog": BACKLOG,
-        "timeout_graceful_shutdown": DRAIN_SECONDS,
+        "timeout_graceful_shutdown": config.limits.drain_seconds,
     }
     if config.tls is not None:
         options |= {"ssl_certfile": config.tls.certificate, "ssl_keyfile": config.tls.key}

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from kvevents.service.allowing import AllowList
 from kvevents.service.audit import AuditLog
 from kvevents.service.candidates import CandidateCache
 from kvevents.service.config import ServiceConfig
+from kvevents.service.discovery.files import read_sources
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
@@ -51,7 +52,9 @@ STANDING_SECONDS: Final = 10.0
 class Service:
     """Everything but the server. `start` and `stop` once each, in one event loop."""
 
-    def __init__(self, config: ServiceConfig, watched: Path | None = None) -> None:
+    def __init__(
+        self, config: ServiceConfig, watched: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
         self.access = Access(config.access)
         self.audit = AuditLog()
@@ -87,8 +90,12 @@ class Service:
         self._finder = Finder(config, watched, self.fleet, self._resume)
         self._prober = Prober(self.fleet, self.allowed, config.probe)
         self._tasks: list[asyncio.Task[None]] = []
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock()
         self._is_ready = False
+        self.is_ending = False
+        """Whether the process has been asked to end: it answers, and is not ready."""
+        self._expects_engines = _names_engines(config, watched)
 
     @property
     def index(self) -> PrefixIndex:
@@ -154,6 +161,7 @@ class Service:
         except SnapshotError as error:
             self._tell_lost(str(error))
             return
+        self._expects_engines = self._expects_engines or bool(remembered)
         for registration in remembered:
             try:
                 # What may be named may have changed since.
@@ -290,34 +298,54 @@ class Service:
         return found
 
     def readiness(self) -> ReadyAnswer:
-        """Whether enough is known to be asked. Once ready, it stays so: later doubts are in each answer's trust."""
+        """Whether enough is known to be asked. Once ready, it stays so until it ends: later doubts are in answers' trust."""
         members = list(self.members().values())
         exact = sum(member.trust == Trust.EXACT for member in members)
-        ready = self.config.ready
-        # A replica that has not read its log to the end has nothing to say, however long it takes.
-        hidden = self.replica is not None and not self.replica.is_complete
-        has_looked = self._finder.has_looked or self.replica is not None
-        late = time.monotonic() - self._began >= ready.deadline_seconds and not hidden
-        uncovered = self.shards.uncovered if self.shards is not None else []
-        settled = has_looked and not hidden and not uncovered and exact >= ready.quorum * len(members)
-        self._is_ready = self._is_ready or settled or late
-        why = f"{exact} of {len(members)} sources are EXACT"
-        if hidden and self.replica is not None:
-            why = self.replica.why_hidden
-        elif not has_looked and not late:
-            why = "not every way of discovery has answered"
-        elif uncovered:
-            why += f"; no replica holds {len(uncovered)} lanes of the plane"
-        elif late and not settled:
-            why += f"; the deadline of {ready.deadline_seconds:g} s has passed"
+        why = "" if self._is_ready else self._obstacle(len(members), exact)
+        self._is_ready = self._is_ready or not why
+        if self.is_ending:
+            why = "the service is ending"
+        elif not why:
+            why = self._summary(len(members), exact)
+            if self._is_late and self._shortfall(len(members), exact):
+                why += f"; the deadline of {self.config.ready.deadline_seconds:g} s has passed"
         return ReadyAnswer(
-            ready=self._is_ready,
+            ready=self._is_ready and not self.is_ending,
             why=why,
             exact=exact,
             sources=len(members),
-            quorum=ready.quorum,
-            deadline_seconds=ready.deadline_seconds,
+            quorum=self.config.ready.quorum,
+            deadline_seconds=self.config.ready.deadline_seconds,
         )
+
+    @property
+    def _is_late(self) -> bool:
+        return self._clock() - self._began >= self.config.ready.deadline_seconds
+
+    def _obstacle(self, members: int, exact: int) -> str:
+        """Why the service is not ready; empty if it is."""
+        # A replica that has not read its log to the end has nothing to say, however long it takes.
+        if self.replica is not None and not self.replica.is_complete:
+            return self.replica.why_hidden
+        if not members and (self._expects_engines or self.config.ready.expected):
+            return "engines are expected, and none is registered or found so far"
+        return "" if self._is_late else self._shortfall(members, exact)
+
+    def _shortfall(self, members: int, exact: int) -> str:
+        """What is missing that does not count any more after the deadline; empty if nothing is."""
+        if self.replica is None and not self._finder.has_looked:
+            return "not every way of discovery has answered"
+        if members < (expected := self.config.ready.expected):
+            return f"{members} of {expected} expected sources are registered"
+        is_covered = self.shards is None or not self.shards.uncovered
+        return "" if is_covered and exact >= self.config.ready.quorum * members else self._summary(members, exact)
+
+    def _summary(self, members: int, exact: int) -> str:
+        uncovered = [] if self.shards is None else self.shards.uncovered
+        expected = self.config.ready.expected
+        text = f"{exact} of {members} sources are EXACT"
+        text += f", and {expected} were expected" if members < expected else ""
+        return text + (f"; no replica holds {len(uncovered)} lanes of the plane" if uncovered else "")
 
     def stats(self) -> StatsAnswer:
         """The service in numbers."""
@@ -329,7 +357,7 @@ class Service:
             tiers.update(member.tiers)
         return StatsAnswer(
             version=version(),
-            uptime_seconds=time.monotonic() - self._began,
+            uptime_seconds=self._clock() - self._began,
             sources=dict(Counter(member.trusted.state for member in members)),
             workers=stats.workers,
             blocks=stats.blocks,
@@ -347,6 +375,16 @@ class Service:
             snapshot_at=self.snapshot_at,
             snapshot_fault=self.snapshot_fault,
         )
+
+
+def _names_engines(config: ServiceConfig, watched: Path | None) -> bool:
+    """Whether the settings, or a file with more of them, name engines or ways to find them."""
+    if config.sources or config.source_files or config.dns:
+        return True
+    try:
+        return watched is not None and bool(read_sources(watched, alone=False))
+    except ExceptionGroup:  # what is wrong with it is told by its provider
+        return True
 
 
 def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:

@@ -283,6 +283,11 @@ class Connections:
         self.remove(connection)
         connection.transport.abort()
 
+    def close_all(self) -> None:
+        """End every connection: the time for the requests in progress is over."""
+        for connection in self.all():
+            self._abort(connection, "draining")
+
     def close_silent(self) -> None:
         """End those that have sent nothing, at the end of the service."""
         for connection in [each for each in self.all() if each.state is State.NEW]:

@@ -1,0 +1,174 @@
+"""`/readyz`: not before there is anything to serve, not while the service ends, and never later than its deadline otherwise."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvevents.errors import ConfigError
+from kvevents.service.config import ServiceConfig, to_config
+from kvevents.service.keeping import Keeper
+from kvevents.service.registration import Registration
+from kvevents.service.service import Service
+from kvevents.stream import Trust
+from service_cases import Client, engine, prompt, serving, until, write
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def service_of(clock: Clock, watched: Path | None = None, **tables: Any) -> Iterator[Service]:
+    """A service that follows nothing: only its own word on readiness is asked for."""
+    service = Service(to_config(tables, "test"), watched, clock=clock)
+    try:
+        yield service
+    finally:
+        service.fleet.follower.subscriber.close()
+        if service.keeper is not None:
+            service.keeper.close()
+
+
+def register(service: Service, name: str = "a", trust: Trust = Trust.CONNECTING) -> None:
+    registration = Registration(instance=name, endpoint="tcp://127.0.0.1:1", model="m")
+    service.fleet.register(registration).result()
+    service.fleet.members[registration.key].judge(trust, 0.0)
+
+
+def told(service: Service) -> tuple[bool, str]:
+    answer = service.readiness()
+    return answer.ready, answer.why
+
+
+def test_where_no_engine_is_expected_it_is_ready_at_once() -> None:
+    with service_of(Clock()) as service:
+        assert told(service) == (True, "0 of 0 sources are EXACT")
+
+
+def watched_file(home: Path) -> Path:
+    return write(home / "w.toml", '[[sources]]\nbase_url = "http://127.0.0.1:1"\n')
+
+
+EXPECTING: dict[str, dict[str, Any]] = {
+    "sources": {"sources": [{"base_url": "http://127.0.0.1:1"}]},
+    "source_files": {"source_files": ["w.toml"]},
+    "dns": {"dns": [{"target": "engines.invalid:5557", "model": "m"}]},
+    "expected": {"ready": {"expected": 2}},
+    "a watched file": {},
+}
+
+
+@pytest.mark.parametrize("case", EXPECTING)
+def test_it_is_not_ready_without_a_single_engine_where_some_are_expected(case: str, tmp_path: Path) -> None:
+    """Whatever the deadline: an answer about nothing sends every prompt anywhere. One engine, exact or not, ends it."""
+    clock = Clock()
+    watched = watched_file(tmp_path) if case == "a watched file" else None
+    with service_of(clock, watched, **EXPECTING[case]) as service:
+        empty = (False, "engines are expected, and none is registered or found so far")
+        assert told(service) == empty
+        clock.now += 3_600
+        assert told(service) == empty
+        register(service)
+        ready, why = told(service)
+        assert ready
+        assert why.startswith("0 of 1 sources are EXACT")
+        assert why.endswith("the deadline of 30 s has passed")
+
+
+def test_registrations_from_before_a_restart_are_expected(tmp_path: Path) -> None:
+    """Though the first of them is refused now, and no engine is left."""
+    keeper = Keeper(tmp_path / "state")
+    keeper.remember(lambda: [Registration(instance="a", endpoint="tcp://8.8.8.8:1", model="m")])
+    keeper.close()
+    clock = Clock()
+    with service_of(clock, state_dir=str(tmp_path / "state")) as service:
+        service._register_remembered()
+        assert not service.fleet.members
+        clock.now += 3_600
+        assert not told(service)[0]
+
+
+def test_so_many_are_expected_before_the_deadline_and_fewer_after_it() -> None:
+    clock = Clock()
+    with service_of(clock, ready={"expected": 2}) as service:
+        register(service, "a", Trust.EXACT)
+        assert told(service) == (False, "1 of 2 expected sources are registered")
+        clock.now += 30
+        assert told(service) == (
+            True,
+            "1 of 1 sources are EXACT, and 2 were expected; the deadline of 30 s has passed",
+        )
+
+
+def test_so_many_that_are_expected_are_enough() -> None:
+    with service_of(Clock(), ready={"expected": 2}) as service:
+        register(service, "a", Trust.EXACT)
+        register(service, "b", Trust.EXACT)
+        assert told(service) == (True, "2 of 2 sources are EXACT")
+
+
+def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:
+    """The answer says that the deadline has passed, and later doubts do not take it back."""
+    clock = Clock()
+    with service_of(clock) as service:
+        register(service)
+        assert told(service) == (False, "0 of 1 sources are EXACT")
+        clock.now += 29.9
+        assert not told(service)[0]
+        clock.now += 0.1
+        assert told(service) == (True, "0 of 1 sources are EXACT; the deadline of 30 s has passed")
+        clock.now = 0.0
+        assert told(service)[0]
+
+
+def test_it_is_not_ready_while_it_ends() -> None:
+    with service_of(Clock()) as service:
+        assert told(service)[0]
+        service.is_ending = True
+        assert told(service) == (False, "the service is ending")
+        assert b"kvevents_ready 0" in service.metrics.exposition()
+
+
+@pytest.mark.parametrize("ready", [{"expected": -1}, {"grace_seconds": -1}, {"grace_seconds": 1e9}])
+def test_what_cannot_be_is_refused(ready: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="ready"):
+        to_config({"ready": ready}, "test")
+    assert ServiceConfig().ready.grace_seconds == 0
+
+
+def test_after_sigterm_it_answers_for_the_grace_and_is_not_ready() -> None:
+    """On new connections too. The second signal ends the grace, which is far longer than this test."""
+    with ExitStack() as stack:
+        made = stack.enter_context(engine())
+        service = stack.enter_context(serving("--grace-seconds", 600))
+        assert service.register("a", made.publisher).status == 201
+        tokens = prompt(1)
+        made.store(tokens)
+        service.holds("a", tokens)
+        until("ready", lambda: service.get("/readyz").status == 200)
+        service.program.process.send_signal(signal.SIGTERM)
+        until("not ready", lambda: service.get("/readyz").status == 503)
+        other = Client(service.url)
+        assert other.get("/readyz").json["why"] == "the service is ending"
+        assert other.get("/livez").status == 200
+        assert service.held(tokens)["a"] == len(tokens)
+        other.close()
+        assert service.end(signal.SIGTERM).code == 0
+
+
+def test_the_grace_comes_to_an_end() -> None:
+    with serving("--grace-seconds", 0.3) as service:
+        assert service.end(signal.SIGTERM).code == 0
+        assert service.told("not ready any more; ending in 0.3 s")
