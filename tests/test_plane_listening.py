@@ -128,7 +128,7 @@ def test_who_is_left_is_heard_no_more_and_may_be_followed_again() -> None:
 
 def test_an_address_that_is_none_is_told_as_trust() -> None:
     with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(Source("tcp://x:y" + "z" * 2 * MAX_REASON, name="odd"), Start(None, 0), turn=5)
+        ear.listener.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), Start(None, 0), turn=5)
         until("it to be told", lambda: ear.trust == ["CONNECTING"], SECONDS)
         said = ear.told[0].record
         assert isinstance(said, Trusting)
