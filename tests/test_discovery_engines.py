@@ -16,6 +16,7 @@ from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.fetch import HttpClient
 from kvevents.service.discovery.provider import Finding
 from kvevents.service.discovery.tables import SourceTable, Template
+from kvevents.service.registration import Wall
 from test_discovery_backoff import Steps, soon, within
 from test_discovery_fetch import Engine
 
@@ -93,7 +94,21 @@ async def test_vllm_tells_all_its_ranks(engine: Engine) -> None:
     assert {(each.model, each.topic, each.block_size) for each in found.registrations} == {
         ("Qwen/Qwen3-0.6B", "kv-events", None)
     }
+    assert found.adapters == (Wall("Qwen/Qwen3-0.6B", lora="an-adapter"),)
     assert found.faults == ()
+
+
+async def test_adapters_are_asked_for_where_the_model_is_known(engine: Engine) -> None:
+    """Those of the engine's own model, under the name that the operator gives it; without an answer there are none."""
+    models = {"data": [*VLLM_MODELS["data"], {"id": "another", "parent": "another-model"}]}
+    engine.pages |= {"/kv_event_sources": {"0": vllm_rank("tcp://10.0.0.1:41233")}, "/v1/models": models}
+    named = Template(model="qwen", tenant="t", group="g")
+    assert (await ask(engine, named)).adapters == (Wall("qwen", "t", "g", "an-adapter"),)
+    pages: list[dict[str, Any]] = [{"data": 7}, {"data": []}]
+    for page in pages:
+        engine.pages["/v1/models"] = page
+        found = await ask(engine, named)
+        assert (len(found.registrations), found.adapters, found.faults) == (1, (), ())
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "::"])  # noqa: S104
@@ -145,7 +160,7 @@ async def test_sglang_tells_all_its_ranks(engine: Engine) -> None:
         ("e rank 1", "tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558"),
     ]
     assert {(each.model, each.topic, each.block_size) for each in found.registrations} == {("Qwen/Qwen3-0.6B", "kv", 64)}
-    assert engine.asked == ["/kv_event_sources", "/server_info"]
+    assert engine.asked == ["/kv_event_sources", "/server_info", "/v1/models"]
 
 
 @pytest.mark.parametrize("listed", [None, [{"dp_rank": 2, "endpoint": "tcp://127.0.0.1:5559"}, {"dp_rank": 3}]])

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
-from service_cases import BLOCK, Engine, Service, engine, prompt, registration, serving, until
+from service_cases import BLOCK, Engine, Service, engine, engines, prompt, registration, serving, until
 from test_cli import refusing
 
 EMPTY: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
@@ -505,6 +505,44 @@ def test_a_lora_that_is_known_by_its_number(service: Service, fresh: tuple[int, 
     assert service.post("/query", model_name=model, token_ids=[], lora_id=2**63).status == 422
     refused = service.register("numbered", "tcp://127.0.0.1:1", model_name=model, lora_id=7)
     assert (refused.status, refused.reason) == (400, "lora-id")
+
+
+def test_a_model_may_be_the_name_of_an_adapter(service: Service) -> None:
+    """As OpenAI requests to vLLM name adapters: what finds blocks of the adapter is its base model with that LoRA."""
+    tokens, base = prompt(43), prompt(44)
+    with engines(3, replay_endpoint=None) as made, refusing() as nowhere:
+        for number, (instance, model, lora) in enumerate(
+            (("x", "base-a", "sql"), ("y", "base-a", None), ("z", "base-b", "py"))
+        ):
+            assert service.register(instance, made[number].publisher, model_name=model, lora_name=lora).status == 201
+        until("a connection", lambda: all(service.trust(each)[0] not in {"CONNECTING", "STALE"} for each in "xyz"))
+        made[0].store(tokens)
+        made[1].store(base)
+        made[1].store(tokens, lora_name="sql")
+
+        def held(model: str, asked: list[int], **scope: Any) -> dict[str, int]:
+            return service.held(asked, model_name=model, **scope)
+
+        until("all", lambda: held("base-a", tokens, lora_name="sql") == {"x": 64, "y": 64})
+        assert held("sql", tokens) == held("sql", tokens, lora_name="sql") == {"x": 64, "y": 64}
+        assert held("sql", base) == held("base-a", tokens) == {}
+        assert service.post("/query", model="sql", token_ids=[*tokens, 1]).json["default"]["y"]["longest_matched"] == 64
+        rows = service.post("/v1/match", model="sql", tokens=[*tokens, 1]).json["workers"]
+        assert {row["instance"]: row["tokens"] for row in rows} == {"x": 64, "y": 64}
+        assert service.post("/v1/select", model="sql", tokens=tokens).json["instance"] in {"x", "y"}
+        assert service.post("/v1/match_many", model="sql", prompts=[[*tokens, 1]]).json["matches"][0]["holders"]
+        assert service.get("/v1/hot?model=sql").json["model"] == "sql"
+        for scope in ({"lora_name": "py"}, {"tenant_id": "t"}, {"routing_group": "g"}):
+            assert service.post("/query", {"model_name": "sql", "token_ids": tokens, **scope}).reason == "unknown-model"
+        assert service.register("two", nowhere, model_name="base-b", lora_name="sql").status == 201
+        answer = service.post("/query", model_name="sql", token_ids=tokens)
+        assert (answer.status, answer.reason) == (409, "ambiguous-adapter")
+        assert "base-a, base-b" in answer.json["error"]
+        # A model of that name is meant before an adapter is.
+        assert service.register("own", nowhere, model_name="sql").status == 201
+        assert held("sql", tokens) == {}
+        for gone in ("x", "y", "z", "two", "own"):
+            assert service.post("/unregister", instance_id=gone).status == 200
 
 
 # --- by hash

@@ -19,6 +19,7 @@ from kvevents.service.announcing import MAX_QUEUED, Announcer
 from kvevents.service.shapes import LossEvent
 from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
 from test_cli import refusing
+from test_discovery_fetch import Engine as Web
 
 NUMBERS = count(1)
 RAW = "application/octet-stream"
@@ -270,6 +271,30 @@ def test_the_block_of_the_last_token_does_not_count(service: Service, fresh: tup
             found = service.post("/query", {"model_name": model, "token_ids": asked, **more}).json["instances"]
             assert found.get(name, {"longest_matched": 0})["longest_matched"] == expected
     assert service.keys(name) == {(key, "gpu") for key in hex_keys(tokens)}
+
+
+def test_a_prompt_may_name_an_adapter_that_an_engine_lists() -> None:
+    """As vLLM lists adapters in `/v1/models`: requests name them as their model, and events have the name of the LoRA."""
+    with engine(seed=904) as made, Web() as web:
+        web.pages = {
+            "/kv_event_sources": {"0": {"endpoint": made.endpoint, "replay_endpoint": made.replay_endpoint, "topic": ""}},
+            "/v1/models": {"data": [{"id": "base"}, {"id": "adapter-0", "parent": "base"}]},
+        }
+        base, adapted = prompt(33), prompt(34)
+        made.store(base)
+        made.store(adapted, lora_name="adapter-0")
+        with serving("--engine", web.url) as service:
+            name, _ = until("the engine", lambda: next(iter(service.sources()), None))
+            service.exact(name, blocks=8)
+
+            def held(model: str, tokens: list[int]) -> int:
+                (row,) = service.post("/v1/match", model=model, tokens=[*tokens, 1]).json["workers"]
+                return int(row["tokens"])
+
+            assert (held("adapter-0", adapted), held("base", base)) == (64, 64)
+            assert (held("adapter-0", base), held("base", adapted)) == (0, 0)
+            assert service.post("/v1/select", model="adapter-0", tokens=adapted).json["instance"] == name
+            assert service.post("/v1/match", model="adapter-1", tokens=adapted).status == 404
 
 
 # --- choosing

@@ -1,10 +1,11 @@
-"""The members that may hold blocks of a prompt, whether they hold any or not."""
+"""The members that may hold blocks of a prompt, whether they hold any or not, and whose prompt it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvevents.service.errors import ConflictError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Wall
@@ -25,28 +26,76 @@ class Candidates(NamedTuple):
 
 
 class CandidateCache:
-    """Finds the candidates of a scope, and remembers them until members come, go, or change their state."""
+    """Finds the candidates of a scope, and remembers them until members come, go, or change their state.
 
-    def __init__(self, fleet: Fleet, shards: Shards | None) -> None:
+    `adapters` returns the LoRA adapters that engines list as models of their own. Any thread may call every method.
+    """
+
+    def __init__(self, fleet: Fleet, shards: Shards | None, adapters: Callable[[], frozenset[Wall]]) -> None:
         self._fleet: Final = fleet
         self._shards: Final = shards
-        self._version = (-1, -1)
-        self._known: dict[Wall, Candidates] = {}
+        self._adapters: Final = adapters
+        self._view = _View((), (), frozenset())
 
     def of(self, wall: Wall) -> Candidates:
-        """Any thread may call it."""
-        if self._shards is not None:
-            return _found({**self._shards.members, **self._fleet.members}.values(), wall)
-        version = (self._fleet.version, self._fleet.state_version)  # before members are read, so that no older ones are kept
-        if version != self._version or len(self._known) >= MAX_REMEMBERED:
-            self._known, self._version = {}, version
-        known = self._known
-        found = known.get(wall)
+        """The members that may hold blocks of a prompt."""
+        view = self._current()
+        found = view.known.get(wall)
         if found is None:
-            found = known[wall] = _found(list(self._fleet.members.values()), wall)
+            if len(view.known) >= MAX_REMEMBERED:
+                view.known.clear()
+            members = tuple(member for member in view.members if member.admits(wall))
+            found = Candidates(members, tuple(member for member in members if member.trusted.state != "EXACT"))
+            view.known[wall] = found
         return found
 
+    def resolve(self, wall: Wall) -> Wall:
+        """Whose a prompt is whose model may be the name of an adapter: then it is its base model's, with that LoRA.
 
-def _found(members: Iterable[Member], wall: Wall) -> Candidates:
-    found = tuple(member for member in members if member.admits(wall))
-    return Candidates(found, tuple(member for member in found if member.trusted.state != "EXACT"))
+        A model that is served goes before an adapter of the same name. Raises `ConflictError` for an adapter of several models.
+        """
+        view = self._current()
+        if wall[:3] in view.models or wall.lora not in {None, wall.model}:
+            return wall
+        bases = view.bases.get(wall[:3])
+        if not bases:
+            return wall
+        if len(bases) > 1:
+            raise ConflictError(
+                f"{wall.model!r} is an adapter of {len(bases)} models: {', '.join(sorted(bases)[:8])}",
+                "ambiguous-adapter",
+                "name one of them as the model, and the adapter as lora_name",
+            )
+        return wall._replace(model=next(iter(bases)), lora=wall.model)
+
+    def _current(self) -> _View:
+        """What is known of the members, made again after any change."""
+        adapters = self._adapters()
+        # Read before the members are, so that no older ones are kept under a newer version.
+        version: tuple[Any, ...] = (self._fleet.version, self._fleet.state_version, adapters)
+        if self._shards is not None:
+            version += (self._shards.version, self._shards.answering.shown())
+        view = self._view
+        if view.version != version:
+            members = dict(self._fleet.members)
+            if self._shards is not None:
+                members = {**self._shards.members, **members}
+            self._view = view = _View(version, members.values(), adapters)
+        return view
+
+
+class _View:
+    """The members at one time, and what was found among them."""
+
+    def __init__(self, version: tuple[Any, ...], members: Iterable[Member], adapters: frozenset[Wall]) -> None:
+        self.version: Final = version
+        self.members: Final = tuple(members)
+        self.known: Final[dict[Wall, Candidates]] = {}
+        walls = {member.registration.wall for member in self.members}
+        self.models: Final = {wall[:3] for wall in walls}
+        """Models that are served, with tenant and group."""
+        self.bases: Final[dict[tuple[str, str, str], set[str]]] = {}
+        """The base models of adapters, by the adapter's name, tenant and group."""
+        for wall in {*walls, *adapters}:
+            if isinstance(wall.lora, str) and wall[:3] in self.models:
+                self.bases.setdefault((wall.lora, wall.tenant, wall.group), set()).add(wall.model)

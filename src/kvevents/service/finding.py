@@ -16,7 +16,7 @@ from kvevents.service.discovery.merge import Discovered, Discovery
 from kvevents.service.discovery.provider import Provider
 from kvevents.service.discovery.static import StaticProvider
 from kvevents.service.discovery.tables import Template
-from kvevents.service.registration import Key, Registration
+from kvevents.service.registration import Key, Registration, Wall
 from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,11 @@ class Finder:
     def has_looked(self) -> bool:
         """Whether every provider has said something."""
         return not self._found.waiting
+
+    @property
+    def adapters(self) -> frozenset[Wall]:
+        """LoRA adapters that requests name as their model, as engines list them."""
+        return self._found.adapters
 
     def faults(self) -> dict[str, list[str]]:
         """Sentences by provider."""

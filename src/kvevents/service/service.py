@@ -73,7 +73,7 @@ class Service:
         self.metrics = Metrics(self)
         self.connections = Connections(config.limits)
         self.workers = Workers(config.limits.max_waiting)
-        self.candidates = CandidateCache(self.fleet, self.shards)
+        self.candidates = CandidateCache(self.fleet, self.shards, lambda: self._finder.adapters)
         self.turns = Turns()
         self.lookups = Lookups(self.fleet, self.metrics, self.shards)
         self.snapshot_at: float | None = None

@@ -204,13 +204,23 @@ class _Models(Struct):
     data: list[_Model]
 
 
-def read_models(answer: Any) -> str | None:
-    """The name under which an engine serves its model, from `/v1/models`: the first that is no adapter of another."""
+class Models(NamedTuple):
+    """The names that an engine serves."""
+
+    base: str | None
+    """That of its model; None if it lists none."""
+    adapters: tuple[str, ...] = ()
+    """Those of the LoRA adapters of it, which requests name as their model."""
+
+
+def read_models(answer: Any) -> Models:
+    """What `/v1/models` lists: the first model that has no parent, and its adapters. Raises `AskError` for another shape."""
     try:
         models = msgspec.convert(answer, _Models).data
     except msgspec.ValidationError as error:
         raise AskError(f"/v1/models is not as OpenAI's: {error}") from error
-    return next((model.id for model in models if model.parent is None and model.id), None)
+    base = next((model.id for model in models if model.parent is None and model.id), None)
+    return Models(base, tuple(model.id for model in models if model.parent is not None and model.parent == base and model.id))
 
 
 class Question(NamedTuple):

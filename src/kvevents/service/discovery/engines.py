@@ -10,11 +10,12 @@ import msgspec
 
 from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.describe import QUESTIONS, Description, read_models
+from kvevents.service.discovery.describe import QUESTIONS, Description, Models, read_models
 from kvevents.service.discovery.fetch import DEFAULT_HTTP, AskError, BaseUrl, HttpClient
 from kvevents.service.discovery.places import Place
 from kvevents.service.discovery.provider import Fault, Finding
 from kvevents.service.discovery.tables import ANY, Template
+from kvevents.service.registration import Wall
 
 ASK_SECONDS: Final = 15.0
 """Between two questions to an engine that answers: how long a change of its ports stays unknown."""
@@ -95,7 +96,10 @@ class EngineProvider:
     async def _finding(self, url: BaseUrl, found: Description) -> Finding:
         if found.silence is not None:
             return Finding(faults=(Fault(self.label, f"{self.label} {found.silence}"),))
-        model = self.template.model or found.model or await self._model(url)
+        models = await self._models(url, needed=not (self.template.model or found.model))
+        model = self.template.model or found.model or models.base
+        if model is None:
+            raise AskError(f"{url.join('/v1/models')} does not tell its model: name it with model")
         self._add_claims(found)
         registrations = []
         for place in found.places:
@@ -103,14 +107,18 @@ class EngineProvider:
                 registrations.append(self.template.registration(self.label, model, self._placed(place)))
             except ConfigError as error:
                 found.missing[place.rank] = f"cannot be followed: {error}"
-        return Finding(tuple(registrations), self._faults(found))
+        adapters = [Wall(model, self.template.tenant, self.template.group, name) for name in models.adapters]
+        return Finding(tuple(registrations), self._faults(found), adapters=tuple(adapters))
 
-    async def _model(self, url: BaseUrl) -> str:
-        models = await self._get(url.join("/v1/models"))
-        model = None if models is None else read_models(models)
-        if model is None:
-            raise AskError(f"{url} does not tell its model: name it with model")
-        return model
+    async def _models(self, url: BaseUrl, *, needed: bool) -> Models:
+        """The names that it serves; none if it does not list them and they are not needed. Raises `AskError`."""
+        try:
+            answer = await self._get(url.join("/v1/models"))
+            return Models(None) if answer is None else read_models(answer)
+        except AskError:
+            if needed:
+                raise
+            return Models(None)
 
     def _placed(self, place: Place) -> Place:
         if self.template.replay_endpoint is None:

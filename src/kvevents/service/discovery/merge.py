@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from kvevents.backoff import REAL_PACE, Pace
 from kvevents.service.discovery.provider import Fault, Finding, Provider
-from kvevents.service.registration import Registration
+from kvevents.service.registration import Registration, Wall
 
 MAX_SOURCES: Final = 4_096
 """Ranks that are registered, and providers that run, at most: a wrong answer of a DNS server or an engine ends here."""
@@ -30,6 +30,8 @@ class Discovered:
     """By the name of the provider; one without faults is not among them."""
     waiting: tuple[str, ...] = ()
     """Names of providers that have not said anything yet: what they will name is missing from the registrations."""
+    adapters: frozenset[Wall] = frozenset()
+    """LoRA adapters that requests name as their model."""
 
 
 def merge(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> Discovered:
@@ -41,10 +43,12 @@ def merge(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX
     origins: dict[Key, str] = {}
     faults: dict[str, tuple[Fault, ...]] = {}
     waiting: list[str] = []
+    adapters: set[Wall] = set()
     for name, finding in findings:
         if finding is None:
             waiting.append(name)
             continue
+        adapters.update(finding.adapters)
         told, ignored = list(finding.faults), 0
         for registration in finding.registrations:
             known = registrations.get(registration.key)
@@ -59,7 +63,7 @@ def merge(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX
             told.append(_too_many(ignored, "ranks", max_sources))
         if told:
             faults[name] = faults.get(name, ()) + tuple(told)
-    return Discovered(registrations, faults, tuple(waiting))
+    return Discovered(registrations, faults, tuple(waiting), frozenset(adapters))
 
 
 def _conflict(first: Registration, origin: str, other: Registration) -> Fault:

@@ -240,7 +240,7 @@ def query(service: Service, request: Request) -> Response | Awaitable[Response]:
     asked, tokens = QUERY.read_tokens(request, "token_ids")
     service.check_tokens(len(tokens))
     service.metrics.ignored(request)
-    wall = wall_of(asked)
+    wall = service.candidates.resolve(wall_of(asked))
     return service.lookups.find(
         wall, tokens, lambda found, missing: _told(service, asked, wall, found, missing), whole_prompt=asked.whole_prompt
     )
@@ -255,7 +255,7 @@ def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Re
     service.check_tokens(len(given[0]))
     keys = [_unsigned(each) for each in given[0]]
     service.metrics.ignored(request)
-    wall, local = wall_of(asked), asked.block_hashes is not None
+    wall, local = service.candidates.resolve(wall_of(asked)), asked.block_hashes is not None
     # A salt, and the LoRA of events that tell theirs, are in the hashes.
     return service.lookups.find_keys(
         wall, keys, lambda found, missing: _told(service, asked, wall, found, missing), local=local

@@ -91,7 +91,7 @@ def match(service: Service, request: Request) -> Response | Awaitable[Response]:
         asked, tokens = MATCH.read_tokens(request, "tokens")
     service.check_tokens(len(tokens))
 
-    wall = wall_of(asked)
+    wall = service.candidates.resolve(wall_of(asked))
 
     def told(found: list[Row], missing: str) -> Response:
         holders = {row.member.worker for row in found}
@@ -125,7 +125,7 @@ def match_many(service: Service, request: Request) -> Response | Awaitable[Respo
     asked: MatchManyRequest = MATCH_MANY.read(request)
     service.check_tokens(sum(map(len, asked.prompts)))
 
-    wall = wall_of(asked)
+    wall = service.candidates.resolve(wall_of(asked))
 
     def told(found: list[list[Row]], missing: str) -> Response:
         matches = [
@@ -143,18 +143,16 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
     """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
     asked, tokens = SELECT.read_tokens(request, "tokens")
     service.check_tokens(len(tokens))
-    asked = msgspec.structs.replace(asked, tokens=tokens)
+    wall = service.candidates.resolve(wall_of(asked))
+    asked = msgspec.structs.replace(asked, tokens=tokens, model=wall.model, tenant=wall.tenant, group=wall.group)
 
     def told(found: list[Row], missing: str) -> Response:
-        return answer(_selected(service, asked, found, missing), request)
+        return answer(_selected(service, wall, asked, found, missing), request)
 
-    return service.lookups.find(
-        wall_of(asked), tokens, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
-    )
+    return service.lookups.find(wall, tokens, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
 
 
-def _selected(service: Service, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
-    wall = wall_of(asked)
+def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
     standings = {member.worker: Standing(member.trusted, member.distance) for member in service.candidates.of(wall).members}
     candidates = asked.candidates
     if candidates is None:
@@ -167,7 +165,7 @@ def _selected(service: Service, asked: SelectRequest, found: list[Row], missing:
         candidates = [one for one in candidates if (one.instance, one.rank) not in others]
         if asked.candidates and not candidates:
             raise SelectError(
-                f"none of the {len(asked.candidates)} candidates serves model {asked.model!r} with this LoRA and salt",
+                f"none of the {len(asked.candidates)} candidates serves model {wall.model!r} with this LoRA and salt",
                 "no-candidates",
                 "leave `candidates` out, or see /v1/sources",
             )
@@ -201,7 +199,8 @@ def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
     model = wanted.get("model")
     if model is None:
         raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
-    wall = Wall(model, wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP))
+    scope = Wall(model, wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP), wanted.get("lora"))
+    wall = service.candidates.resolve(scope)
 
     def told(sampled: int, prefixes: list[HotPrefix], missing: str) -> Response:
         workers = _trusts(service, wall)

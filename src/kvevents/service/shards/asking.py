@@ -26,6 +26,7 @@ from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Wall
+from kvevents.service.shapes import State
 from kvevents.service.shards.answering import Answering, Rows
 from kvevents.service.shards.peers import AwayError, Peers
 from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question
@@ -102,9 +103,9 @@ class Remote(Member):
         """Of `Member`; the salt is not here, but its digest is."""
         return super().admits(wall) and self.told.salt_digest in {None, wall.salt_digest}
 
-    def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> None:
-        """How far it is to be trusted."""
-        self.take(Trust(state, reason), reason_codes, now)
+    def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
+        """How far it is to be trusted. Returns the former state if it has changed."""
+        return self.take(Trust(state, reason), reason_codes, now)
 
     @property
     def block_sizes(self) -> list[int]:
@@ -134,6 +135,8 @@ class Shards:
     ) -> None:
         self.answering: Final = answering
         self.peers: Final = peers
+        self.version = 0
+        """Another number whenever engines of other replicas have come or gone, or one has come into another state."""
         self.incomplete = 0
         """Answers that were not of the whole fleet."""
         self._name: Final = name
@@ -151,7 +154,7 @@ class Shards:
     def members(self) -> dict[Key, Remote]:
         """The engines that other replicas answer for."""
         shown = self.answering.shown()
-        return {key: member for key, member in self._members.items() if member.lane not in shown}
+        return {key: member for key, member in list(self._members.items()) if member.lane not in shown}
 
     @property
     def uncovered(self) -> list[int]:
@@ -212,6 +215,7 @@ class Shards:
         now = time.time()
         for member in list(self._members.values()):
             if member.lane in lanes:
+                self.version += 1
                 member.trusts("STALE", f"no replica that holds lane {member.lane} answers", (Reason.NO_REPLICA,), now)
 
     async def _refresh(self, name: str, lanes: Iterable[int]) -> set[int]:
@@ -239,6 +243,7 @@ class Shards:
         before = self._known.get(name)
         same = before is not None and before.version == told.version
         self._known[name] = _Known(told.version, {*told.lanes, *(before.lanes if same and before is not None else ())})
+        self.version += 1
         return set(told.lanes)
 
     def _lane_of(self, key: Key) -> int:
@@ -331,7 +336,8 @@ class Shards:
             for each in found:
                 member = self._members.get((each.name, each.rank))
                 if member is not None and member.lane in answered:  # else it has left meanwhile
-                    member.trusts(each.state, each.reason, each.reason_codes, now)
+                    if member.trusts(each.state, each.reason, each.reason_codes, now) is not None:
+                        self.version += 1
                     merged.append(Row(member, each.gpu, each.cpu, each.disk, each.tokens))
 
     # --- expectations
