@@ -225,3 +225,25 @@ def test_an_endpoint_that_cannot_be_is_an_error_that_names_it(rig: Any) -> None:
     for _ in range(20):
         once()
     assert descriptors() <= before + 2
+
+
+@pytest.mark.parametrize("kind", ["libzmq", "direct"])
+def test_an_endpoint_where_nothing_listens_is_logged_once_and_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, in the link and so in the reason of the trust; when something listens at last, that is logged too."""
+    rig: Any = RIGS[kind]()
+    try:
+        engine = rig.engine()
+        engine.cut()
+        with caplog.at_level("INFO", "kvevents.subscriber"):
+            pump = Pumps(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
+            pump.until(lambda: bool(pump.link.fault))
+            pump.quiet(100)
+            assert [each.levelname for each in caplog.records] == ["WARNING"]
+            assert engine.source.endpoint in caplog.text
+            engine.come_back()
+            rig.connect(engine, pump)
+            pump.until(lambda: pump.recorder.log == ["up"])
+        assert pump.link.fault == ""
+        assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
+    finally:
+        rig.close()

@@ -71,6 +71,10 @@ class FaultyLink:
         self._transport.fail("pump", self._label)
         return self._inner.pump(stream, now, limit)
 
+    @property
+    def fault(self) -> str:
+        return self._inner.fault
+
     def deadline(self) -> float | None:
         return self._inner.deadline()
 

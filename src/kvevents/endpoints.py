@@ -44,7 +44,8 @@ def validate_endpoint(endpoint: str) -> None:
         raise ConfigError(f"invalid endpoint {endpoint!r}: it has no transport; expected {expected}")
     if transport in {"http", "https"}:
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with the engine's port of KV events")
-    found = split_tcp(endpoint)
+    # ZeroMQ takes an address to connect from as well: tcp://FROM;HOST:PORT.
+    found = split_tcp(f"{transport}://{address.rpartition(';')[2]}")
     if transport == "tcp" and (found is None or found[1] > MAX_PORT):
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
 

@@ -79,8 +79,8 @@ class DirectLive:
         self._answers = 0
         """To pings, since the last full second."""
         self._second = 0
-        self._fault = ""
-        """What was told last, and not mended since."""
+        self.fault = ""
+        """Why there is no connection. It was logged."""
 
     def deadline(self) -> float | None:
         """When to pump though nothing has come."""
@@ -181,9 +181,9 @@ class DirectLive:
         self._send(subscription(self._topic, self._minor))
         self._phase = _Phase.UP
         self._backoff.reset()
-        if self._fault:
+        if self.fault:
             log.info("%s: connected", self._endpoint)
-            self._fault = ""
+            self.fault = ""
         self._heard(now)
         stream.connected(now)
 
@@ -254,10 +254,10 @@ class DirectLive:
     def _lose(self, stream: Stream[Any], now: float, why: str) -> None:
         if self._phase is _Phase.UP:
             stream.disconnected()
-        elif why != self._fault:
+        elif why != self.fault:
             # What is lost the stream's trust says; what never was, nobody else.
             log.warning("%s: no connection: %s; it is tried again", self._endpoint, why)
-            self._fault = why
+            self.fault = why
         self.close()
         self._phase = _Phase.PAUSE
         self._deadline = now + self._backoff.pause()

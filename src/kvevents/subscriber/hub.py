@@ -55,7 +55,7 @@ class StreamStatus:
     """Batches held back because an earlier one is missing."""
     counters: StreamCounters
     error: str = ""
-    """Why a connection could not be opened, while that is so; it is retried."""
+    """Why there is no connection, or no request for replay, as far as that is known; it is retried. "" if nothing is wrong."""
 
 
 class _Entry:
@@ -104,9 +104,14 @@ class _Entry:
 
     @property
     def trust(self) -> Trust:
-        """The stream's trust; its reason names the error, if there is one."""
-        trust = self.stream.trust
-        return trust.because("; ".join(filter(None, (trust.reason, self.error)))) if self.error else trust
+        """The stream's trust; its reason names what is wrong with its connections, if that is known."""
+        trust, fault = self.stream.trust, self.fault
+        return trust.because(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the connections."""
+        return self.error or ("" if self.link is None else self.link.fault)
 
     def deadline(self) -> float | None:
         """When the stream or its connections are due."""
@@ -127,7 +132,7 @@ class _Entry:
             last_seq=stream.last_seq,
             waiting=stream.waiting,
             counters=stream.counters.copy(),
-            error=self.error,
+            error=self.fault,
         )
 
     def checkpoint(self, waiting: Container[int]) -> Checkpoint:

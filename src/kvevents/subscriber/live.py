@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from selectors import BaseSelector
 from typing import Any, Final, Protocol
@@ -17,12 +18,23 @@ from kvevents.subscriber.stalls import StallDetector
 _UP: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN: Final = zmq.Event.DISCONNECTED
 _RETRIED: Final = zmq.Event.CONNECT_RETRIED
+_REACHED: Final = zmq.Event.CONNECTED
+"""Something accepts connections; whether it is a publisher shows afterwards."""
+_NOTHING: Final = "nothing listens there, or it cannot be reached"
+_NO_PUBLISHER: Final = "what listens there is no publisher of events, has other keys, or closes at once"
+
+log = logging.getLogger(__name__)
 
 
 class Live(Protocol):
     """What brings a stream's live batches. The parts of `Link` that are about those."""
 
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """See `Link`."""
+        ...
+
+    @property
+    def fault(self) -> str:
         """See `Link`."""
         ...
 
@@ -53,6 +65,10 @@ class ZmqLive:
         self._announce: float = 0
         """Messages of earlier connections that the socket may still hold, when `connected` is due; 0 when it is not."""
         self._reopen_at: float | None = None
+        self._was_reached = False
+        """Whether the last attempt to connect has found something that accepts connections."""
+        self.fault = ""
+        """Why there is no connection. It was logged."""
         self._monitor: zmq.Socket[bytes] | None = None
         self._subscribe()
 
@@ -61,7 +77,7 @@ class ZmqLive:
         self._sub = self._sockets.open(zmq.SUB, source.endpoint)
         try:
             with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
-                self._monitor = monitor(self._sub, _UP | _DOWN | _RETRIED)
+                self._monitor = monitor(self._sub, _UP | _DOWN | _RETRIED | _REACHED)
                 self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
                 self._sub.subscribe(source.topic.encode())
                 watch(selector, self._sub, self._link)
@@ -90,7 +106,8 @@ class ZmqLive:
         changes = before + self._changes()
         if changes:
             self._reopen_at = self._unless_retried(now) if changes[-1] == _DOWN else None
-            changes = [change for change in changes if change != _RETRIED]
+            self._look_for_faults(changes)
+            changes = [change for change in changes if change in {_UP, _DOWN}]
         if not self._ever_up and (_UP in changes or messages or self._source.endpoint.startswith("inproc://")):
             self._ever_up = self._is_up = True
             stream.connected(now)
@@ -128,6 +145,25 @@ class ZmqLive:
         if self._is_up:
             self._is_up = False
             stream.disconnected()
+
+    def _look_for_faults(self, changes: list[int]) -> None:
+        """Log why there is no connection: once, until there is one or the reason is another."""
+        fault = self.fault
+        for change in changes:
+            if change == _REACHED:
+                self._was_reached = True
+            elif change == _UP:
+                self._was_reached, fault = False, ""
+            elif change == _DOWN and self._was_reached:
+                self._was_reached, fault = False, _NO_PUBLISHER
+            elif change == _RETRIED and fault != _NO_PUBLISHER:
+                fault = _NOTHING
+        if fault != self.fault:
+            self.fault = fault
+            if fault:
+                log.warning("%s: no connection: %s; it is tried again", self._source.endpoint, fault)
+            else:
+                log.info("%s: connected", self._source.endpoint)
 
     def _unless_retried(self, now: float) -> float | None:
         """When to connect anew unless libzmq says that it does.

@@ -14,8 +14,15 @@ class Link(Protocol):
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed what has arrived, at most about `limit` messages of each kind, to `stream`; True when there may be more.
 
-        Connection changes are fed in their place: `disconnected` before anything newer, `connected` after everything older.
+        Connection changes are fed in their place: `disconnected` before anything newer and, if no new connection is up yet,
+        behind everything older; `connected` behind everything older. Raises `EndpointError` when the link can go on no longer:
+        it is closed then, and opened again later.
         """
+        ...
+
+    @property
+    def fault(self) -> str:
+        """Why there is no live connection, as far as that is known; "" if there is one."""
         ...
 
     def deadline(self) -> float | None:
@@ -23,7 +30,7 @@ class Link(Protocol):
         ...
 
     def send(self, ask: Ask) -> None:
-        """Send a replay request, on a new connection if it asks for a fresh one."""
+        """Send a replay request, on a new connection if it asks for a fresh one. Raises `EndpointError` when it cannot."""
         ...
 
     def end_replay(self) -> None:

@@ -138,6 +138,11 @@ class ZmqLink:
         more = self._live.pump(stream, now, limit)
         return self._pump_replay(stream, now, limit) or more
 
+    @property
+    def fault(self) -> str:
+        """Why there is no live connection."""
+        return self._live.fault
+
     def deadline(self) -> float | None:
         """When the live connection wants to be pumped though nothing has come."""
         return self._live.deadline()

@@ -140,6 +140,11 @@ class FakeLink:
             stream.receive_replay(self.replies.popleft(), now)
         return self.has_news
 
+    @property
+    def fault(self) -> str:
+        """Whether the engine is down."""
+        return "" if self._engine.up else "the fake engine is down"
+
     def deadline(self) -> float | None:
         """None: nothing here takes time."""
         return None

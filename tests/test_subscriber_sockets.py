@@ -1,0 +1,88 @@
+"""How links open sockets: in which context, for which protocol, and with which errors."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import pytest
+import zmq
+
+from kvevents.endpoints import needs_ipv6
+from kvevents.errors import EndpointError
+from kvevents.events import BlockRemoved, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import Batch, Source, Trust
+from kvevents.subscriber import Subscriber, ZmqTransport
+from kvevents.subscriber.options import DEFAULT_SOCKET_OPTIONS
+from kvevents.subscriber.sockets import Sockets
+
+DEADLINE = 20.0
+
+
+def exact(subscriber: Subscriber, count: int) -> list[int]:
+    """Numbers of the batches received until the stream is exact."""
+    seqs: list[int] = []
+    end = time.monotonic() + DEADLINE
+    while len(seqs) < count or subscriber.trust() != Trust.EXACT:
+        assert time.monotonic() < end, subscriber.statuses()
+        delivery = subscriber.receive(0.02)
+        if isinstance(delivery, Batch):
+            seqs.append(delivery.seq)
+    return seqs
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("live", ["inproc://live", "tcp://127.0.0.1:*"])
+def test_inproc_endpoints_are_looked_for_in_the_callers_context(own: bool, live: str) -> None:
+    """Live and replay, each for itself; without a context of the caller's in the one of the process."""
+    with zmq.Context() as context:
+        given = context if own else None
+        shared = given if live.startswith("tcp") or own else zmq.Context.instance()
+        if shared is None:
+            shared = zmq.Context.instance()
+        publisher = ZmqEventPublisher(0, live, "inproc://replay", context=shared)
+        publisher.publish(EventBatch(0.0, [BlockRemoved([0])]))
+        with Subscriber(Source(publisher.endpoint, "inproc://replay"), transport=ZmqTransport(context=given)) as subscriber:
+            assert exact(subscriber, 1) == [0]
+        publisher.shutdown()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://[::1]:5557", "tcp://:::5557", "tcp://[::]:5557", "tcp://10.1.2.3:5557", "tcp://engine:5557", "ipc:///tmp/[x]"],
+)
+def test_one_rule_says_which_sockets_speak_ipv6(endpoint: str) -> None:
+    """That of `endpoints.needs_ipv6`, which publishers obey as well."""
+    with zmq.Context() as context:
+        sockets = Sockets(context, DEFAULT_SOCKET_OPTIONS, None, is_private=True)
+        for kind in (zmq.SUB, zmq.DEALER):
+            with sockets.open(kind, endpoint) as socket:
+                assert bool(socket.get(zmq.IPV6)) == needs_ipv6(endpoint)
+
+
+def test_a_subscriber_binds_where_a_publisher_would() -> None:
+    """At the wildcard of IPv6 in vLLM's spelling, without brackets."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
+        probe.ipv6 = True
+        try:
+            probe.bind("tcp://[::1]:*")
+        except zmq.ZMQError:
+            pytest.skip("this host has no IPv6")
+    with Subscriber(Source("tcp://:::*", bind=True)) as subscriber:
+        assert subscriber.receive(0) is None
+
+
+def test_errors_of_both_sides_carry_endpoint_and_number() -> None:
+    """Code need not read the sentence to know which endpoint it was, and what the system said."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as holder:
+        taken = f"tcp://127.0.0.1:{holder.bind_to_random_port('tcp://127.0.0.1')}"
+        with pytest.raises(EndpointError, match="Address already in use") as published:
+            ZmqEventPublisher(0, taken, bind=True)
+        with pytest.raises(EndpointError, match="Address already in use") as subscribed:
+            Subscriber(Source(taken, bind=True))
+    for error in (published.value, subscribed.value):
+        assert (error.endpoint, error.errno) == (taken, errno.EADDRINUSE)
+    with pytest.raises(EndpointError) as impossible:
+        Subscriber(Source("gopher://host:1"))
+    assert (impossible.value.endpoint, impossible.value.errno) == ("gopher://host:1", errno.EPROTONOSUPPORT)
