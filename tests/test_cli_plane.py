@@ -95,7 +95,7 @@ def test_it_tells_shares_and_the_snapshots_of_each_lane(server: NatsServer) -> N
             r"lane   2 .*; held by nobody$",
             r"share     a at http://a:8090: lanes 0-1, said 0 s ago$",
             r"share     b at http://b:8090: lane 1, said 0 s ago$",
-            r"snapshot  of lane   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by b$",
+            r"snapshot  of lane   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
             r"snapshot  none of lanes 1, 3$",
             r"lease     the name of replica a: process 17 at host$",
             r"lease     snapshots of lane 3: process 18 at host$",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.chaos.truth import EMPTY, Claim, Key, stamp
 from benchmarks.plane.chaos.audit import Audit
 from benchmarks.plane.chaos.judging import check_claims, judge
@@ -71,8 +72,16 @@ def test_a_round_is_the_same_for_the_same_seed_and_every_fault_can_be_done() -> 
 
 
 @needs_nats
-def test_a_round_ends_right() -> None:
-    plan = draw_plan("tests", 1, only=("kill bridge", "kill replica", "kill server"), without=("cluster", "no snapshots"))
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("kill bridge", "kill replica", "kill server"),
+        ("servers lose pages", "bridge misses a life", "replica with a clock ahead"),
+    ],
+    ids=["killed", "lied to"],
+)
+def test_a_round_ends_right(faults: tuple[str, ...]) -> None:
+    plan = draw_plan("tests", 1, only=faults, without=("cluster", "no snapshots"))
     outcome = play(plan)
     assert outcome.error == ""
     assert outcome.right, (outcome.verdicts, outcome.flaws, outcome.told, outcome.counted)

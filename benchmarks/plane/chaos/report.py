@@ -86,6 +86,9 @@ what it saw: do not edit it.
   bridge writes) must be 0.
 - *Forgotten* are batches that had left an engine's replay buffer before a bridge asked for them (`short replay`: 200 batches);
   the log says so, and has the engine's history in their place. Any other batch that the log says is lost counts as wrong.
+- *Servers lose pages* is a power cut: all servers fall back to an older copy of their files, which lacks what they acknowledged
+  since then. *Bridge misses a life*: it is stopped while an engine ends and begins twice; the bridge that has written the life
+  between is killed before it goes on. *Replica with a clock ahead*: one of three, by an hour.
 - Timeouts of subscribers, replicas and bridges are shorter than by default, so that a round takes seconds.
 - A round stands in the row of each of its faults, so rows do not add up.
 """

@@ -121,7 +121,7 @@ def _keep_pace(paces: Sequence[tuple[Any, str, Any]]) -> None:
         _set(module, name, value)
 
 
-def _brisk(*, decode: bool) -> Subscriber[Any]:
+def _brisk(*, decode: bool, transport: Any) -> Subscriber[Any]:  # noqa: ARG001 - as `listening` calls it
     return Subscriber(decode=decode, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))
 
 

@@ -98,7 +98,7 @@ def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
     for kept in view.snapshots:
         newest.setdefault(kept.lane, kept)
     for lane, kept in sorted(newest.items()):
-        age = f"{max(0.0, now - kept.at):.0f} s ago by {kept.by}"
+        age = f"{max(0.0, now - kept.at):.0f} s ago by the clock of {kept.by}"
         console.line(
             f"  snapshot  of lane {lane:>3}: {kept.blocks:,} blocks to page {kept.position:,}, {_size(kept.bytes)}, {age}"
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 import secrets
 import time
@@ -281,7 +282,7 @@ class BridgeLane:
         await reader.caught_up.wait()
         was_unreadable = False
         while True:
-            await asyncio.sleep(self._unreadable_seconds / 2)
+            await asyncio.sleep(self._unreadable_seconds * random.uniform(0.25, 0.75))  # noqa: S311 - not all lanes at once
             try:
                 state = await state_of(self._js, self._layout, self.lane)
                 is_readable = await self._recall.is_readable(self.lane, state, self.composer.ledger.begins_at)
