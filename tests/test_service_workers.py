@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import socket
 import threading
 from contextlib import ExitStack
@@ -13,9 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import UnavailableError
+from kvevents.service.http.app import App
 from kvevents.service.http.dump import PIECE_BLOCKS
+from kvevents.service.http.messages import Headers, Request, Response
+from kvevents.service.http.routing import TABLE
 from kvevents.service.http.workers import Turn, Worker
+from kvevents.service.service import Service
 from service_cases import DEADLINE, Client, engines, prompt, serving, until, write
 
 
@@ -123,3 +129,23 @@ def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path
                 other.close()
 
         until("it to be cut off, and the turn of another", again)
+
+
+@pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])
+async def test_a_large_body_keeps_nobody_waiting(path: str, size: int) -> None:
+    """It is handled in a thread, whichever way its request comes; a smaller one at once, which costs less."""
+    service = Service(ServiceConfig())
+    app, found = App(service), TABLE[path]["POST"]
+    endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))
+    try:
+        for body, name in ((b" " * size, b"MainThread"), (b" " * (size + 1), b"kvevents-matching_0")):
+            request = Request("POST", path, b"", Headers([]), body)
+            answered = app.answer(endpoint, request)
+            assert isinstance(answered, Response) is (name == b"MainThread")
+            response = answered if isinstance(answered, Response) else await answered
+            assert response.body == name
+            general = await app._handle(endpoint, request)
+            assert isinstance(general, Response)
+            assert general.body == name
+    finally:
+        service.fleet.follower.subscriber.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from random import Random
 from typing import Final
@@ -13,7 +14,7 @@ MAX_TURNS: Final = 16_384
 
 
 class Turns:
-    """Who comes next of equal workers. One for each router; of one thread.
+    """Who comes next of equal workers. One for each router; any thread may ask.
 
     The first turn is at a random place, so that many routers that have just started do not send to one worker at once.
     """
@@ -24,6 +25,7 @@ class Turns:
         self._max_workers = max_workers
         self._number = 0
         self._last: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     def pick(self, how: str, scope: Hashable, equal: Sequence[Worker]) -> int:
         """Place of the one to take; `how` is one of `TIES`. `scope` is what keeps workers of one name apart."""
@@ -32,11 +34,12 @@ class Turns:
     def took(self, scope: Hashable, worker: Worker) -> None:
         """A worker was chosen, whatever for: of equal ones it is the last to come next."""
         key = hash((scope, worker))  # the names themselves are as long as a client likes
-        self._number += 1
-        self._last.pop(key, None)
-        self._last[key] = self._number
-        if len(self._last) > self._max_workers:
-            del self._last[next(iter(self._last))]
+        with self._lock:
+            self._number += 1
+            self._last.pop(key, None)
+            self._last[key] = self._number
+            if len(self._last) > self._max_workers:
+                del self._last[next(iter(self._last))]
 
     def _rotate(self, scope: Hashable, equal: Sequence[Worker]) -> int:
         """The one chosen longest ago; of those that never were, the next from a random place on."""

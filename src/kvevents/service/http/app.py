@@ -19,6 +19,7 @@ from kvevents.service.http.connections import CLOSE
 from kvevents.service.http.messages import Headers, Request, Response, Streamed, problem
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import TABLE, Endpoint
+from kvevents.service.http.workers import MATCHING
 from kvevents.service.tracing import traced
 
 if TYPE_CHECKING:
@@ -124,7 +125,12 @@ class App:
             return _before_body(response, scope) if body is None else response
 
     def answer(self, endpoint: Endpoint, request: Request) -> Response | Awaitable[Response]:
-        """Answer an admitted request to a quick endpoint, whose body is complete: at once, unless other replicas are asked."""
+        """Answer an admitted request to a quick endpoint, whose body is complete: at once, unless other replicas are asked.
+
+        A large body is handled in a thread.
+        """
+        if len(request.body) > endpoint.inline_bytes:
+            return _finished(endpoint, cast("Awaitable[Response]", self._handle(endpoint, request)))
         try:
             response = endpoint.handler(self.service, request)
         except Exception as error:  # noqa: BLE001 - as above
@@ -158,8 +164,11 @@ class App:
         return await _complete(receive, limit)  # the connection has a deadline for it
 
     async def _handle(self, endpoint: Endpoint, request: Request) -> Response | Streamed:
-        if endpoint.worker:
-            result = await self.service.workers[endpoint.worker].run(endpoint.handler, self.service, request)
+        worker = endpoint.worker
+        if endpoint.quick and len(request.body) > endpoint.inline_bytes:
+            worker = MATCHING
+        if worker:
+            result = await self.service.workers[worker].run(endpoint.handler, self.service, request)
         else:
             result = endpoint.handler(self.service, request)
         return result if isinstance(result, (Response, Streamed)) else await result

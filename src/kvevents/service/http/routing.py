@@ -53,6 +53,9 @@ class Endpoint:
     """Whether token ids may also come as raw 32-bit numbers."""
     quick: bool = False
     """Whether its handler answers at once, or as soon as other replicas have, so that the fast lane may call it."""
+    inline_bytes: int = 1 << 20
+    """Of a body that is handled between two others; for a larger one a quick endpoint takes a thread of `MATCHING`, so that
+    no request keeps all others waiting. Token ids are read by native code, and so may be more."""
     probe: bool = False
     """Whether orchestrators ask it, under whatever host name, and also when there is no room for other clients."""
     worker: str = ""
@@ -77,6 +80,8 @@ _RAW: Final = (
     *(Parameter(name, "of a raw body", schema=_NAME) for name in ("tenant", "group", "lora", "salt")),
     Parameter("expected", "of a raw body", schema={"type": "boolean"}),
 )
+_FEW_BYTES: Final = 1 << 16
+"""Two thousand candidates or three thousand hashes, which are read in Python."""
 _FAILED: Final = ((503, "the process has to be restarted"),)
 
 
@@ -106,6 +111,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "field",
         contract.HashQueryRequest,
         quick=True,
+        inline_bytes=_FEW_BYTES,
     ),
     Endpoint(
         "GET",
@@ -148,7 +154,17 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         shapes.MatchManyAnswer,
         worker=MATCHING,
     ),
-    Endpoint("POST", "/v1/select", v1.select, Role.READ, "v1", shapes.SelectRequest, shapes.Selected, quick=True),
+    Endpoint(
+        "POST",
+        "/v1/select",
+        v1.select,
+        Role.READ,
+        "v1",
+        shapes.SelectRequest,
+        shapes.Selected,
+        quick=True,
+        inline_bytes=_FEW_BYTES,
+    ),
     Endpoint(
         "GET",
         "/v1/sources",
@@ -187,7 +203,17 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     ),
     Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
     # Replicas that hold a part each
-    Endpoint("POST", "/v1/shard/match", shard.match, Role.READ, "shard", parts.Question, parts.Part, quick=True),
+    Endpoint(
+        "POST",
+        "/v1/shard/match",
+        shard.match,
+        Role.READ,
+        "shard",
+        parts.Question,
+        parts.Part,
+        quick=True,
+        inline_bytes=_FEW_BYTES,
+    ),
     Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members),
     Endpoint("POST", "/v1/shard/expect", shard.expect, Role.READ, "shard", parts.Expectation, parts.Noted),
     # Probes and people
