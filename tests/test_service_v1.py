@@ -545,6 +545,26 @@ def test_events_tell_of_states_batches_and_losses(service: Service) -> None:
         silent.close()
 
 
+def test_compacted_history_is_a_snapshot_and_no_loss(tmp_path: Path) -> None:
+    """An engine with more history than its buffer has: EXACT, and nothing anywhere says that batches are lost."""
+    with engine(seed=80, compact=True, buffer_steps=4) as made, serving() as service, Stream(service) as stream:
+        for number in range(40):
+            made.store(prompt(800 + number, 1))
+        until("all to be sent", lambda: made.publisher.stats().published == 40)
+        assert service.register("old", made.publisher).status == 201
+        snapshot = stream.next("snapshot")
+        assert (snapshot["instance"], snapshot["first"]) == ("old", 0)
+        source = service.exact("old", blocks=40)
+        assert (source["lost"], source["gap_count"], source["gaps"]) == (0, 0, [])
+        assert source["compacted"] == snapshot["last"] + 1 > 0
+        metrics = service.get("/metrics").body.decode()
+        [compacted] = [line for line in metrics.splitlines() if line.startswith("kvevents_source_compacted_batches_total{")]
+        assert compacted.endswith(f" {source['compacted']}")
+        for name in ('kvevents_source_lost_batches_total{engine="old"', 'kvevents_source_gaps_total{engine="old"'):
+            assert all(line.endswith(" 0") for line in metrics.splitlines() if line.startswith(name) and "healed" not in line)
+        assert not service.told("WARNING|lost")
+
+
 def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service) -> None:
     streams = [Stream(service) for _ in range(3)]
     refused = Stream(service)

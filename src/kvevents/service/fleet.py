@@ -22,7 +22,7 @@ from kvevents.service.follower import Follower, Listener, published_at
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Wall
-from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SourceEvent, StreamEvent
+from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
 from kvevents.service.walls import Walls
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
@@ -303,6 +303,7 @@ class Fleet(Listener):
         what: Literal["gap", "reset"] = "gap"
         if isinstance(loss, Gap) and loss.compacted:
             log.info("%s: a snapshot represents batches %d to %d", member.registration.label, loss.first, loss.last)
+            self._announce(SnapshotEvent, member, now, first=loss.first, last=loss.last)
             return
         if isinstance(loss, Gap):
             member.gaps.append(GapView(first=loss.first, last=loss.last, incarnation=loss.incarnation, at=now))

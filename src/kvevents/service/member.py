@@ -221,6 +221,7 @@ class Member:
             batches=counters.delivered if counters is not None else 0,
             replayed=counters.replayed if counters is not None else 0,
             lost=counters.lost if counters is not None else 0,
+            compacted=counters.compacted if counters is not None else 0,
             gap_count=counters.gaps if counters is not None else 0,
             gaps=list(self.gaps),
             resets=counters.resets if counters is not None else 0,

@@ -244,6 +244,7 @@ _COUNTS: Final = (
     _Count("batches", "Batches delivered", lambda counted: counted.delivered),
     _Count("replayed_batches", "Of those, how many came by replay", lambda counted: counted.replayed),
     _Count("lost_batches", "Batches that are lost for good", lambda counted: counted.lost),
+    _Count("compacted_batches", "Older batches that a snapshot came in place of", lambda counted: counted.compacted),
     _Count(
         "restarts", "Lives after the first, and lives that could not be proven to be the same", lambda counted: counted.resets
     ),

@@ -353,14 +353,16 @@ class Service:
         members = list(self.fleet.members.values())
         stats = self.index.stats()
         tiers: Counter[str] = Counter()
-        for member in members:
-            tiers.update(member.tiers)
+        blocks = 0
+        for info in [member.info for member in members if member.info is not None]:
+            blocks += info.blocks  # of the same moment as its tiers
+            tiers.update(info.tiers)
         return StatsAnswer(
             version=version(),
             uptime_seconds=self._clock() - self._began,
             sources=dict(Counter(member.trusted.state for member in members)),
             workers=stats.workers,
-            blocks=stats.blocks,
+            blocks=blocks,
             unique_blocks=stats.unique_blocks,
             tiers=dict(tiers),
             index_bytes=stats.bytes,

@@ -265,6 +265,8 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """Of those, how many came by replay."""
     lost: int
     """Batches inside gaps."""
+    compacted: int = 0
+    """Older batches that a snapshot of the engine's state came in place of: nothing of them is lost."""
     gap_count: int
     gaps: list[Gap]
     """The newest ones."""
@@ -339,9 +341,10 @@ class StatsAnswer(Struct, frozen=True, kw_only=True):
     """By state."""
     workers: int
     blocks: int
+    """Of all workers, as of the last look at each."""
     unique_blocks: int
     tiers: dict[str, int]
-    """Blocks of all workers by tier."""
+    """The same by tier; a block on two tiers counts on each."""
     index_bytes: int
     memory_limit: int | None
     orphans: int
@@ -409,6 +412,19 @@ class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="bat
     """Blocks that it holds now."""
 
 
+class SnapshotEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="snapshot"):
+    """Of `/v1/events`: a snapshot of the engine's state came in place of older batches, of which nothing is lost."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    first: int
+    last: int
+
+
 class LossEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="loss"):
     """Of `/v1/events`: a gap, or a reset because the publisher began a new life."""
 
@@ -422,4 +438,4 @@ class LossEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="loss")
     sentence: str
 
 
-StreamEvent: TypeAlias = SourceEvent | BatchesEvent | LossEvent
+StreamEvent: TypeAlias = SourceEvent | BatchesEvent | SnapshotEvent | LossEvent
