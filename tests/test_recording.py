@@ -158,6 +158,26 @@ def test_damaged_compression_is_damage(tmp_path: Path) -> None:
         list(read_recording(path))
 
 
+@pytest.mark.parametrize(("tail", "is_torn"), [(b"\x1f", True), (b"\x1f\x8b", True), (b"\x1f\x1f", False), (b"x", False)])
+def test_bytes_behind_a_whole_member_are_its_successor_or_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes, is_torn: bool
+) -> None:
+    """The bytes decide, not the words in which Python's gzip complains."""
+    error = gzip.BadGzipFile
+    monkeypatch.setattr(error, "__str__", lambda _: "worded in another way", raising=False)
+    path = tmp_path / "run.jsonl.gz"
+    record(path, 0)
+    record(path, *range(1, 3_000))
+    path.write_bytes(path.read_bytes() + tail)
+    reader = read_recording(path)
+    if is_torn:
+        assert len(list(reader)) == 3_000
+        assert reader.torn is not None
+    else:
+        with pytest.raises(RecordingError, match=r"cannot read .*run\.jsonl\.gz"):
+            list(reader)
+
+
 @pytest.mark.parametrize(
     "text", ["hello\n", '{"socket":"sub","run":"r","frames":[]}\n', '{"socket":"pub","run":"r","frames":["*"]}\n']
 )

@@ -68,8 +68,6 @@ class Stream(NamedTuple):
 _DECODER: Final = msgspec.json.Decoder(RecordedFrame)
 _ENCODER: Final = msgspec.json.Encoder()
 _OPENING: Final = b'{"socket"'
-_ONE_BYTE: Final = "Not a gzipped file (b'\\x1f')"
-"""What gzip says of a member of which only the first byte was written; of any other bytes it says which two they are."""
 _TORN: Final = "the last line is incomplete, as a killed recorder leaves it"
 
 
@@ -144,7 +142,7 @@ def _lines_of(path: Path, ending: _Ending) -> Iterator[tuple[bytes, RecordedFram
     except EOFError:  # a gzip member without its end
         ending.torn = f"{path}, line {number + 1}: {_TORN}"
     except (OSError, zlib.error) as error:
-        if _ONE_BYTE in str(error):
+        if isinstance(error, gzip.BadGzipFile) and _ends_with_one_byte_of_a_member(path):
             ending.torn = f"{path}, line {number + 1}: {_TORN}"
             return
         where = f"{path}, after line {number}" if number else str(path)
@@ -170,6 +168,22 @@ def _decode(line: bytes, path: Path, number: int) -> RecordedFrame | None:
 
 def _open(path: Path) -> BinaryIO:
     return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _ends_with_one_byte_of_a_member(path: Path) -> bool:
+    """Whether whole gzip members are followed by the first byte of another one, of which no more was written."""
+    member, fed = zlib.decompressobj(wbits=31), b""
+    with path.open("rb") as file:
+        while data := file.read(1 << 16):
+            while data:
+                try:
+                    member.decompress(data)
+                except zlib.error:
+                    return False
+                fed, data = (fed + data)[:2], member.unused_data
+                if member.eof:
+                    member, fed = zlib.decompressobj(wbits=31), b""
+    return fed == b"\x1f"
 
 
 def _opens_a_record(line: bytes) -> bool:
