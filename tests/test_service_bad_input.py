@@ -131,7 +131,6 @@ def test_too_many_tokens_are_413(service: Service) -> None:
     many = [1] * 5_001
     for path, more in (
         ("/query", {"token_ids": many}),
-        ("/query_by_hash", {"block_hashes": many}),
         ("/v1/match", {"tokens": many}),
         ("/v1/match_many", {"prompts": [many[:2_600], many[:2_600]]}),
         ("/v1/select", {"tokens": many}),

@@ -36,6 +36,14 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one request: two million token ids as JSON."""
     max_tokens: int = 2_000_000
     """Of one prompt, and of all prompts of one request."""
+    max_json_bytes: int = 2 << 20
+    """Of one JSON or msgpack body without the token ids of a JSON prompt: Python reads it in one piece, in some 5 ms."""
+    max_hashes: int = 131_072
+    """Of one `/query_by_hash`: those of two million tokens in blocks of 16."""
+    max_candidates: int = 4_096
+    """Of one `/v1/select`: as many as registered ranks."""
+    inline_candidates: int = 512
+    """A choice among more workers is made by a thread."""
     max_sources: int = 4_096
     """Registered ranks."""
     max_clients: int = 1_024

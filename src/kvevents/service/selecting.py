@@ -85,12 +85,15 @@ def _check(request: SelectRequest, candidates: Sequence[Candidate]) -> None:
         raise SelectError(f"there is no candidate for model {request.model!r}", "no-candidates", hint)
     seen: set[Worker] = set()
     for one in candidates:
-        label = f"{one.instance!r} rank {one.rank}"
         if (one.instance, one.rank) in seen:
-            raise SelectError(f"{label} is named twice", "duplicate-candidate", "name each worker once")
+            raise SelectError(f"{_label(one)} is named twice", "duplicate-candidate", "name each worker once")
         if not math.isfinite(one.load):
-            raise SelectError(f"the load of {label} is {one.load}", "bad-load", "send a finite number")
+            raise SelectError(f"the load of {_label(one)} is {one.load}", "bad-load", "send a finite number")
         seen.add((one.instance, one.rank))
+
+
+def _label(candidate: Candidate) -> str:
+    return f"{candidate.instance!r} rank {candidate.rank}"
 
 
 def _consider(

@@ -167,7 +167,7 @@ class SelectRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A prompt that some worker should take."""
 
     tokens: list[Token]
-    candidates: Annotated[list[Candidate], Meta(max_length=65536)] | None = None
+    candidates: list[Candidate] | None = None
     """All workers of the model when not given."""
     tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
     """What a token that a tier holds is worth, against computing it."""

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
-from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
+from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.answers import dynamo, mooncake
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.member import Row
@@ -153,7 +153,7 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 async def register(service: Service, request: Request) -> Response:
     """Follow an engine's rank."""
-    asked: RegisterRequest = REGISTER.read(request)
+    asked: RegisterRequest = REGISTER.read(request, service.config.limits)
     registration = _registration(asked)
     await service.admit(registration)
     what = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
@@ -200,7 +200,7 @@ def _check_endpoint(name: str, endpoint: str) -> None:
 
 async def unregister(service: Service, request: Request) -> Response:
     """Follow it no more, and forget its blocks; without `dp_rank` all ranks of the instance."""
-    asked: UnregisterRequest = UNREGISTER.read(request)
+    asked: UnregisterRequest = UNREGISTER.read(request, service.config.limits)
     instance, model = str(asked.instance_id), pick(asked, MODEL)
     tenant, group, lora, salt = (pick(asked, names) for names in (TENANT, GROUP, LORA, SALT))
     found = [
@@ -237,7 +237,7 @@ async def unregister(service: Service, request: Request) -> Response:
 
 def query(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Who holds how much of a prompt."""
-    asked, tokens = QUERY.read_tokens(request, "token_ids")
+    asked, tokens = QUERY.read_tokens(request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
     service.metrics.ignored(request)
     wall = service.candidates.resolve(wall_of(asked))
@@ -248,11 +248,12 @@ def query(service: Service, request: Request) -> Response | Awaitable[Response]:
 
 def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Response]:
     """The same by hashes of its blocks."""
-    asked: HashQueryRequest = HASH_QUERY.read(request)
+    asked: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
     given = [hashes for hashes in (asked.block_hashes, asked.seq_hashes, asked.block_hash) if hashes is not None]
     if len(given) != 1:
         raise ServiceError("one of block_hashes and seq_hashes is wanted", "bad-shape", _MISSING, status=422)
-    service.check_tokens(len(given[0]))
+    if len(given[0]) > (most := service.config.limits.max_hashes):
+        raise TooMuchError(f"{len(given[0])} hashes were sent", "too-many-hashes", f"limits.max_hashes allows {most}")
     keys = [_unsigned(each) for each in given[0]]
     service.metrics.ignored(request)
     wall, local = service.candidates.resolve(wall_of(asked)), asked.block_hashes is not None

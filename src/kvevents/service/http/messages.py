@@ -10,7 +10,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from kvevents.index import lift_tokens
-from kvevents.service.errors import RefusedError, ServiceError
+from kvevents.service.config import Limits
+from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.shapes import Problem
 from kvevents.service.spellings import check_unknown
 
@@ -151,8 +152,10 @@ class Body(msgspec.Struct, frozen=True):
         known = frozenset(kind.__struct_fields__) if tolerant else None
         return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
 
-    def read(self, request: Request) -> Any:
-        """The body as a checked value. Raises `RefusedError`."""
+    def read(self, request: Request, limits: Limits | None = None) -> Any:
+        """The body as a checked value; without `limits` of any size, if prompts in it are bytes. Raises `ServiceError`."""
+        if limits is not None:
+            _check_size(request.body, limits)
         kind = request.kind
         if kind in {MSGPACK, b"application/x-msgpack"}:
             decoder = self.msgpack
@@ -168,11 +171,12 @@ class Body(msgspec.Struct, frozen=True):
             )
         return self._decode(request, decoder, request.body)
 
-    def read_tokens(self, request: Request, name: str) -> tuple[Any, Any]:
-        """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `RefusedError`."""
+    def read_tokens(self, request: Request, name: str, limits: Limits) -> tuple[Any, Any]:
+        """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `ServiceError`."""
         if request.kind == JSON and (lifted := lift_tokens(request.body, name)) is not None:
+            _check_size(lifted[0], limits)
             return self._decode(request, self.json, lifted[0]), lifted[1]
-        value = self.read(request)
+        value = self.read(request, limits)
         return value, getattr(value, name)
 
     def _decode(self, request: Request, decoder: Any, body: bytes) -> Any:
@@ -195,6 +199,15 @@ class Body(msgspec.Struct, frozen=True):
         check_unknown(request.ignored)
         known = {name: value for name, value in fields.items() if name not in request.ignored}
         return codec.encode(known) if request.ignored else None
+
+
+def _check_size(body: bytes, limits: Limits) -> None:
+    if len(body) > limits.max_json_bytes:
+        raise TooMuchError(
+            f"the body has {len(body)} bytes beside the token ids of a JSON prompt",
+            "too-large",
+            f"limits.max_json_bytes allows {limits.max_json_bytes}; send long prompts as JSON, or raw to /v1/match",
+        )
 
 
 def _decode(decoder: Any, body: bytes) -> Any:

@@ -11,7 +11,7 @@ from kvevents.service.access import Role
 from kvevents.service.http import dump, listings, probes, shard, v1
 from kvevents.service.http import field as contract
 from kvevents.service.http.messages import Request, Response, Streamed
-from kvevents.service.http.workers import LISTING, MATCHING, METRICS
+from kvevents.service.http.workers import FLEET, LISTING, MATCHING, METRICS
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.service.shards import shapes as parts
 
@@ -119,10 +119,11 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         listings.workers,
         Role.READ,
         "field",
+        worker=FLEET,
         parameters=(Parameter("model_name", "only this model"), Parameter("routing_group", "only this group")),
     ),
-    Endpoint("GET", "/services", listings.services, Role.READ, "field"),
-    Endpoint("GET", "/global_view", listings.global_view, Role.READ, "field"),
+    Endpoint("GET", "/services", listings.services, Role.READ, "field", worker=FLEET),
+    Endpoint("GET", "/global_view", listings.global_view, Role.READ, "field", worker=FLEET),
     Endpoint(
         "GET",
         "/dump",
@@ -172,9 +173,10 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         Role.READ,
         "v1",
         gives=shapes.SourcesAnswer,
+        worker=FLEET,
         parameters=(_INSTANCE, Parameter("model", "only this model"), _TENANT, _GROUP),
     ),
-    Endpoint("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=shapes.StatsAnswer),
+    Endpoint("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=shapes.StatsAnswer, worker=FLEET),
     Endpoint(
         "GET",
         "/v1/blocks",
@@ -199,6 +201,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         Role.READ,
         "v1",
         gives=shapes.HotAnswer,
+        worker=MATCHING,
         parameters=(_MODEL, _TENANT, _GROUP, _limit(v1.MAX_HOT)),
     ),
     Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
@@ -214,7 +217,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         quick=True,
         inline_bytes=_FEW_BYTES,
     ),
-    Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members),
+    Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members, worker=FLEET),
     Endpoint("POST", "/v1/shard/expect", shard.expect, Role.READ, "shard", parts.Expectation, parts.Noted),
     # Probes and people
     Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Awaitable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, UnavailableError
+from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
+from kvevents.service.http.workers import MATCHING
+from kvevents.service.lookups import Told
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
 from kvevents.service.selecting import SelectError, Standing
@@ -37,6 +39,8 @@ from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
+
+T = TypeVar("T")
 
 MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)
@@ -88,7 +92,7 @@ def match(service: Service, request: Request) -> Response | Awaitable[Response]:
     if request.kind == RAW:
         tokens, asked = _raw(request)
     else:
-        asked, tokens = MATCH.read_tokens(request, "tokens")
+        asked, tokens = MATCH.read_tokens(request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
 
     wall = service.candidates.resolve(wall_of(asked))
@@ -122,7 +126,7 @@ def _raw(request: Request) -> tuple[Any, Scoped]:
 
 def match_many(service: Service, request: Request) -> Response | Awaitable[Response]:
     """The same for several prompts of one namespace."""
-    asked: MatchManyRequest = MATCH_MANY.read(request)
+    asked: MatchManyRequest = MATCH_MANY.read(request, service.config.limits)
     service.check_tokens(sum(map(len, asked.prompts)))
 
     wall = service.candidates.resolve(wall_of(asked))
@@ -141,15 +145,34 @@ def match_many(service: Service, request: Request) -> Response | Awaitable[Respo
 
 def select(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
-    asked, tokens = SELECT.read_tokens(request, "tokens")
+    asked, tokens = SELECT.read_tokens(request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
     wall = service.candidates.resolve(wall_of(asked))
     asked = msgspec.structs.replace(asked, tokens=tokens, model=wall.model, tenant=wall.tenant, group=wall.group)
+    limits = service.config.limits
+    if asked.candidates is None:
+        count = len(service.candidates.of(wall).members)
+    elif (count := len(asked.candidates)) > limits.max_candidates:
+        raise TooMuchError(
+            f"{count} candidates were sent", "too-many-candidates", f"limits.max_candidates allows {limits.max_candidates}"
+        )
 
-    def told(found: list[Row], missing: str) -> Response:
-        return answer(_selected(service, wall, asked, found, missing), request)
+    def found_by(then: Told[T]) -> T | Awaitable[T]:
+        return service.lookups.find(wall, tokens, then, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
 
-    return service.lookups.find(wall, tokens, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
+    def told(chosen: Selected) -> Response:
+        if asked.expect_seconds > 0:
+            service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
+        return answer(chosen, request)
+
+    async def by_thread() -> Response:
+        found = found_by(lambda rows, missing: (rows, missing))
+        rows, missing = found if isinstance(found, tuple) else await found
+        return told(await service.workers[MATCHING].run(_selected, service, wall, asked, rows, missing))
+
+    if count > limits.inline_candidates:
+        return by_thread()
+    return found_by(lambda rows, missing: told(_selected(service, wall, asked, rows, missing)))
 
 
 def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
@@ -171,8 +194,6 @@ def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Ro
             )
     held = {(each.instance, each.rank): each for each in _held(found)}
     chosen = choose(asked, candidates, held, standings, service.turns)
-    if asked.expect_seconds > 0:
-        service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 

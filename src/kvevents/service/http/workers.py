@@ -16,9 +16,11 @@ LISTING: Final = "listing"
 """Whole workers are read and sorted."""
 MATCHING: Final = "matching"
 """Many prompts at once."""
+FLEET: Final = "fleet"
+"""All members of the fleet are listed."""
 METRICS: Final = "metrics"
 """Nothing that clients ask may keep these waiting."""
-_THREADS: Final = {LISTING: 1, MATCHING: 4, METRICS: 1}
+_THREADS: Final = {LISTING: 1, MATCHING: 4, FLEET: 2, METRICS: 1}
 
 
 class Worker:
