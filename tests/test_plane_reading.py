@@ -15,8 +15,9 @@ from kvevents.plane import layout, reading
 from kvevents.plane.client import PlaneClient
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import LaneState, Layout, make, make_lane
+from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import HISTORY_HEADER, PAGE_HEADER, LaneReader, Pushed, header_of
-from kvevents.plane.records import START, Tail, extend_history
+from kvevents.plane.records import START, VERSION, Page, Tail, encode_page, extend_history
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import SECONDS, plane_at
@@ -288,6 +289,19 @@ def test_a_history_begins_with_a_page_that_says_so(server: NatsServer) -> None:
             assert reader.tail == Tail(4, "b#2", history_of("b#1", "", "b#2"))
 
     with_lane(plane_at(server.url, name="begins", lanes=1), work)
+
+
+def test_a_message_whose_headers_say_something_else_is_no_page() -> None:
+    """Readers go by the headers, so nothing else may come of a message that is read."""
+    page = Page(VERSION, "a", 0.0, [], name="a#1", history=START)
+    data, history = encode_page(page), header_of(START)
+    assert Pushed(1, data, 0, "a#1", history).page() == page
+    assert Pushed(1, data, 0, "a#1", history + "+").page() == page
+    for name, said in (("a#2", history), ("a#1", "new"), ("a#1", history_of("x").hex())):
+        assert Pushed(1, data, 0, name, said).page() is None
+    ledger = Ledger()
+    ledger.skip(1, "x", is_first=True)
+    assert ledger.tail == Tail(1, "x", history_of("x"))
 
 
 def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsServer) -> None:

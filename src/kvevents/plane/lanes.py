@@ -30,7 +30,7 @@ from kvevents.plane.layout import Layout, make_lane, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, LaneReader, Pushed, header_of
 from kvevents.plane.recalling import Recall
-from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, decode_page, encode_page
+from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, encode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.writing import Composer
 
@@ -298,7 +298,8 @@ class BridgeLane:
         ledger = self.composer.ledger
         if self._reader is not None:
             ledger.life = ledger.life or self._reader.made or ""
-        for position, data, _, name, __ in came:
+        for pushed in came:
+            position, name = pushed.position, pushed.name
             if position <= ledger.position:
                 continue
             if self._is_next(name):
@@ -311,10 +312,10 @@ class BridgeLane:
                 self.conflicts += 1
                 self._sent.clear()
                 self._went_well()
-            if (page := decode_page(data)) is None or page.name != name:
+            if (page := pushed.page()) is None:
                 if not ledger.foreign + self._foreign:
                     log.error("message %d of lane %d is no page; somebody else writes there", position, self.lane)
-                self.composer.skip(position, name)
+                self.composer.skip(position, name, is_first=pushed.begins_history)
             else:
                 self.composer.read(position, page)
         self._hear(asyncio.get_running_loop().time())

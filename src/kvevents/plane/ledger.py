@@ -345,9 +345,9 @@ class Ledger:
         standing.ended = True
         return Breach(key, what)
 
-    def skip(self, position: int, name: str = "") -> None:
-        """A message that is no page."""
-        self._move(position, name)
+    def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
+        """A message that is no page. `is_first`: its headers say that a new history begins with it."""
+        self._move(position, name, is_first=is_first)
         self.foreign += 1
 
     # --- what is known

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import LaneState, Layout, state_of
-from kvevents.plane.records import START, Tail, extend_history
+from kvevents.plane.records import START, Page, Tail, decode_page, extend_history
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -85,6 +85,19 @@ class Pushed(NamedTuple):
     """Of the page, as its writer calls it."""
     history: str | None = None
     """As `HISTORY_HEADER` says it; None for a message that is no page."""
+
+    @property
+    def begins_history(self) -> bool:
+        """Whether a new history begins with it, page or not: readers go by the headers."""
+        return self.history == FIRST
+
+    def page(self) -> Page | None:
+        """The page that it is; None for one whose headers say something else than it does, and for other messages."""
+        page = decode_page(self.data)
+        if page is None or page.name != self.name:
+            return None
+        said = self.history and self.history.removesuffix(AHEAD)
+        return page if said is None or said == header_of(page.history) else None
 
 
 Take = Callable[[list[Pushed]], None]
@@ -306,7 +319,8 @@ class LaneReader:
             return None
         if not self.settled and not str(dispute.history).endswith(AHEAD):
             return Broken("disputed", state.first)
-        log.warning("page %d of lane %d is void: its writer expected other pages before it", dispute.position, self._lane)
+        level = logging.DEBUG if str(dispute.history).endswith(AHEAD) else logging.WARNING
+        log.log(level, "page %d of lane %d is void: its writer expected others before it", dispute.position, self._lane)
         self._dispute, self._void = None, dispute.position
         return None
 
@@ -354,7 +368,7 @@ class LaneReader:
 
     def _move(self, page: Pushed) -> bool:
         """Go on to the next message, unless its writer expected others before it."""
-        history = START if page.history == FIRST else self.tail.history
+        history = START if page.begins_history else self.tail.history
         expected = page.history is not None and page.history != FIRST and page.history.removesuffix(AHEAD)
         if expected and history is not None and expected != history.hex() and page.position != self._void:
             self._dispute = page

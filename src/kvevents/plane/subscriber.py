@@ -17,7 +17,7 @@ from kvevents.errors import ClosedError, UnknownSourceError
 from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Standing, Told
 from kvevents.plane.opinions import Place
 from kvevents.plane.reading import Pushed
-from kvevents.plane.records import Key, decode_page
+from kvevents.plane.records import Key
 from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.subscriber import StreamStatus
@@ -208,14 +208,14 @@ class LogSubscriber:
         lane, ledger, pushed = message
         if ledger is None or self.ledgers.get(lane) is not ledger:
             return []
-        page = decode_page(pushed.data)
+        page = pushed.page()
         events: list[Event] = []
         known = self._lanes[lane]
         at = known.at
-        if page is None or page.name != pushed.name:
+        if page is None:
             if not ledger.foreign:
                 log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
-            ledger.skip(pushed.position, pushed.name)
+            ledger.skip(pushed.position, pushed.name, is_first=pushed.begins_history)
         else:
             events, at = ledger.feed(pushed.position, page), page.at
         if pushed.position % CENSUS_PAGES[0] == 0 and not ledger.hole:

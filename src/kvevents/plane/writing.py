@@ -433,10 +433,10 @@ class Composer:
         self.returned()
         return self.ledger.feed(position, page)
 
-    def skip(self, position: int, name: str = "") -> None:
+    def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
         """A message that is no page, which also comes before what is under way."""
         self.returned()
-        self.ledger.skip(position, name)
+        self.ledger.skip(position, name, is_first=is_first)
 
 
 def _size(record: StreamRecord) -> int:
