@@ -1,11 +1,16 @@
-"""`python -m benchmarks.plane bridge`: a bridge beside nats-py publishing the same bytes, to the same server.
+"""`python -m benchmarks.plane bridge`: a bridge beside nats-py publishing the same bytes, and what a fleet costs it.
 
-An engine's process sends what it has encoded beforehand, as fast as the bridge reads; what the bridge has not read waits in
-ZeroMQ, so nothing is lost and nothing is replayed. Told is the time from the first batch to when the last one is acknowledged
-by the server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory
-and publishes each as one message with `Nats-Msg-Id`, `WINDOW` of them waiting for their acknowledgement at any time. A bridge
-packs batches into pages of up to half a MiB, of which two at most wait for their acknowledgement; it also reads ZeroMQ, and
-every batch, to know what the engine should hold, which nats-py is spared. Each trial has a server of its own.
+*As fast as can be*, judged. A process sends what it has encoded beforehand, from one engine into one lane, and from 1,000
+engines, in turn, into 8 lanes; each engine has a connection of its own. What the bridge has not read waits in ZeroMQ, so
+nothing is lost and nothing is replayed. Reported is the time from the first batch to when the last one is acknowledged by the
+server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory and
+publishes each as one message with `Nats-Msg-Id`, into as many streams, `WINDOW` of them waiting for their acknowledgement at
+any time. A bridge packs batches into pages of up to half a MiB, of which two of a lane at most wait for their acknowledgement;
+it also reads ZeroMQ and follows the trust of every stream, which nats-py is spared. Each trial has a server of its own.
+
+*As a fleet is*, not judged: 1,000 engines say 10 batches a second each, and three servers keep three copies of 256 lanes, as
+of a fleet ten times as large, of which each bridge follows a tenth. CPU and memory of the bridge, or of each of several that
+are all active (`--active`); CPU, memory and disk of the servers. `sizing` computes with these.
 """
 
 from __future__ import annotations
@@ -18,15 +23,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from threading import Timer
+from typing import Any, Final, NamedTuple
 
 from benchmarks.history import Engine
-from benchmarks.indexing.procfs import cpu_of_threads
-from benchmarks.plane.servers import Server, one_server
-from benchmarks.processes import Peer, heed, say
+from benchmarks.indexing.procfs import cpu_of_threads, resident
+from benchmarks.plane.servers import Server, Servers, one_server
+from benchmarks.processes import PATIENCE, Peer, heed, say
 from benchmarks.report import machine
 
 ROOM: Final = 4_000
@@ -34,89 +40,150 @@ WINDOW: Final = 256
 """Messages of nats-py that wait for their acknowledgement."""
 SHARE: Final = 0.8
 MOST_CPU: Final = 1.3
-LOADS: Final = ((1, 40_000), (32, 8_000))
-"""Blocks of a batch, and how many batches."""
 LOOK: Final = 0.005
 SETTLE_SECONDS: Final = 6.0
 MODULE: Final = "plane.bridging"
+COPIES: Final = 3
 
 
-def payloads_of(blocks: int, count: int) -> list[bytes]:
-    """What an engine with a full cache says: each batch stores some blocks and removes as many."""
+class Load(NamedTuple):
+    """What is sent."""
+
+    engines: int
+    lanes: int
+    blocks: int
+    """Stored by each batch, which removes as many."""
+    batches: int
+    """Of all engines."""
+    pace: int = 0
+    """Batches a second of all engines; 0 for as fast as can be."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.engines:,} engines, {self.lanes} lanes, {self.blocks} blocks"
+            if self.engines > 1
+            else f"{self.blocks} blocks"
+        )
+
+
+LOADS: Final = (Load(1, 1, 1, 40_000), Load(1, 1, 32, 8_000), Load(1_000, 8, 10, 40_000))
+FLEET: Final = Load(1_000, 256, 10, 80_000, 10_000)
+
+
+def payloads_of(load: Load) -> list[bytes]:
+    """What an engine with a full cache says. All engines of a fleet say the same, which nobody here looks into."""
     from kvevents.wire import encode_batch  # noqa: PLC0415 - each process loads only what its role is about
 
-    engine = Engine(blocks, ROOM)
-    for _ in engine.batches(ROOM // blocks):
+    engine = Engine(load.blocks, ROOM)
+    for _ in engine.batches(ROOM // load.blocks):
         pass
-    return [encode_batch(batch) for batch in engine.batches(count)]
+    return [encode_batch(batch) for batch in engine.batches(load.batches // load.engines)]
+
+
+def batches_of(load: Load) -> Iterator[tuple[int, int, bytes]]:
+    """Engine, number and payload of each batch; engines in turn."""
+    for seq, payload in enumerate(payloads_of(load)):
+        for engine in range(load.engines):
+            yield engine, seq, payload
+
+
+def topic_of(engine: int) -> str:
+    """None is the beginning of another one."""
+    return f"engine-{engine:05}"
 
 
 # --- roles: each in a process of its own ------------------------------------------------------------------------------------
 
 
-def source(blocks: int, count: int) -> None:
-    """Send everything when told to."""
+def source(bridges: int, *rest: int) -> None:
+    """Send everything when told to, once so many bridges follow every engine."""
     import zmq  # noqa: PLC0415 - as above
 
+    load = Load(*rest)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     events = context.socket(zmq.XPUB)
     events.set_hwm(0)
+    events.setsockopt(zmq.XPUB_VERBOSE, 1)
     port = events.bind_to_random_port("tcp://127.0.0.1")
-    payloads = payloads_of(blocks, count)
+    batches = [(topic_of(engine).encode(), seq.to_bytes(8, "big"), payload) for engine, seq, payload in batches_of(load)]
     say(port)
-    while events.recv()[:1] != b"\1":
-        pass
+    followed = 0
+    while followed < load.engines * bridges:
+        followed += events.recv()[:1] == b"\1"
     say("subscribed")
     heed()
-    for seq, payload in enumerate(payloads):
-        events.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+    began = time.monotonic()
+    for number, frames in enumerate(batches):
+        if load.pace and (early := began + number / load.pace - time.monotonic()) > 0:
+            time.sleep(early)
+        events.send_multipart(frames)
     say("sent")
     heed()
 
 
-def ours(url: str, name: str, port: int, count: int) -> None:
+def ours(url: str, name: str, port: int, *rest: int) -> None:
     """Ours, until it has written so many batches."""
-    asyncio.run(_ours(url, name, port, count))
+    from kvevents.cli.bridging import SWITCH_SECONDS  # noqa: PLC0415 - as above
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+    asyncio.run(_ours(url, name, port, Load(*rest)))
     os._exit(0)
 
 
-async def _ours(url: str, name: str, port: int, count: int) -> None:
+async def _ours(urls: str, name: str, port: int, load: Load) -> None:
     from kvevents.plane.bridge import Bridge, BridgeSettings, Watch  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.stream import Source  # noqa: PLC0415 - as above
 
-    settings = BridgeSettings(plane=PlaneSettings(servers=(url,), name=name, lanes=1, lane_bytes=4 << 30), name="bridge")
-    bridge = Bridge(settings, [Watch(Source(f"tcp://127.0.0.1:{port}", name="engine"))])
+    servers = tuple(urls.split(","))
+    copies = COPIES if len(servers) > 1 else 1
+    plane = PlaneSettings(servers=servers, name="bench", lanes=load.lanes, lane_bytes=(4 << 30) // load.lanes, copies=copies)
+    engines = map(topic_of, range(load.engines))
+    watches = [Watch(Source(f"tcp://127.0.0.1:{port}", topic=engine, name=engine)) for engine in engines]
+    bridge = Bridge(BridgeSettings(plane=plane, name=name), watches)
     stop = asyncio.Event()
     running = asyncio.create_task(bridge.run(stop))
     await bridge.ready.wait()
     say("ready")
-    while bridge.status().written < count and not running.done():  # noqa: ASYNC110 - a count, not an event
-        await asyncio.sleep(LOOK)
-    say({"at": time.monotonic(), "written": bridge.status().written})
+    while _positions(bridge) < load.batches and not running.done():  # noqa: ASYNC110 - a count, not an event
+        await asyncio.sleep(LOOK if not load.pace else 0.5)
+    status = bridge.status()
+    say({"at": time.monotonic(), "written": status.written, "conflicts": status.conflicts})
+    await asyncio.to_thread(heed)
     stop.set()
     await running
 
 
-def theirs(url: str, name: str, blocks: int, count: int) -> None:
+def _positions(bridge: Any) -> int:
+    """Batches that are in the log, whoever has written them."""
+    streams = (standing for lane in bridge._lanes for standing in lane.composer.ledger.streams.values())  # noqa: SLF001
+    return sum(standing.last_seq + 1 for standing in streams)
+
+
+def theirs(url: str, *rest: int) -> None:
     """nats-py's `publish_async`."""
-    asyncio.run(_theirs(url, name, blocks, count))
+    asyncio.run(_theirs(url, Load(*rest)))
 
 
-async def _theirs(url: str, name: str, blocks: int, count: int) -> None:
+async def _theirs(url: str, load: Load) -> None:
     import nats  # noqa: PLC0415 - as above
     from nats.js import api  # noqa: PLC0415 - as above
 
-    payloads = payloads_of(blocks, count)
+    batches = [
+        (f"bench.{engine % load.lanes}", payload, {"Nats-Msg-Id": f"{topic_of(engine)}/0/0/{seq}"})
+        for engine, seq, payload in batches_of(load)
+    ]
     client = await nats.connect(url)
     js = client.jetstream(publish_async_max_pending=WINDOW)
-    config = api.StreamConfig(name=name, subjects=[f"bench.{name}"], max_bytes=4 << 30, duplicate_window=120)
-    await js.add_stream(config)
+    for lane in range(load.lanes):
+        room = (4 << 30) // load.lanes
+        config = api.StreamConfig(name=f"bench-{lane}", subjects=[f"bench.{lane}"], max_bytes=room, duplicate_window=120)
+        await js.add_stream(config)
     say("ready")
     await asyncio.to_thread(heed)
     began, futures = time.monotonic(), []
-    for seq, payload in enumerate(payloads):
-        futures.append(await js.publish_async(f"bench.{name}", payload, headers={"Nats-Msg-Id": f"engine/0/0/{seq}"}))
+    for subject, payload, headers in batches:
+        futures.append(await js.publish_async(subject, payload, headers=headers))
     for future in futures:
         await future
     say({"began": began, "at": time.monotonic()})
@@ -126,60 +193,58 @@ async def _theirs(url: str, name: str, blocks: int, count: int) -> None:
 ROLES: Final[dict[str, Callable[..., None]]] = {"source": source, "ours": ours, "theirs": theirs}
 
 
-# --- the harness ------------------------------------------------------------------------------------------------------------
+# --- as fast as can be ------------------------------------------------------------------------------------------------------
 
 
-def trial_of_ours(server: Server, name: str, blocks: int, count: int) -> dict[str, float]:
-    """From the first batch that the engine sends."""
+def trial_of_ours(server: Server, load: Load) -> dict[str, float]:
+    """From the first batch that an engine sends."""
     with ExitStack() as closing:
-        sender = closing.enter_context(Peer(MODULE, "source", blocks, count))
+        sender = closing.enter_context(Peer(MODULE, "source", 1, *load))
         port = sender.hear()
-        bridge = closing.enter_context(Peer(MODULE, "ours", server.url, name, port, count))
+        bridge = closing.enter_context(Peer(MODULE, "ours", server.url, "bridge", port, *load))
         bridge.hear()
         sender.hear()
-        time.sleep(SETTLE_SECONDS)  # subscriptions travel, and the bridge sees that it is alone; nothing is measured yet
+        time.sleep(SETTLE_SECONDS)  # the bridge sees that it is alone; nothing is measured yet
         before, before_server = cpu_of_threads(bridge.pid), cpu_of_threads(server.pid)
         began = time.monotonic()
         sender.tell("go")
         told = bridge.hear()
-        found = _figures(
-            count, told["at"] - began, cpu_of_threads(bridge.pid) - before, cpu_of_threads(server.pid) - before_server
-        )
-        if told["written"] != count:
-            sys.exit(f"the bridge wrote {told['written']} of {count} batches")
-        return found
+        used, used_server = cpu_of_threads(bridge.pid) - before, cpu_of_threads(server.pid) - before_server
+        bridge.tell("end")
+        if told["written"] != load.batches:
+            sys.exit(f"the bridge wrote {told['written']} of {load.batches} batches")
+        return _figures(load.batches, told["at"] - began, used, used_server)
 
 
-def trial_of_theirs(server: Server, name: str, blocks: int, count: int) -> dict[str, float]:
+def trial_of_theirs(server: Server, load: Load) -> dict[str, float]:
     """From the first message that is published."""
-    with Peer(MODULE, "theirs", server.url, name, blocks, count) as peer:
+    with Peer(MODULE, "theirs", server.url, *load) as peer:
         peer.hear()
         before, before_server = cpu_of_threads(peer.pid), cpu_of_threads(server.pid)
         peer.tell("go")
         told = peer.hear()
         seconds = told["at"] - told["began"]
-        return _figures(count, seconds, cpu_of_threads(peer.pid) - before, cpu_of_threads(server.pid) - before_server)
+        return _figures(load.batches, seconds, cpu_of_threads(peer.pid) - before, cpu_of_threads(server.pid) - before_server)
 
 
 def _figures(count: int, seconds: float, cpu: float, server: float) -> dict[str, float]:
     return {"rate": count / seconds, "cpu": cpu / count * 1e6, "server": server / count * 1e6}
 
 
-def compare(folder: Path, runs: int, blocks: int, count: int) -> bool:
+def compare(folder: Path, runs: int, load: Load) -> bool:
     """Both ways in turns; whether what is judged was met."""
     found: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
     for number in range(runs):
         ways: list[tuple[str, Callable[..., dict[str, float]]]] = [("ours", trial_of_ours), ("theirs", trial_of_theirs)]
         for way, trial in ways[:: 1 if number % 2 else -1]:
-            name = f"{way}-{blocks}-{number}"
-            with one_server(folder / name) as server:
-                found[way].append(trial(server, name, blocks, count))
-            shutil.rmtree(folder / name)
+            with one_server(folder / "server") as server:
+                found[way].append(trial(server, load))
+            shutil.rmtree(folder / "server")
     middle = {way: {name: statistics.median(run[name] for run in each) for name in each[0]} for way, each in found.items()}
     for way, title in (("ours", "bridge"), ("theirs", "nats-py")):
         told = middle[way]
         print(
-            f"{blocks:>2} stored and removed, {title:>7}: {told['rate']:,.0f} batches/s, {told['cpu']:.1f} us of CPU a batch, "
+            f"{load}, {title:>7}: {told['rate']:,.0f} batches/s, {told['cpu']:.1f} us of CPU a batch, "
             f"the server's {told['server']:.1f}"
         )
     rate, cpu = (middle["ours"][name] / middle["theirs"][name] for name in ("rate", "cpu"))
@@ -188,14 +253,104 @@ def compare(folder: Path, runs: int, blocks: int, count: int) -> bool:
     return met
 
 
+# --- as a fleet is ----------------------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What a fleet costs."""
+
+    bridge: float
+    """Microseconds of CPU of a bridge for a batch."""
+    bridge_bytes: float
+    """Memory of a bridge at the end."""
+    bridge_idle: float
+    """The same before anything was said."""
+    servers: float
+    """Microseconds of CPU of all servers for a batch."""
+    server_bytes: float
+    """Memory of the largest server at the end."""
+    server_idle: float
+    """The same before anything was said."""
+    stored: float
+    """Bytes on a server's disk for a batch."""
+    refused: float
+    """Pages that were refused, for each batch."""
+
+
+def cost_of(folder: Path, load: Load, bridges: int) -> Cost:
+    """A fleet at its pace, from when it begins to when all of it is in the log."""
+    with ExitStack() as closing:
+        servers = closing.enter_context(Servers(folder, COPIES))
+        sender = closing.enter_context(Peer(MODULE, "source", bridges, *load))
+        port = sender.hear()
+        urls = ",".join(servers.urls)
+        peers = [closing.enter_context(Peer(MODULE, "ours", urls, f"b{each}", port, *load)) for each in range(bridges)]
+        for peer in peers:
+            peer.hear()
+        sender.hear()
+        time.sleep(SETTLE_SECONDS)
+        pids, own = [node.pid for node in servers.nodes], [peer.pid for peer in peers]
+        idle, idle_servers = max(map(resident, own)), max(map(resident, pids))
+        before, stored = sum(map(cpu_of_threads, own)), _stored(folder)
+        before_servers = sum(map(cpu_of_threads, pids))
+        alarm = Timer(PATIENCE, peers[0].kill)  # then it says nothing, which ends the run
+        alarm.start()
+        closing.callback(alarm.cancel)
+        sender.tell("go")
+        told = [peer.hear() for peer in peers]
+        used, used_servers = sum(map(cpu_of_threads, own)) - before, sum(map(cpu_of_threads, pids)) - before_servers
+        found = Cost(
+            used / bridges / load.batches * 1e6,
+            max(map(resident, own)),
+            idle,
+            used_servers / load.batches * 1e6,
+            max(map(resident, pids)),
+            idle_servers,
+            (_stored(folder) - stored) / COPIES / load.batches,
+            sum(each["conflicts"] for each in told) / load.batches,
+        )
+        for peer in peers:
+            peer.tell("end")
+        return found
+
+
+def _stored(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.blk"))
+
+
+def report_fleet(folder: Path, load: Load, bridges: int) -> None:
+    """One line of each."""
+    found = cost_of(folder, load, bridges)
+    shutil.rmtree(folder)
+    seconds = load.batches / load.pace
+    print(f"{load}, {load.lanes} lanes, {COPIES} servers, {bridges} active: {load.pace:,} batches/s for {seconds:.0f} s")
+    print(
+        f"   a bridge: {found.bridge:.1f} us of CPU a batch ({found.bridge * load.pace / 1e4:.0f}% of a core), "
+        f"{found.bridge_idle / 1e6:.0f} MB, then {found.bridge_bytes / 1e6:.0f} MB; "
+        f"{found.refused * 1e3:.1f} pages of 1,000 batches refused"
+    )
+    print(
+        f"   servers: {found.servers:.1f} us of CPU a batch together, {found.stored:,.0f} B a batch on each disk, the largest "
+        f"{found.server_idle / 1e6:.0f} MB, then {found.server_bytes / 1e6:.0f} MB",
+        flush=True,
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the figures. Returns 0 when all that is judged was met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plane bridge", description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="of each way (default: %(default)s)")
+    parser.add_argument("--only", choices=("race", "fleet"), help="beside nats-py, or the fleet at its pace")
+    parser.add_argument("--active", type=int, default=1, help="bridges that write the fleet's batches (default: %(default)s)")
+    parser.add_argument("--lanes", type=int, default=FLEET.lanes, help="of the fleet (default: %(default)s)")
     options = parser.parse_args(arguments)
     print(machine(), flush=True)
+    met = []
     with tempfile.TemporaryDirectory() as folder:
-        met = [compare(Path(folder), options.runs, *load) for load in LOADS]
+        if options.only != "fleet":
+            met = [compare(Path(folder), options.runs, load) for load in LOADS]
+        if options.only != "race":
+            report_fleet(Path(folder, "fleet"), FLEET._replace(lanes=options.lanes), options.active)
     return 0 if all(met) else 1
 
 

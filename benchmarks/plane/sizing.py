@@ -1,9 +1,9 @@
 """`python -m benchmarks.plane sizing`: how large a plane must be, computed from what is measured and from what is assumed.
 
 Three kinds of numbers, kept apart. *Measured here*: bytes of batches, pages, blocks in memory and in a snapshot, and CPU time
-of applying and restoring, each by doing it, on a small fleet with caches that are full. *Measured elsewhere*: what takes
-minutes, with the command that measures it (`BRIDGE_CPU`). *Assumed*: the fleet and its traffic, which are yours: flags. The
-rest is arithmetic, in `plan`.
+of applying and restoring, each by doing it, on a small fleet with caches that are full; what a snapshot costs a server.
+*Measured elsewhere*: what takes minutes, with the command that measures it (`FLEET`: 1,000 engines, one bridge, three
+servers). *Assumed*: the fleet, its traffic and its network, which are yours: flags. The rest is arithmetic, in `plan`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from msgspec.structs import fields
+
 from benchmarks.history import Engine
+from benchmarks.indexing.procfs import cpu_of_threads
 from benchmarks.plane.servers import one_server
 from benchmarks.report import machine
 from kvevents.index import PrefixIndex
+from kvevents.plane.bridge import PAGE_BYTES, BridgeSettings
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import Layout
 from kvevents.plane.ledger import Ledger
+from kvevents.plane.listening import RECEIVE_QUEUE
 from kvevents.plane.records import VERSION, Batched, Join, Page, Record, decode_page, encode_page
 from kvevents.plane.settings import MAX_LANES, PlaneSettings
 from kvevents.plane.sharding import owners
 from kvevents.plane.sharding import plan as cover
 from kvevents.plane.snapshots import CHUNK_BYTES
+from kvevents.plane.writing import MAX_UNDER_WAY
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
 
@@ -41,12 +47,33 @@ PAGE: Final = 250
 SAMPLE_OBJECT: Final = 64 << 20
 BUSY: Final = 0.7
 """Share of one core above which it is not planned; the rest is for bursts."""
+MAX_QUEUED_BYTES: Final = next(field.default for field in fields(BridgeSettings) if field.name == "max_queued_bytes")
+MEASURED: Final = "`python -m benchmarks.plane bridge`"
 FULL: Final = 0.6
 """Share of a machine's memory for the index; the rest is for a second generation's beginning, snapshots and queries."""
 
 
-BRIDGE_CPU: Final = {1: 8.8, 32: 23.8}
-"""Microseconds a batch, by the blocks of it."""
+class Measured(NamedTuple):
+    """What `python -m benchmarks.plane bridge --only fleet` has printed of one bridge."""
+
+    engines: int
+    pace: float
+    """Batches a second."""
+    bridge: float
+    """Microseconds of CPU of the bridge for a batch."""
+    bridge_idle: float
+    """Memory of the bridge that follows all engines, which say nothing."""
+    servers: float
+    """Microseconds of CPU of three servers together for a batch."""
+    server_idle: float
+    """Memory of the largest server, nothing being said."""
+    server_bytes: float
+    """The same at that pace."""
+
+
+FLEET: Final = Measured(1_000, 10_000.0, 60.3, 110e6, 32.3, 92e6, 416e6)
+BRIDGE_BYTES: Final = 47e6
+"""Memory of a bridge that follows one engine."""
 
 
 class Fleet(NamedTuple):
@@ -67,10 +94,21 @@ class Fleet(NamedTuple):
     holders: int
     """Replicas that hold each lane."""
     copies: int
+    latency: float
+    """Seconds until a majority of servers has what is sent to one of them."""
 
     @property
     def blocks_per_batch(self) -> int:
         return max(1, round(self.tokens_per_second / self.block_size / self.batches_per_second))
+
+
+class Sizes(NamedTuple):
+    """Bytes that are measured here; the first fields of `Costs`, which says what they are."""
+
+    payload: float
+    record: float
+    memory: float
+    saved: float
 
 
 class Costs(NamedTuple):
@@ -92,6 +130,8 @@ class Costs(NamedTuple):
     """Bytes a second into JetStream's object store, of one client and one server of this machine."""
     read: float
     """Bytes a second out of it."""
+    store: float
+    """Seconds of CPU of a server for each byte that is written into it."""
 
 
 # --- measured here -----------------------------------------------------------------------------------------------------------
@@ -100,15 +140,15 @@ class Costs(NamedTuple):
 class Sample:
     """Engines that share nothing, whose caches are full, and an index that has read all of it from pages."""
 
-    def __init__(self, blocks_per_batch: int) -> None:
+    def __init__(self, blocks_per_batch: int, blocks: int) -> None:
         self.index = PrefixIndex()
         self._ledger = Ledger()
-        self._engines = [Engine(blocks_per_batch, SAMPLE_BLOCKS // SAMPLE_ENGINES) for _ in range(SAMPLE_ENGINES)]
+        self._engines = [Engine(blocks_per_batch, blocks // SAMPLE_ENGINES) for _ in range(SAMPLE_ENGINES)]
         self._numbers = [0] * SAMPLE_ENGINES
         for number, engine in enumerate(self._engines):
             engine._next = 1 + (number << 40)  # noqa: SLF001 - no two engines hold the same
             self.take(_page([Join(_name(number), 0, b"")]))
-            for _ in range(SAMPLE_BLOCKS // SAMPLE_ENGINES // (blocks_per_batch * PAGE) + 1):
+            for _ in range(blocks // SAMPLE_ENGINES // (blocks_per_batch * PAGE) + 1):
                 self.take(_page([*self.batches(number, PAGE)]))
 
     def batches(self, number: int, count: int) -> list[Batched]:
@@ -134,9 +174,19 @@ def _page(records: list[Record]) -> bytes:
     return encode_page(Page(VERSION, "sizing", 0.0, records, "made"))
 
 
+def sizes(blocks_per_batch: int, blocks: int = SAMPLE_BLOCKS) -> Sizes:
+    """Bytes, which are the same on every machine."""
+    return _measured(Sample(blocks_per_batch, blocks))[0]
+
+
 def measure(blocks_per_batch: int) -> Costs:
     """Everything that is measured here."""
-    sample = Sample(blocks_per_batch)
+    found, apply, restore = _measured(Sample(blocks_per_batch, SAMPLE_BLOCKS))
+    return Costs(*found, apply, restore, *asyncio.run(transfer()))
+
+
+def _measured(sample: Sample) -> tuple[Sizes, float, float]:
+    """Sizes, seconds of CPU to apply a batch, and to restore a block."""
     stats = sample.index.stats()
     found = [sample.batches(number, SAMPLE_BATCHES // SAMPLE_ENGINES) for number in range(SAMPLE_ENGINES)]
     pages = [_page([*each[at : at + PAGE]]) for each in found for at in range(0, len(each), PAGE)]
@@ -148,42 +198,30 @@ def measure(blocks_per_batch: int) -> Costs:
         restore = _cpu(lambda: PrefixIndex().absorb(path))
     payload = sum(len(record.payload) for each in found for record in each)
     record = sum(map(len, pages))
-    return Costs(
-        payload / SAMPLE_BATCHES,
-        record / SAMPLE_BATCHES,
-        stats.bytes / stats.blocks,
-        saved / blocks,
-        apply / SAMPLE_BATCHES,
-        restore / blocks,
-        *asyncio.run(transfer()),
-    )
+    bytes_of = Sizes(payload / SAMPLE_BATCHES, record / SAMPLE_BATCHES, stats.bytes / stats.blocks, saved / blocks)
+    return bytes_of, apply / SAMPLE_BATCHES, restore / blocks
 
 
-async def transfer() -> tuple[float, float]:
-    """Bytes a second of an object that is written, and read, as snapshots are."""
+async def transfer() -> tuple[float, float, float]:
+    """Bytes a second of an object that is written, and read, as snapshots are; the server's seconds of CPU for one written."""
     from nats.js import api  # noqa: PLC0415 - an extra
 
     with tempfile.TemporaryDirectory() as folder, one_server(Path(folder)) as server:
         async with opened(PlaneSettings(servers=(server.url,)), name="sizing") as client:
             store = await client.jetstream(timeout=30.0).create_object_store("sizing")
-            begin = time.monotonic()
+            begin, used = time.monotonic(), cpu_of_threads(server.pid)
             meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
             await store.put("x", io.BytesIO(bytes(SAMPLE_OBJECT)), meta)
-            written = time.monotonic()
+            written, used = time.monotonic(), cpu_of_threads(server.pid) - used
             await store.get("x", writeinto=io.BytesIO())
-            return SAMPLE_OBJECT / (written - begin), SAMPLE_OBJECT / (time.monotonic() - written)
+            read = time.monotonic() - written
+            return SAMPLE_OBJECT / (written - begin), SAMPLE_OBJECT / read, used / SAMPLE_OBJECT
 
 
 def _cpu(work: Callable[[], object]) -> float:
     before = time.process_time()
     work()
     return time.process_time() - before
-
-
-def bridge_cpu(blocks: int) -> float:
-    """Microseconds of a batch, on the line through what was measured: a bridge copies what it does not look into."""
-    (few, least), (many, most) = sorted(BRIDGE_CPU.items())
-    return least + (most - least) * (blocks - few) / (many - few)
 
 
 # --- arithmetic --------------------------------------------------------------------------------------------------------------
@@ -225,16 +263,32 @@ class Plan(NamedTuple):
     bootstrap: float
     """The same of the largest share."""
     subjects: int
-    bridge_cores: float
+    written: float
+    """Bytes a second of a snapshot into JetStream, each chunk of which waits for a majority."""
+    lane_takes: float
+    """Bytes a second that a lane takes at most."""
+    bridges: int
+    """That are busy with one core each."""
+    bridge_memory: float
+    """Of each of them, when its queue is full."""
+    server_cores: float
+    """Of all servers."""
+    server_memory: float
+    """Of each server."""
+    disk_bytes: float
+    """Of all servers."""
+    disk_writes: float
+    """Bytes a second, of all servers."""
 
 
 def plan(fleet: Fleet, costs: Costs) -> Plan:
     """No number in here but those of its arguments, and how evenly lanes are spread."""
     batches = fleet.engines * fleet.batches_per_second
+    written = 1 / (1 / costs.written + fleet.latency / CHUNK_BYTES)
     wanted = [
         fleet.blocks * costs.memory / (fleet.machine_bytes * FULL),
         batches * costs.apply / BUSY,
-        fleet.blocks * costs.saved / (costs.written * fleet.snapshot_seconds * BUSY) / fleet.holders,
+        fleet.blocks * costs.saved / (written * fleet.snapshot_seconds * BUSY) / fleet.holders,
     ]
     by_memory, by_apply, by_saving = (_replicas(need, fleet.holders) for need in wanted)
     by_bootstrap = least = max(by_memory, by_apply, by_saving)
@@ -244,10 +298,15 @@ def plan(fleet: Fleet, costs: Costs) -> Plan:
     shares = _shares(replicas, fleet.holders)
     share = _largest(replicas, fleet.holders)
     load, lane = batches * share * costs.apply, fleet.blocks / MAX_LANES
+    pages, saved = batches * costs.record, fleet.blocks * costs.saved / fleet.snapshot_seconds
+    bridges = max(1, math.ceil(batches * FLEET.bridge / 1e6 / BUSY))
+    each = (FLEET.bridge_idle - BRIDGE_BYTES) / FLEET.engines
+    lane_bytes = 3 * fleet.snapshot_seconds * pages / MAX_LANES
+    cached = (FLEET.server_bytes - FLEET.server_idle) / FLEET.pace
     return Plan(
         batches,
-        batches * costs.record,
-        fleet.blocks * costs.saved / fleet.snapshot_seconds,
+        pages,
+        saved,
         by_memory,
         by_apply,
         by_saving,
@@ -256,14 +315,21 @@ def plan(fleet: Fleet, costs: Costs) -> Plan:
         MAX_LANES,
         share,
         _asked(shares),
-        batches * costs.record * share,
-        3 * fleet.snapshot_seconds * batches * costs.record / MAX_LANES,
+        pages * share,
+        lane_bytes,
         fleet.blocks * share * costs.memory,
         lane * costs.saved,
         _ready(lane, batches / MAX_LANES * costs.apply, load, fleet, costs),
         _bootstrap(replicas, fleet, costs),
         len({Layout("p", MAX_LANES).subject(lane) for lane in range(MAX_LANES)}),
-        batches * bridge_cpu(fleet.blocks_per_batch) / 1e6 / BUSY,
+        written,
+        MAX_UNDER_WAY * PAGE_BYTES / fleet.latency,
+        bridges,
+        BRIDGE_BYTES + fleet.engines / bridges * (each + RECEIVE_QUEUE * costs.payload) + 2 * MAX_QUEUED_BYTES,
+        (batches * FLEET.servers / 1e6 + saved * costs.store * fleet.copies) / BUSY,
+        FLEET.server_idle + batches * cached,
+        fleet.copies * (MAX_LANES * lane_bytes + 3 * fleet.blocks * costs.saved),
+        fleet.copies * (pages + saved),
     )
 
 
@@ -335,7 +401,14 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
         ("CPU to restore a million blocks", f"{costs.restore * 1e6:.2f} s", "measured here"),
         ("a snapshot into JetStream", f"{amount(costs.written, 'B')}/s", "measured here, one server, wall time"),
         ("a snapshot out of it", f"{amount(costs.read, 'B')}/s", "measured here, one server, wall time"),
-        ("CPU of a bridge for a batch", f"{bridge_cpu(fleet.blocks_per_batch):.0f} us", "`python -m benchmarks.plane bridge`"),
+        (
+            "a snapshot into three servers",
+            f"{amount(found.written, 'B')}/s",
+            f"{fleet.latency * 1e3:.0f} ms, assumed",
+        ),
+        ("CPU of a bridge for a batch", f"{FLEET.bridge:.0f} us", MEASURED),
+        ("CPU of three NATS servers for a batch", f"{FLEET.servers:.0f} us", MEASURED),
+        ("between two snapshots of a lane", f"{fleet.snapshot_seconds:.0f} s", "assumed; replicas' default is 60 s"),
         ("batches a second", amount(found.batches, ""), "engines x batches"),
         ("bytes a second into lanes", amount(found.bytes, "B"), f"each kept {fleet.copies} times by JetStream"),
         ("bytes a second of snapshots", amount(found.saved, "B"), "the same"),
@@ -362,7 +435,17 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
             "snapshot, then what came since; its former holder answers meanwhile",
         ),
         ("bootstrap of a replica", f"{found.bootstrap:.0f} s", "the same of its whole share"),
-        ("cores of bridges", f"{found.bridge_cores:.0f}", "twice that where each engine is watched by two"),
+        (
+            "a lane takes at most",
+            f"{amount(found.lane_takes, 'B')}/s",
+            f"{MAX_UNDER_WAY} pages under way",
+        ),
+        ("bridges", str(found.bridges), f"{BUSY:.0%} of one core each; twice as many where each engine is watched by two"),
+        ("memory of a bridge", amount(found.bridge_memory, "B"), "while it reads nothing, as its queue is full"),
+        ("cores of NATS servers", f"{found.server_cores:.0f}", "of all three together; pages and snapshots"),
+        ("memory of a NATS server", amount(found.server_memory, "B"), "what it has written lately it keeps in memory"),
+        ("disk of NATS servers", amount(found.disk_bytes, "B"), "all lanes full, three snapshots of each, all copies"),
+        ("bytes a second to their disks", amount(found.disk_writes, "B"), "pages and snapshots, all copies"),
     ]
 
 
@@ -381,6 +464,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bootstrap", type=float, default=600.0, help="seconds that one may take (default: %(default)g)")
     parser.add_argument("--holders", type=int, default=2, help="replicas that hold each lane (default: %(default)s)")
     parser.add_argument("--copies", type=int, default=3)
+    parser.add_argument(
+        "--latency", type=float, default=0.010, help="seconds until a majority of servers has a message (default: %(default)g)"
+    )
     given = parser.parse_args(arguments)
     fleet = Fleet(
         given.engines,
@@ -393,6 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
         given.bootstrap,
         given.holders,
         given.copies,
+        given.latency,
     )
     costs = measure(fleet.blocks_per_batch)
     print(machine())
