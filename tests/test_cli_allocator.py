@@ -54,6 +54,22 @@ def test_the_thread_ends_with_it() -> None:
     assert threading.active_count() == before
 
 
+def test_what_a_process_wants_to_keep_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service tells glibc to keep memory for large requests; what is given back leaves that alone."""
+    kept: list[int] = []
+    given = threading.Event()
+
+    def trim(pad: int) -> int:
+        kept.append(pad)
+        given.set()
+        return 0
+
+    monkeypatch.setattr("kvevents.cli.allocator._trim", lambda: trim)
+    with giving_back(0.001, keep=64 << 20):
+        assert given.wait(20)
+    assert set(kept) == {64 << 20}
+
+
 def test_without_glibc_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another allocator has no such function."""
     monkeypatch.setattr("ctypes.CDLL", lambda _: os)
@@ -67,7 +83,7 @@ PROGRAM = f"""
 import importlib, sys
 from kvevents.cli.program import main
 
-def entered():
+def entered(**_):
     sys.exit({ENTERED})
 
 importlib.import_module(sys.argv[1]).giving_back = entered

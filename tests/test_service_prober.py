@@ -142,11 +142,14 @@ def test_what_is_over_is_logged_once_and_no_longer_a_reason(tmp_path: Path) -> N
     with serving("--config", write(tmp_path / "c.toml", HASTY)) as service:
         assert service.register("late", endpoint).status == 201
         until("a reason", lambda: codes(service)["late"] >= {"refused"})
+        until("one sentence", lambda: service.trust("late")[1] == f"nothing listens at {endpoint}")
         with engine(endpoint=f"tcp://*:{port}", replay_endpoint=None):
             until("a connection", lambda: codes(service)["late"] == {"no-replay"})
+            # One sentence and one line, though the subscriber has found out something as well.
             until("the log", lambda: service.told("late rank 0: no longer so: nothing listens at"))
             assert service.source("late")["fault"] is None
         assert len(service.told("late rank 0: nothing listens")) == 1
+        assert not service.told("no connection")
 
 
 def test_events_tell_of_another_reason_within_one_state(tmp_path: Path) -> None:

@@ -19,14 +19,17 @@ TRIM_SECONDS: Final = 30.0
 
 
 @contextmanager
-def giving_back(every: float = TRIM_SECONDS) -> Iterator[None]:
-    """As long as it lasts, have a thread give back what is free; nothing where there is no glibc."""
+def giving_back(every: float = TRIM_SECONDS, *, keep: int = 0) -> Iterator[None]:
+    """As long as it lasts, have a thread give back what is free; nothing where there is no glibc.
+
+    `keep` bytes at the top of the heap stay: a process that will need so much again soon would only fetch them back.
+    """
     trim = _trim()
     if trim is None:
         yield
         return
     stop = threading.Event()
-    thread = threading.Thread(target=_give_back, args=(trim, stop, every), daemon=True, name="kvevents-allocator")
+    thread = threading.Thread(target=_give_back, args=(trim, stop, every, keep), daemon=True, name="kvevents-allocator")
     thread.start()
     try:
         yield
@@ -35,9 +38,9 @@ def giving_back(every: float = TRIM_SECONDS) -> Iterator[None]:
         thread.join()
 
 
-def _give_back(trim: Callable[[int], int], stop: threading.Event, every: float) -> None:
+def _give_back(trim: Callable[[int], int], stop: threading.Event, every: float, keep: int) -> None:
     while not stop.wait(every):
-        trim(0)
+        trim(keep)
 
 
 def _trim() -> Callable[[int], int] | None:

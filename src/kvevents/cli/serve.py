@@ -192,9 +192,10 @@ def run(args: Namespace) -> int:
         console.note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
-    # Of engines that cannot be reached the service tells itself, by their names.
-    logging.getLogger("kvevents.subscriber.direct").setLevel(logging.ERROR)
-    with giving_back():
+    # The service names engines that cannot be reached, and says more about each.
+    for name in ("direct", "live"):
+        logging.getLogger(f"kvevents.subscriber.{name}").setLevel(logging.ERROR)
+    with giving_back(keep=server.KEPT_BYTES):
         server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
     return OK
 

@@ -112,6 +112,8 @@ class Member:
         if trust == Trust.EXACT and self.blamed:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.blamed]
         faults = self._faults_in(trust)
+        if faults and self.status is not None and self.status.error:  # the prober knows more than that
+            sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         doubts = self.status.doubts if self.status is not None else ()
         reasons = reasons_of(trust.name, doubts, faults, self.blamed)
         return self.take(trust.because("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
