@@ -16,7 +16,6 @@ from kvevents.wire import encode_batch
 from test_cli import RECORDING, RUN, adjacent, run
 from test_cli_doctor import findings
 
-SECONDS_LOOKED = "0.8"
 HISTORY = [(batch.topic, batch.seq, batch.payload) for batch in live_batches(RECORDING, RUN)]
 
 
@@ -33,13 +32,13 @@ def compacted(count: int) -> list[tuple[bytes, int, bytes]]:
 
 
 @contextmanager
-def engine(*, idle: bool = False, tape: Any = RECORDING, **faults: Any) -> Iterator[TapePlayer]:
+def engine(*, idle: bool = False, rate: float = 100.0, tape: Any = RECORDING, **faults: Any) -> Iterator[TapePlayer]:
     """A recorded engine under load, unless it is idle, with its replay port behind its event port."""
     source = None if tape is RECORDING else tape
     with adjacent(source, faults=Faults(**faults)) as (player,):
         player.play(20)
         if not idle:
-            player.start_playing(rate=100.0, times=1_000)
+            player.start_playing(rate=rate, times=1_000)
         yield player
 
 
@@ -50,6 +49,7 @@ class Case:
     engine: Callable[[], AbstractContextManager[TapePlayer]]
     named: bool = True
     """Whether its replay endpoint is named with `--replay`."""
+    seconds: str = "0.8"
     verdicts: dict[str, str] = field(default_factory=dict)
     """Of the checks that are not ok."""
     said: tuple[str, ...] = ()
@@ -84,7 +84,8 @@ CASES: dict[str, Case] = {
         said=("replay holds 0 of these", "these numbers are lost"),
     ),
     "replay with random holes": Case(
-        lambda: engine(replay_holes=0.2),
+        lambda: engine(rate=20.0, replay_holes=0.2),
+        seconds="5",
         verdicts={"replay": "warn"},
         said=("missing inside the answer (#",),
         never_said=("nothing can bring them back", "complete since", "these numbers are lost"),
@@ -142,7 +143,7 @@ def test_the_verdicts_on_an_engine(name: str) -> None:
     case = CASES[name]
     with case.engine() as tape:
         named = ("--replay", tape.replay_endpoint) if case.named else ()
-        ended = run("doctor", tape.endpoint, *named, "--json", "--seconds", SECONDS_LOOKED)
+        ended = run("doctor", tape.endpoint, *named, "--json", "--seconds", case.seconds)
     found = findings(ended)
     bad = {check: finding["verdict"] for check, finding in found.items() if finding["verdict"] != "ok"}
     assert bad == case.verdicts, ended.out

@@ -823,4 +823,4 @@ def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) ->
     path = tmp_path / "service.toml"
     path.write_text('shard = "x"\n')
     ended = run("serve", "--config", path, "--from", "nats://127.0.0.1:1", "--replica", "a", "--holders", "2", "--check")
-    assert (ended.code, "`$.shard`" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err
+    assert (ended.code, "service.toml: shard: Expected" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err

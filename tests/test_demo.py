@@ -18,6 +18,11 @@ from test_cli import RECORDING, RUN, Program, tape_of
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+def logged(err: str) -> set[str]:
+    """What the log says of endpoints, each once; a line of another shape comes out as it is."""
+    return {(re.match(r"tcp://[\w.:]+: ([\w ]+): ", line) or [line, line])[1] for line in err.splitlines()}
+
+
 def example(name: str, *args: object) -> Program:
     return Program(EXAMPLES / name, *args, command=[sys.executable])
 
@@ -44,7 +49,7 @@ def test_the_recorded_run_delivers_what_was_published() -> None:
     with example("recorded_run.py") as demo:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
-    assert ended.err == ""
+    assert logged(ended.err) <= {"no connection"}  # while the engine restarts
     counts = re.findall(r"life (\d): +(\d+) published, +(\d+) delivered, .*: equal, in order, byte for byte", ended.out)
     assert counts == [("0", "79", "79"), ("1", "35", "35")]
     assert "RESET   life 1 begins" in ended.out
@@ -81,8 +86,9 @@ def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
         with example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{quiet_port()}") as index:
             index.out.wait(r"^engine-0: 32 of 33 tokens, by tier \{'gpu': 32.*, EXACT$")
             ended = index.interrupt()
-    assert (ended.code, ended.err) == (0, "")
-    assert re.search("^engine-1: 0 of 33 tokens, CONNECTING$", ended.out, re.MULTILINE)
+    assert ended.code == 0
+    assert logged(ended.err) <= {"no connection"}
+    assert re.search("^engine-1: 0 of 33 tokens, CONNECTING", ended.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
