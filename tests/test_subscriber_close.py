@@ -317,3 +317,31 @@ def test_other_threads_may_ask_while_one_receives() -> None:
         thread.join(DEADLINE)
     subscriber.close()
     assert failures == []
+
+
+def test_closing_in_the_middle_of_an_iteration_ends_it() -> None:
+    """By the very code that iterates, with deliveries waiting, in both worlds."""
+    fake = FakeTransport()
+    engine = fake.engine("tcp://engine:5557", "tcp://engine:5558")
+    for number in range(3):
+        engine.publish(BlockRemoved([number]))
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    seen = 0
+    with Subscriber(source, transport=fake, clock=fake.clock) as subscriber:
+        for _ in subscriber:
+            seen += 1
+            subscriber.close()
+
+    async def iterate() -> int:
+        count = 0
+        another = FakeTransport()
+        other = another.engine("tcp://engine:5557", "tcp://engine:5558")
+        for number in range(3):
+            other.publish(BlockRemoved([number]))
+        async with AsyncSubscriber(source, transport=another, clock=another.clock) as subscriber:
+            async for _ in subscriber:
+                count += 1
+                await subscriber.close()
+        return count
+
+    assert (seen, asyncio.run(iterate())) == (1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -311,3 +313,49 @@ def test_a_checkpoint_of_another_process_goes_on_with_its_incarnation() -> None:
         reset = subscriber.receive(1)
         assert isinstance(reset, Reset)
         assert reset.incarnation == 1
+
+
+AT_THE_LIMIT = """
+import os, resource, time
+from kvevents import BlockRemoved, EventBatch, Source, StreamLimits, Subscriber, Trust, ZmqEventPublisher
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+publisher.publish(EventBatch(0.0, [BlockRemoved([1])]))
+end = time.monotonic() + 30
+with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint), limits=StreamLimits(replay_timeout=0.5)) as subscriber:
+    while publisher.stats().subscribers == 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    held = []
+    while True:
+        try:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            break
+    while "Too many open files" not in subscriber.status().error:
+        assert time.monotonic() < end, subscriber.status()
+        assert subscriber.receive(0.05) is None
+        assert subscriber.trust() != Trust.EXACT
+    print(subscriber.trust())
+    for each in held:
+        os.close(each)
+    while (delivery := subscriber.receive(0.05)) is None:
+        assert time.monotonic() < end, subscriber.status()
+    while subscriber.trust() != Trust.EXACT:
+        assert time.monotonic() < end, subscriber.status()
+        subscriber.receive(0.05)
+    assert subscriber.status().error == ""
+publisher.shutdown()
+print("healed")
+"""
+
+
+def test_at_the_limit_of_descriptors_a_stream_says_so_and_heals() -> None:
+    """A process that can open nothing more cannot ask for replay. It goes on, and asks when it can."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_LIMIT], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    said, healed = done.stdout.splitlines()
+    assert healed == "healed"
+    assert "cannot open a socket" in said
+    assert "ulimit -n" in said

@@ -11,7 +11,8 @@ class SocketOptions:
     """Limits and times of the sockets of one stream."""
 
     receive_hwm: int = 100_000
-    """Live messages that wait in the socket while the application is busy; beyond it the publisher drops; replay mends that."""
+    """Live messages that wait in the socket while the application is busy, 0 for no limit. Beyond it the publisher drops
+    messages, which replay brings."""
     max_message_bytes: int = 256 * 1024 * 1024
     """A larger message ends the connection: eight times what the decoder accepts, so only abuse reaches it."""
     reconnect_ms: int = 100
