@@ -463,6 +463,27 @@ def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
     until("room", lambda: metrics(patient, "kvevents_http_received_bytes") == {"": 0})
 
 
+def test_requests_that_wait_for_an_answer_are_not_read() -> None:
+    """Behind one whose answer never ends: the client cannot send on."""
+    header = b"x-long: " + b"y" * 50_000 + b"\r\n"
+    queued = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + header + b"\r\n"
+    events = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving() as service, connected(service, events) as connection:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            connection.sendall(queued * 1_000)
+        assert metrics(service, "kvevents_http_received_bytes")[""] < 1 << 20
+        assert once(service, "/v1/stats") == 200
+
+
+def test_what_is_malformed_takes_no_earlier_answer_away(service: Service) -> None:
+    """Behind a request whose answer takes a while: no error is taken for that answer."""
+    events = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with connected(service, events + b"no http at all\r\n\r\n") as connection:
+        assert b"malformed-request" not in everything(connection)
+
+
 @pytest.mark.parametrize("silent", [True, False])
 def test_handshakes_that_never_end_do(tmp_path: Path, silent: bool) -> None:
     """They are connections as all others are: they make room for probes, and have the time of a request."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvevents.service.errors import ServiceError
-from kvevents.service.http.connections import Connection, State
+from kvevents.service.http.connections import Connection
 
 if TYPE_CHECKING:
     from kvevents.service.http.app import App
@@ -31,12 +31,16 @@ class Protocol(HttpToolsProtocol):
         self._is_in_message = False
         self._head_bytes = 0
         self._body_bytes = 0
+        self._queued_bytes = 0
+        """Of requests that wait for the answer to an earlier one."""
         self._unanswered = 0
         """Requests whose head has come."""
         self._has_ended = False
         """Whether the last answer is given; what still comes is discarded."""
         self._refusal: ServiceError | None = None
-        """Why the request at hand cannot be taken; raised in a callback of the parser, where it cannot be sent."""
+        """Why the request at hand cannot be taken: found in a callback of the parser, in which it cannot be sent."""
+        self._is_due = False
+        """Whether the client expects an answer to an earlier request than that one."""
 
     # --- asyncio's callbacks
 
@@ -75,7 +79,7 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 sentence = f"the request's headers have more than {MAX_HEAD_BYTES} bytes"
-                self._refuse(ServiceError(sentence, "headers-too-large", "send what is long in the body", status=431))
+                self._cannot_take(ServiceError(sentence, "headers-too-large", "send what is long in the body", status=431))
         if self._refusal is not None:
             self._refuse(self._refusal)
 
@@ -84,9 +88,11 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         self._is_in_head = self._is_in_message = True
-        self._body_bytes = 0
-        if not self._unanswered:
+        if self._unanswered:
+            self._queued_bytes += self._body_bytes
+        else:
             self._connection.reading()
+        self._body_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -99,21 +105,27 @@ class Protocol(HttpToolsProtocol):
         self.cycle.transport = _Ending(self)  # type: ignore[assignment]  # it needs no more of a transport
         if self._connection.is_reserved:
             self.cycle.keep_alive = False
+        if self.pipeline:
+            self._queued_bytes += len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            self._hold()
         if len(self.pipeline) > MAX_PIPELINED:
             sentence = f"more than {MAX_PIPELINED} requests wait for an answer to an earlier one"
-            self._refusal = ServiceError(sentence, "too-many-pipelined", "wait for answers", status=429)
+            self._cannot_take(ServiceError(sentence, "too-many-pipelined", "wait for answers", status=429))
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body; one of a request that has its answer is discarded."""
         if self._has_ended:
             return
         self._body_bytes += len(body)
+        self._hold()
+        if self._refusal is None:
+            super().on_body(body)
+
+    def _hold(self) -> None:
         try:
-            self._connection.hold(self._body_bytes)
+            self._connection.hold(self._queued_bytes + self._body_bytes)
         except ServiceError as error:
-            self._refusal = error
-            return
-        super().on_body(body)
+            self._cannot_take(error)
 
     def on_message_complete(self) -> None:
         """A request is complete."""
@@ -135,7 +147,8 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # deadlines are the business of `Connections`
         if not self.pipeline:
-            self._connection.hold(0)
+            self._queued_bytes = 0
+            self._hold()
         if not self._unanswered and not self._is_in_message:
             self._connection.idle()
         elif not self._unanswered or (self._unanswered == 1 and self._is_in_message and not self._is_in_head):
@@ -150,7 +163,9 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """For what is no HTTP."""
-        self._refuse(self._refusal or ServiceError(msg, "malformed-request", "speak HTTP/1.1", status=400))
+        self._cannot_take(ServiceError(msg, "malformed-request", "speak HTTP/1.1", status=400))
+        if self._refusal is not None:
+            self._refuse(self._refusal)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Clients that offer another protocol are answered in this one; that is no news."""
@@ -158,6 +173,13 @@ class Protocol(HttpToolsProtocol):
     def _give_up(self) -> None:
         seconds = f"{self._connection.limits.request_seconds:g} s"
         self._refuse(ServiceError(f"the request was not complete after {seconds}", "too-slow", "send it faster", status=408))
+
+    def _cannot_take(self, error: ServiceError) -> None:
+        """The request that is being received is refused; the first reason counts."""
+        if self._refusal is None:
+            self._refusal = error
+            is_known = self._is_in_message and not self._is_in_head
+            self._is_due = self._unanswered > is_known
 
     def _refuse(self, error: ServiceError) -> None:
         if self._has_ended:
@@ -171,7 +193,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.message_event.set()
             self.cycle.body.clear()
         self._connection.hold(0)
-        if has_begun or self._connection.state is State.ANSWERING:  # the client expects an answer to an earlier request
+        if has_begun or self._is_due:
             self._connection.close(error.reason)
         else:
             self._connection.refuse(error)
