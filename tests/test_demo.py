@@ -68,13 +68,18 @@ def test_one_end_publishes_and_the_other_reads() -> None:
 
 
 def test_the_router_knows_what_each_worker_holds() -> None:
+    """By replay and live: what was published before it came, and one more batch of each."""
     with TapePlayer(RECORDING, run=RUN) as one, TapePlayer(RECORDING, run="bs64-emptytopic") as other:
-        one.play(40)
-        other.play()
-        expected = [resident(tape) for tape in (one, other)]
+        tapes = (one, other)
+        for tape in tapes:
+            tape.play(30)
         with example(
             "router.py", f"{one.endpoint},{one.replay_endpoint}", f"{other.endpoint},{other.replay_endpoint}"
         ) as router:
+            router.out.wait("'worker-0': .*'worker-1': ")
+            for tape in tapes:
+                tape.play(1)
+            expected = [resident(tape) for tape in tapes]
             router.out.wait(f"'worker-0': '{expected[0]} blocks, EXACT', 'worker-1': '{expected[1]} blocks, EXACT'")
 
 
