@@ -180,13 +180,13 @@ class Service(Client):
     def keys(self, instance: int | str, rank: int = 0) -> set[tuple[str, str]]:
         """Key and tier of every block that it holds, page by page."""
         found: set[tuple[str, str]] = set()
-        after = ""
+        cursor = ""
         while True:
-            page = self.get(f"/v1/blocks?instance={instance}&rank={rank}&limit=500&after={after}").json
+            page = self.get(f"/v1/blocks?instance={instance}&rank={rank}&limit=500&cursor={cursor}").json
             found |= {(block["key"], block["tier"]) for block in page["blocks"]}
             if page["next"] is None:
                 return found
-            after = page["next"]
+            cursor = page["next"]
 
     # --- its end
 

@@ -452,6 +452,7 @@ def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
 
 
 def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """All pages are of one moment, whatever comes and goes meanwhile, and each block is on one of them."""
     name, _model, made = fresh
     assert service.get(f"/v1/blocks?instance={name}").json == {"total": 0, "blocks": [], "next": None}
     tokens = prompt(16, 25)
@@ -459,21 +460,26 @@ def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engin
     made.store(tokens, medium="CPU", parent=())
     service.exact(name)
     until("both tiers", lambda: service.get(f"/v1/blocks?instance={name}").json["total"] == 50)
-    pages, after = [], ""
+    pages, cursor = [], ""
     while True:
-        page = service.get(f"/v1/blocks?instance={name}&limit=7&after={after}").json
+        page = service.get(f"/v1/blocks?instance={name}&limit=7&cursor={cursor}").json
         pages.append(page["blocks"])
+        assert page["total"] == 50
+        if len(pages) == 3:
+            made.remove(hashes)
+            until("less", lambda: service.source(name)["blocks"] == 25)
         if page["next"] is None:
             break
-        after = page["next"]
+        before, cursor = cursor, page["next"]
     blocks = [block for page in pages for block in page]
-    assert len(pages) > 5
-    assert [block["key"] for block in blocks] == sorted(block["key"] for block in blocks)
-    assert {(block["key"], block["tier"]) for block in blocks} == {
-        (key, tier) for key in hex_keys(tokens) for tier in ("gpu", "cpu")
-    }
+    assert [len(page) for page in pages] == [7] * 7 + [1]
+    found = [(block["key"], block["tier"]) for block in blocks]
+    assert sorted(found) == sorted((key, tier) for key in hex_keys(tokens) for tier in ("gpu", "cpu"))
     assert {block["hash"] for block in blocks if block["tier"] == "gpu"} == {f"{each:016x}" for each in hashes}
-    assert service.keys(name) == {(block["key"], block["tier"]) for block in blocks}
+    assert {(block["group"], block["copies"]) for block in blocks} == {(0, 1)}
+    assert service.keys(name) == {(key, "cpu") for key in hex_keys(tokens)}
+    ended = service.get(f"/v1/blocks?instance={name}&limit=7&cursor={before}")
+    assert (ended.status, ended.reason) == (404, "no-cursor")
 
 
 @pytest.mark.parametrize(
@@ -488,7 +494,8 @@ def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engin
         ("instance={name}&limit=0", 400),
         ("instance={name}&limit=10001", 400),
         ("instance={name}&limit=" + "9" * 5000, 400),
-        ("instance={name}&after=zz", 400),
+        ("instance={name}&cursor=zz", 400),
+        ("instance={name}&cursor=0123456789abcdef.7", 404),
         ("instance=%ff", 400),
         ("instance={name}&rank=0&rank=0", 400),
     ],

@@ -60,6 +60,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests of one kind that may wait for its threads, and clients for a `/dump`."""
     max_dump_blocks: int = 1_000_000
     """Blocks that `/dump` tells; more of them are read page by page from `/v1/blocks`."""
+    max_listed_blocks: int = 4_000_000
+    """Blocks that are kept for further pages of `/v1/blocks`, 32 bytes each; the newest listing is kept whatever it has."""
+    listing_seconds: float = 60.0
+    """How long a listing waits for the next page to be asked for."""
     request_seconds: float = 10.0
     """How long a client may take to send a request, from its first byte on, and to send the first byte after it connects."""
     idle_seconds: float = 75.0

@@ -25,6 +25,7 @@ from kvevents.service.discovery.files import read_sources
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
+from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.connections import Connections
 from kvevents.service.http.workers import Workers
 from kvevents.service.keeping import Keeper
@@ -74,6 +75,7 @@ class Service:
         self.connections = Connections(config.limits)
         self.workers = Workers(config.limits.max_waiting)
         self.candidates = CandidateCache(self.fleet, self.shards, lambda: self._finder.adapters)
+        self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.turns = Turns()
         self.lookups = Lookups(self.fleet, self.metrics, self.shards)
         self.snapshot_at: float | None = None

@@ -297,12 +297,13 @@ class BlockView(Struct, frozen=True, kw_only=True):
 
 
 class BlocksAnswer(Struct, frozen=True, kw_only=True):
-    """Blocks of one worker, in the order of their keys."""
+    """Blocks of one worker at one moment, in no order."""
 
     total: int
+    """Of all pages."""
     blocks: list[BlockView]
     next: str | None
-    """The key to ask for the next page `after`."""
+    """The `cursor` of the next page; None on the last one."""
 
 
 class HotPrefix(Struct, frozen=True, kw_only=True):

@@ -191,7 +191,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
             _TENANT,
             _GROUP,
             _limit(v1.MAX_PAGE),
-            Parameter("after", "`next` of the page before", schema={"type": "string", "pattern": v1.AFTER.pattern}),
+            Parameter("cursor", "`next` of the page before", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
         ),
     ),
     Endpoint(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
 from kvevents.service.http.workers import MATCHING
@@ -17,8 +18,6 @@ from kvevents.service.registration import DEFAULT_GROUP, Wall
 from kvevents.service.selecting import SelectError, Standing
 from kvevents.service.selecting import select as choose
 from kvevents.service.shapes import (
-    BlocksAnswer,
-    BlockView,
     Candidate,
     Held,
     HotAnswer,
@@ -49,8 +48,8 @@ MAX_PAGE: Final = 10_000
 """Blocks of one answer of `/v1/blocks`."""
 DEFAULT_PAGE: Final = 1_000
 MAX_HOT: Final = 500
-AFTER: Final = re.compile(r"^[0-9a-f]{0,16}$")
-"""A key, where a page of `/v1/blocks` begins."""
+CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
+"""Where a page of `/v1/blocks` begins; empty for the first one."""
 MAX_DIGITS: Final = 10
 """Of a number in a query string; Python refuses to read more than some thousands."""
 MAX_SHOWN: Final = 40
@@ -240,31 +239,25 @@ def _number(wanted: Any, name: str, default: int, most: int) -> int:
 
 
 def blocks(service: Service, request: Request) -> Response:
-    """Blocks of one worker, page by page in the order of their keys."""
+    """Blocks of one worker at one moment, page by page, in no order."""
     wanted = scope_parameters(request.parameters)
     member = _member(service, wanted)
-    if member.registration.key not in service.fleet.members:
+    key = member.registration.key
+    if key not in service.fleet.members:
         raise ConflictError(
             "another replica holds this worker", "other-replica", f"ask it: {service.holder(member) or 'none answers now'}"
         )
     limit = _number(wanted, "limit", DEFAULT_PAGE, MAX_PAGE)
-    after = _key(wanted.get("after", ""))
+    cursor = wanted.get("cursor", "")
+    if CURSOR.fullmatch(cursor) is None:
+        raise RefusedError(f"cursor is {cursor[:MAX_SHOWN]!r}", "bad-parameter", "it is the `next` of the page before")
+    if cursor:
+        return answer(service.block_listings.next(key, cursor, limit), request)
     try:
-        held = sorted(
-            service.fleet.index.blocks(member.registration.key), key=lambda block: (block.key, block.tier, block.group)
-        )
-    except LookupError:  # nothing has come yet
-        held = []
-    rest = [block for block in held if block.key > after]
-    page = rest[:limit]
-    # A key stays on one page with all of its tiers.
-    page += [block for block in rest[limit:] if block.key == page[-1].key] if page else []
-    views = [
-        BlockView(key=f"{block.key:016x}", hash=f"{block.hash:016x}", tier=block.tier, group=block.group, copies=block.copies)
-        for block in page
-    ]
-    more = f"{page[-1].key:016x}" if len(page) < len(rest) else None
-    return answer(BlocksAnswer(total=len(held), blocks=views, next=more), request)
+        held: Iterable[Block] = service.fleet.index.blocks(key)
+    except LookupError:  # no event has come yet
+        held = ()
+    return answer(service.block_listings.first(key, held, limit), request)
 
 
 def _member(service: Service, wanted: Any) -> Member:
@@ -288,12 +281,6 @@ def _rank(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or int(text) >> 32:
         raise RefusedError(f"rank is {text[:MAX_SHOWN]!r}", "bad-parameter", "ranks count from 0")
     return int(text)
-
-
-def _key(text: str) -> int:
-    if AFTER.fullmatch(text) is None:
-        raise RefusedError(f"after is {text[:MAX_SHOWN]!r}", "bad-parameter", "it is the `next` of the page before")
-    return int(text, 16) if text else -1
 
 
 # --- what happens

@@ -1,0 +1,93 @@
+"""`kvevents.service.http.block_listings`: pages cost their size, and what is kept between them is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.index import Block
+from kvevents.service.errors import NotFoundError
+from kvevents.service.http.block_listings import BlockListings
+
+BIG = st.integers(0, 2**64 - 1)
+BLOCKS = st.lists(
+    st.builds(
+        Block, BIG, BIG, st.sampled_from(["gpu", "cpu", "disk", "NVFS"]), st.integers(0, 2**32 - 1), st.integers(1, 2**32)
+    ),
+    max_size=30,
+)
+A, B = ("a", 0), ("b", 0)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def some(count: int, start: int = 0) -> list[Block]:
+    return [Block(number, number, "gpu", 0, 1) for number in range(start, start + count)]
+
+
+@given(BLOCKS, st.integers(1, 12))
+def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
+    """As it is, and no page has more than its limit; when the last one was read nothing is kept."""
+    listings = BlockListings(1000, 60)
+    page = listings.first(A, iter(blocks), limit)
+    found = list(page.blocks)
+    while page.next is not None:
+        assert len(page.blocks) == limit
+        page = listings.next(A, page.next, limit)
+        found += page.blocks
+    assert [(int(each.key, 16), int(each.hash, 16), each.tier, each.group, each.copies) for each in found] == [
+        (block.key, block.hash, block.tier, block.group, block.copies) for block in blocks
+    ]
+    assert (page.total, len(listings)) == (len(blocks), 0)
+
+
+def test_the_blocks_are_read_once() -> None:
+    """Not for each page."""
+    read = 0
+
+    def blocks() -> Iterator[Block]:
+        nonlocal read
+        for block in some(100):
+            read += 1
+            yield block
+
+    listings = BlockListings(1000, 60)
+    page = listings.first(A, blocks(), 10)
+    while page.next is not None:
+        page = listings.next(A, page.next, 10)
+    assert read == 100
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """In blocks, the listing used longest ago goes first; in time; and one alone is kept however large it is."""
+    clock = Clock()
+    listings = BlockListings(100, 60, clock)
+    first, second = (listings.first(A, some(40), 10) for _ in range(2))
+    first = listings.next(A, first.next or "", 10)
+    third = listings.first(B, some(40), 10)
+    assert len(listings) == 2
+    with pytest.raises(NotFoundError, match="no listing of this worker"):
+        listings.next(A, second.next or "", 10)
+    assert listings.next(A, first.next or "", 10).blocks[0].key == f"{20:016x}"
+    clock.now += 61
+    with pytest.raises(NotFoundError):
+        listings.next(B, third.next or "", 10)
+    large = listings.first(A, some(1000), 10)
+    assert len(listings) == 1
+    assert listings.next(A, large.next or "", 10).total == 1000
+
+
+def test_a_cursor_is_of_its_worker() -> None:
+    listings = BlockListings(100, 60)
+    page = listings.first(A, some(20), 10)
+    for cursor in (page.next or "", "0" * 16 + ".10"):
+        with pytest.raises(NotFoundError):
+            listings.next(B, cursor, 10)
