@@ -211,3 +211,17 @@ def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.
     folder.rename(tmp_path / "away")
     allowed.refresh()
     assert (allowed.keys, "No such file" in allowed.faults[0]) == (frozenset(), True)
+
+
+def test_the_other_ends_key_may_be_in_a_file(tmp_path: Path) -> None:
+    """In settings as on the command line: the key itself, or the path of `NAME.key`."""
+    own, other = make_pair(), make_pair()
+    for name, pair in (("own", own), ("other", other)):
+        write_pair(tmp_path / name, pair, "A test's.", replace=True)
+    own_file = str(tmp_path / "own.key_secret")
+    for given_key in (str(tmp_path / "other.key"), other.public):
+        assert Curve(key_file=own_file, server_key=given_key).server_key == other.public
+    (tmp_path / "two.key").write_text((tmp_path / "own.key").read_text() + (tmp_path / "other.key").read_text())
+    for wrong, words in (("two.key", "holds 2 keys"), ("own.key_secret/x", "40 characters"), ("x\0" * 200, "40 characters")):
+        with pytest.raises(ConfigError, match=words):
+            Curve(key_file=own_file, server_key=str(tmp_path / wrong))

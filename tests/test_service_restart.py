@@ -262,6 +262,21 @@ def test_a_full_disk_is_a_state_that_passes(tmp_path: Path) -> None:
             service.exact("e", blocks=100)
 
 
+def test_registrations_that_the_disk_refused_are_written_at_the_end(tmp_path: Path) -> None:
+    """The next snapshot would try again; a service that ends before it does so then."""
+    state = tmp_path / "state"
+    config = write(tmp_path / "c.toml", "snapshot_seconds = 3600\n")
+    with serving("--config", config, "--state-dir", state) as service:
+        (state / "registered.json").mkdir()
+        answer = service.register("e", "tcp://127.0.0.1:1")
+        assert answer.status == 201
+        assert "cannot write" in str(service.get("/health").json["warnings"])
+        (state / "registered.json").rmdir()
+        assert service.end().code == 0
+    with serving("--state-dir", state) as service:
+        assert [name for name, _ in service.sources()] == ["e"]
+
+
 # --- an orderly end
 
 

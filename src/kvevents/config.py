@@ -6,13 +6,14 @@ Fields, names and defaults are those of vLLM 0.33 (`vllm/config/kv_events.py`) a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
 
-from kvevents.certificates import KEY_CHARACTERS, key_bytes, read_pair
+from kvevents.certificates import KEY_CHARACTERS, key_bytes, read_pair, read_public_keys
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.structs import prepared
@@ -53,6 +54,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     public_key: str = ""
     secret_key: str = ""
     server_key: str | None = None
+    """The server's public key, or the path of a file of it (`NAME.key`)."""
     key_file: str | None = None
     """File of both own keys, as `kvevents keys` makes it, instead of `public_key` and `secret_key`."""
     allowed: tuple[str, ...] | str | None = None
@@ -62,6 +64,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     def __post_init__(self) -> None:
         if self.key_file is not None:
             self._read(Path(self.key_file))
+        if self.server_key is not None and key_bytes(self.server_key) is None:
+            self._read_server_key(self.server_key)
         for name, key in self._keys():
             if key_bytes(key) is None:
                 raise ConfigError(
@@ -78,6 +82,15 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             if getattr(self, name) not in {"", found}:
                 raise ConfigError(f"curve.{name} is not that of curve.key_file ({path}); leave it out")
             msgspec.structs.force_setattr(self, name, found)
+
+    def _read_server_key(self, text: str) -> None:
+        """Take the key out of a file; what names none stays, and is no key."""
+        if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
+            return
+        found = read_public_keys(Path(text))
+        if len(found) > 1:
+            raise ConfigError(f"curve.server_key: {text} holds {len(found)} keys; the other end has one")
+        msgspec.structs.force_setattr(self, "server_key", found[0])
 
     def _keys(self) -> Iterator[tuple[str, str]]:
         yield "public_key", self.public_key

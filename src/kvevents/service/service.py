@@ -137,6 +137,8 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.keeper is not None:
             await asyncio.to_thread(self.save)
+            if not self._is_remembered:
+                await self._remember()
         await asyncio.to_thread(self.fleet.follower.stop)
         if self.keeper is not None:
             self.keeper.close()
