@@ -341,6 +341,11 @@ class Pumps:
         if self._more or self.link in signalled or (due is not None and due <= now):
             self._more = self.link.pump(self.recorder, now, self._limit)
 
+    def now(self) -> None:
+        """Once, whether or not there was a signal: another link may have been told of it."""
+        self._more = True
+        self()
+
     def until(self, reached: Callable[[], bool]) -> None:
         end = time.monotonic() + DEADLINE
         while not reached():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvevents.errors import EndpointError
 from kvevents.stream import Ask, Source
 from kvevents.wire import live_frames, zmtp
 from link_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Pumps, Recorder, Rig, descriptors
+from ports import LOOPBACK
 
 BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
 
@@ -334,3 +336,77 @@ def test_a_ping_is_answered_with_its_context(kind: str) -> None:
         engine.publish(2)
         pump.until(lambda: len(pump.recorder.log) == 4)
         assert pump.recorder.log == ["up", 0, 1, 2]
+
+
+@REAL
+def test_a_connection_that_is_made_again_at_once_is_not_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Trust shows it. A line is worth what has failed: an attempt to connect."""
+    with caplog.at_level("INFO", "kvevents.subscriber"), connected(kind, handshake_ms=20_000) as (rig, engine, pump):
+        for count in range(2, 6):
+            engine.end_connection()
+            rig.connect(engine, pump)
+            pump.until(lambda count=count: pump.recorder.log.count("up") == count)  # type: ignore[misc]
+            assert pump.link.fault == ""
+        assert caplog.records == []
+
+
+@REAL
+def test_what_listens_and_is_no_publisher_is_logged_once_and_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The port of something else, such as one for replay: a peer that closes before it has introduced itself."""
+    rig: Any = RIGS[kind]()
+    with socket.create_server((LOOPBACK, 0)) as server, caplog.at_level("INFO", "kvevents.subscriber"):
+        server.settimeout(DEADLINE)
+        link = rig.transport.open(Source(f"tcp://{LOOPBACK}:{server.getsockname()[1]}"))
+        pump = Pumps(rig.transport, link, Recorder(reads_ahead=False), rig.clock, 32)
+        server.setblocking(False)
+        count = 0
+        end = time.monotonic() + DEADLINE
+        while count < 5:
+            assert time.monotonic() < end
+            pump()
+            with suppress(BlockingIOError):
+                server.accept()[0].close()
+                count += 1
+        pump.until(lambda: bool(link.fault))
+        assert pump.recorder.log == []
+        assert [each.levelname for each in caplog.records] == ["WARNING"]
+        rig.close()
+
+
+FLOODS = {
+    "pings": zmtp.command(b"PING", b"\0\0" + b"x" * 16) * 1_000,
+    "odd messages": zmtp.message([TOPIC] * 9) * 1_000,
+    "batches": BATCH * 1_000,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+@REAL
+def test_a_peer_that_floods_costs_other_links_nothing(kind: str, flood: bytes) -> None:
+    """Their batches arrive, in their turn, while it sends without end."""
+    with connected(kind) as (rig, hostile, flooded):
+        calm = rig.engine()
+        pump = Pumps(rig.transport, rig.transport.open(calm.source), Recorder(reads_ahead=True), rig.clock, 32)
+        rig.connect(calm, pump)
+        done = threading.Event()
+
+        def send() -> None:
+            with suppress(OSError):
+                while not done.is_set():
+                    hostile.send_bytes(flood)
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        for number in range(50):
+            calm.publish(number)
+            flooded.now()
+            pump.now()
+        end = time.monotonic() + DEADLINE
+        while pump.recorder.numbers != list(range(50)):
+            assert time.monotonic() < end
+            flooded.now()
+            pump.now()
+        done.set()
+        while sender.is_alive():
+            assert time.monotonic() < end
+            flooded.now()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from kvevents.subscriber import ZmqTransport
+from kvevents.stream import Source
+from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.subscriber.stalls import StallDetector
 from kvevents.testing.clock import VirtualClock
 from link_cases import OPTIONS, Pumps, RealEngine, RealRig, Recorder
@@ -78,3 +81,14 @@ def test_what_came_with_a_disconnect_is_read_after_a_long_silence_and_not_after_
         assert pump.recorder.log == ["up", *([] if away else range(3)), "down"]
     finally:
         rig.close()
+
+
+def test_a_subscriber_comes_back_to_its_transport_in_time() -> None:
+    """Also one for which nothing else is due: asyncio would wait by itself for as long as nothing comes."""
+    transport = ZmqTransport(options=OPTIONS)
+    with Subscriber(Source("tcp://127.0.0.1:9"), transport=transport) as subscriber:
+        assert subscriber.receive(0.05) is None
+        assert transport.max_pause is not None
+        pause = subscriber._hub.timeout(time.monotonic())
+        assert pause is not None
+        assert pause <= transport.max_pause

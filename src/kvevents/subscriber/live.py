@@ -67,6 +67,8 @@ class ZmqLive:
         self._reopen_at: float | None = None
         self._was_reached = False
         """Whether the last attempt to connect has found something that accepts connections."""
+        self._retries_soon = False
+        """A connection has ended. libzmq reports that it will retry, which is no failure of an attempt yet."""
         self.fault = ""
         """Why there is no connection. It was logged."""
         self._monitor: zmq.Socket[bytes] | None = None
@@ -154,9 +156,12 @@ class ZmqLive:
                 self._was_reached = True
             elif change == _UP:
                 self._was_reached, fault = False, ""
-            elif change == _DOWN and self._was_reached:
-                self._was_reached, fault = False, _NO_PUBLISHER
-            elif change == _RETRIED and fault != _NO_PUBLISHER:
+            elif change == _DOWN:
+                fault = _NO_PUBLISHER if self._was_reached else fault
+                self._was_reached, self._retries_soon = False, True
+            elif self._retries_soon:
+                self._retries_soon = False
+            elif fault != _NO_PUBLISHER:
                 fault = _NOTHING
         if fault != self.fault:
             self.fault = fault
