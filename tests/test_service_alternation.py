@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvevents import _native
+from kvevents.index import PrefixIndex
 from kvevents.service.alternation import Alternation
+from kvevents.service.follower import Follower, Listener
+from kvevents.subscriber import Subscriber
 
 
 @pytest.fixture
@@ -85,3 +88,13 @@ def test_of_two_only_one_gives_way(pipe: tuple[int, int]) -> None:
 def test_it_is_short(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"it is 0 to 0\.01"):
         _native.give_way(0, seconds)
+
+
+def test_following_leaves_the_process_as_it_was() -> None:
+    """How long threads may run is of the whole process: the program `kvevents serve` sets it, no thread of the library."""
+    before = sys.getswitchinterval()
+    follower = Follower(Subscriber(decode=False), PrefixIndex(), Listener())
+    follower.start()
+    assert follower.order(sys.getswitchinterval).result(20.0) == before
+    follower.stop()
+    assert sys.getswitchinterval() == before

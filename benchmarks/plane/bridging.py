@@ -59,11 +59,8 @@ class Load(NamedTuple):
     """Batches a second of all engines; 0 for as fast as can be."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.engines:,} engines, {self.lanes} lanes, {self.blocks} blocks"
-            if self.engines > 1
-            else f"{self.blocks} blocks"
-        )
+        engines = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
+        return f"{engines}, {self.lanes} lanes, {self.blocks} blocks a batch"
 
 
 LOADS: Final = (Load(1, 1, 1, 40_000), Load(1, 1, 32, 8_000), Load(1_000, 8, 10, 40_000))
@@ -323,7 +320,7 @@ def report_fleet(folder: Path, load: Load, bridges: int) -> None:
     found = cost_of(folder, load, bridges)
     shutil.rmtree(folder)
     seconds = load.batches / load.pace
-    print(f"{load}, {load.lanes} lanes, {COPIES} servers, {bridges} active: {load.pace:,} batches/s for {seconds:.0f} s")
+    print(f"{load}, {COPIES} servers, {bridges} active: {load.pace:,} batches/s for {seconds:.0f} s")
     print(
         f"   a bridge: {found.bridge:.1f} us of CPU a batch ({found.bridge * load.pace / 1e4:.0f}% of a core), "
         f"{found.bridge_idle / 1e6:.0f} MB, then {found.bridge_bytes / 1e6:.0f} MB; "

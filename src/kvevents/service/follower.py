@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -25,8 +24,6 @@ T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.02
 """How long the thread waits for the network at most: orders, trust and rates are at most so old."""
-SWITCH_SECONDS: Final = 0.0005
-"""How long one thread may keep Python to itself when another waits. The default of 5 ms is a hundred queries."""
 RATE_SECONDS: Final = 10
 """Seconds over which the rate of batches is told."""
 
@@ -125,7 +122,6 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Follow until `stop`."""
-        sys.setswitchinterval(SWITCH_SECONDS)
         try:
             self._follow()
         except BaseException as error:
