@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from kvevents.plane import layout, reading
 from kvevents.plane.client import PlaneClient
@@ -320,6 +321,33 @@ def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsS
             assert (await task).why == "rewritten"
 
     with_lane(plane_at(server.url, name="again", lanes=1), work)
+
+
+def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends signs of life, and no page: what the lane holds shows it."""
+    monkeypatch.setattr(reading, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(reading, "HEARTBEAT_SECONDS", 0.1)
+    deaf = asyncio.Event()
+
+    class Deaf(LaneReader):
+        """Its first consumer sends nothing but that it is there."""
+
+        async def _on_message(self, message: Msg) -> None:
+            if deaf.is_set():
+                await super()._on_message(message)
+            self._alive_at = asyncio.get_running_loop().time()
+
+        def look_again(self) -> asyncio.Event:
+            deaf.set()
+            return super().look_again()
+
+    async def work(lane: Lane) -> None:
+        async with running(Deaf(lane.client, lane.layout, 0, Tail(0), None, lane.came.extend)) as task:
+            await lane.write(3)
+            await lane.until(3)
+            assert not task.done()
+
+    with_lane(plane_at(server.url, name="deaf", lanes=1), work)
 
 
 def test_what_was_asked_for_before_a_doubt_does_not_end_it(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from urllib.request import urlopen
 
 HOST: Final = "127.0.0.1"
 START_SECONDS: Final = 60.0
+END_SECONDS: Final = 10.0
 LOOK: Final = 0.02
 PORTS: Final = range(15_000, 32_000)
 """Below those that systems give away by themselves: while a server is down nobody else gets its port."""
@@ -98,11 +99,19 @@ class Server:
         if self.is_running:
             self._signal(signal.SIGCONT)
 
-    def copy(self, to: Path) -> None:
-        """What it keeps at one moment, as its files say it: what a power cut then leaves behind at best."""
-        self.stop()
-        shutil.copytree(self._store, to)
+    def end(self) -> None:
+        """As an operator ends it: everything that it has acknowledged is in its files then."""
         self.go_on()
+        if self.is_running:
+            assert self._process is not None
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+        self.kill()
+
+    def copy(self, to: Path) -> None:
+        """What one that does not run keeps."""
+        shutil.copytree(self._store, to)
 
     def fall_back(self, older: Path) -> None:
         """Kill it, and have it keep what it kept at an earlier moment. It is gone on with by `launch`."""

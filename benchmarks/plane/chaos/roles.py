@@ -40,9 +40,14 @@ PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
     (replicas, "TELL_SECONDS", 0.5),
     (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
+    (reading, "CHECK_SECONDS", 1.0),
     (subscriber, "CENSUS_PAGES", (4, 32)),
 )
-BRIDGE_PACE: Final[tuple[tuple[Any, str, Any], ...]] = ((reading, "HEARTBEAT_SECONDS", 0.3), (reading, "FEW_LOOKS", 1))
+BRIDGE_PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
+    (reading, "HEARTBEAT_SECONDS", 0.3),
+    (reading, "CHECK_SECONDS", 1.0),
+    (reading, "FEW_LOOKS", 1),
+)
 """A round shall not last as long as a production network's patience."""
 SHARE_PACE: Final = SharePace(
     announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5

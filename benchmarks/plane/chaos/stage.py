@@ -296,11 +296,14 @@ class Stage:
         return part
 
     def copy_servers(self, _: int) -> None:
-        """What all servers keep now, for `lose_pages`."""
+        """What all servers keep now, for `lose_pages`. They are started again for that, so that each copy is whole."""
         copies = {node.name: self._folder / f"{node.name}-{self.counted['copies of servers']}" for node in self._servers.nodes}
         self.counted["copies of servers"] += 1
         for node in self._servers.nodes:
+            node.end()
+        for node in self._servers.nodes:
             node.copy(copies[node.name])
+            node.launch()
         self._copies.append(copies)
 
     def lose_pages(self, _: int) -> None:

@@ -37,6 +37,9 @@ HEARTBEAT_SECONDS: Final = 1.0
 """Between two signs of life of an idle consumer."""
 SILENT_SECONDS: Final = 3.5
 """After so long without any the consumer is made anew."""
+CHECK_SECONDS: Final = 10.0
+"""Between two comparisons of what a consumer has sent with what the lane holds: a server whose copy of the lane has stopped, or
+differs from those of the others, still sends signs of life."""
 AGAIN_SECONDS: Final = 0.5
 """Between two attempts to make it."""
 DELETE_SECONDS: Final = 0.5
@@ -427,7 +430,10 @@ class LaneReader:
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
+        last, check_at = 0, loop.time() + CHECK_SECONDS
         while not self._lost.is_set():
+            if loop.time() >= check_at:
+                last, check_at = await self._check(last), loop.time() + CHECK_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._lost.wait()
@@ -436,6 +442,14 @@ class LaneReader:
                 raise self._failure
             if loop.time() - self._alive_at > SILENT_SECONDS:
                 raise PlaneError(f"lane {self._lane}: the server has been silent", fault="timeout")
+
+    async def _check(self, last: int) -> int:
+        """Look again where the consumer has sent less than was there at the check before, or other pages. The last page now."""
+        state = await self._state()
+        if self.position < last or not await self._has(self.tail, state):
+            log.warning("lane %d: its consumer has sent other pages than the lane holds, or has stopped", self._lane)
+            self.look_again()
+        return state.last
 
     def _weigh(self) -> None:
         """Whether to rest from now on."""
