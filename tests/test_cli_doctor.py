@@ -259,7 +259,8 @@ def test_what_else_may_stand_at_an_address(reply: bytes | None, outcome: str) ->
 def test_an_http_port_is_called_by_its_name() -> None:
     with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as endpoint:
         found = findings(run("doctor", endpoint, "--json", *LOOK))
-    assert "does not speak ZeroMQ HTTP" in found["address"]["text"]
+    assert "it speaks HTTP, not ZeroMQ" in found["address"]["text"]
+    assert "/kv_event_sources" in found["address"]["advice"]
 
 
 def test_curve_and_unknown_hosts() -> None:

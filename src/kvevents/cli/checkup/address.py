@@ -42,14 +42,18 @@ _WRONG: Final[dict[Outcome, tuple[str, str]]] = {
         "is this another service's port, or a proxy in front of a dead engine?",
     ),
     "foreign": (
-        "something listens that does not speak ZeroMQ {detail}",
-        "is this the engine's HTTP port? The port of KV events is in its own configuration, 5557 by default",
+        "something listens that does not speak ZeroMQ",
+        "is this another service's port? The port of KV events is in the engine's own configuration, 5557 by default",
     ),
     "curve": (
         "it demands CURVE keys",
         "name your own with --key and its public key with --server-key; `kvevents keys NAME` makes a pair",
     ),
 }
+_HTTP: Final = (
+    "it speaks HTTP, not ZeroMQ",
+    "is this the engine's HTTP port? vLLM names its port of KV events at /kv_event_sources, SGLang at /server_info",
+)
 _LOCKED_OUT: Final[dict[Unlocking, tuple[str, str]]] = {
     "dropped": (
         "it hangs up on these keys",
@@ -87,7 +91,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Findi
 
 
 def _wrong(check: str, endpoint: str, hands: Handshake) -> Finding:
-    text, advice = _WRONG[hands.outcome]
+    text, advice = _HTTP if hands.detail == "HTTP" else _WRONG[hands.outcome]
     return fail(check, f"{endpoint}: {text.format(detail=hands.detail).strip()}", advice)
 
 
