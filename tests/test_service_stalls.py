@@ -42,7 +42,7 @@ def test_a_choice_among_many_workers_is_made_by_a_thread(monkeypatch: pytest.Mon
         seen.append((len(candidates), threading.current_thread() is threading.main_thread()))
         return choose(asked, candidates, *rest)
 
-    monkeypatch.setattr(v1, "choose", watched)
+    monkeypatch.setattr(v1, "select_worker", watched)
 
     async def scenario() -> None:
         service = Service(ServiceConfig(limits=Limits(inline_candidates=2)))
@@ -65,6 +65,37 @@ def test_a_choice_among_many_workers_is_made_by_a_thread(monkeypatch: pytest.Mon
 
     asyncio.run(scenario())
     assert seen == [(2, True), (3, False), (3, False)]
+
+
+@pytest.mark.parametrize("path", ["/query", "/query_by_hash", "/v1/match", "/v1/select"])
+def test_an_answer_about_many_workers_is_made_by_a_thread(path: str) -> None:
+    """They are looked up, and the answer is written, in one; with few workers both are done where the request is received."""
+    body = {
+        "/query": {"model_name": "m", "token_ids": [1]},
+        "/query_by_hash": {"model_name": "m", "seq_hashes": [1]},
+    }.get(path, {"model": "m", "tokens": [1]})
+
+    async def scenario() -> None:
+        service = Service(ServiceConfig(limits=Limits(inline_candidates=2)))
+        await service.start()
+        try:
+            app, seen = App(service), list[bool]()
+            looked_up = service.fleet.namespaces
+
+            def watched(wall: Any) -> Any:
+                seen.append(threading.current_thread() is threading.main_thread())
+                return looked_up(wall)
+
+            service.fleet.namespaces = watched  # type: ignore[method-assign]
+            for count in range(1, 4):
+                service.fleet.register(Registration(instance=f"e{count}", endpoint="tcp://127.0.0.1:1", model="m"))
+                answer = await answered(app, path, msgspec.json.encode(body))
+                assert answer.status == 200, answer.body
+            assert seen == [True, True, False]
+        finally:
+            await service.stop()
+
+    asyncio.run(scenario())
 
 
 def test_answers_that_grow_with_the_fleet_are_made_by_threads() -> None:

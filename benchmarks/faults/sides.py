@@ -141,12 +141,13 @@ class Side(ABC):
 
     def held(self, question: dict[str, Any]) -> dict[int, int]:
         """Tokens of the longest prefix by instance; of a model that nobody serves, nothing."""
-        answer = self.ask("POST", "/query", question)
+        answer = self.ask("POST", "/query", {**question, "whole_prompt": True})  # Dynamo ignores what it does not know
         if answer.status == 404:
             return {}
         if answer.status != 200:
             raise RuntimeError(f"{self.title} answered a query with {answer}")
-        return {int(name): found["longest_matched"] for name, found in answer.json["instances"].items()}
+        found = {int(name): each["longest_matched"] for name, each in answer.json["instances"].items()}
+        return {name: tokens for name, tokens in found.items() if tokens}
 
     @abstractmethod
     def told(self, instance: int) -> Told | None:

@@ -17,7 +17,7 @@ WORKERS: Final = 16
 CLIENTS: Final = 16
 LENGTHS: Final = (1_024, 32_768)
 RAW: Final = "application/octet-stream"
-RAW_PATH: Final = f"/v1/match?model={MODEL}"
+RAW_PATH: Final = f"/v1/match?model={MODEL}&whole_prompt=true"
 _PER_EVENT: Final = 512
 
 

@@ -78,7 +78,7 @@ def notice(who: str, times: int) -> dict[str, float]:
 
 
 def _visible(line: Line, question: bytes) -> bool:
-    return bool(json.loads(line.ask(question))["instances"])
+    return any(each["longest_matched"] for each in json.loads(line.ask(question))["instances"].values())
 
 
 if __name__ == "__main__":

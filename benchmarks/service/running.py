@@ -139,8 +139,8 @@ class Running:
 
 
 def query(tokens: list[int]) -> dict[str, Any]:
-    """Body of `/query`."""
-    return {"token_ids": tokens, "model_name": MODEL}
+    """Body of `/query`, about all that caches hold; others than ours do not know, and ignore, `whole_prompt`."""
+    return {"token_ids": tokens, "model_name": MODEL, "whole_prompt": True}
 
 
 def wait_until(done: Callable[[], bool], what: str, *, pause: float = LOOK, patience: float = PATIENCE) -> None:

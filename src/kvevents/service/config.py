@@ -43,7 +43,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_candidates: int = 4_096
     """Of one `/v1/select`: as many as registered ranks."""
     inline_candidates: int = 512
-    """A choice among more workers is made by a thread."""
+    """An answer about more workers is made by a thread."""
     max_sources: int = 4_096
     """Registered ranks."""
     max_clients: int = 1_024

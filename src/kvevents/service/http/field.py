@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -19,6 +19,8 @@ from kvevents.errors import ConfigError
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.answers import dynamo, mooncake
 from kvevents.service.http.messages import Body, Request, Response, answer
+from kvevents.service.http.workers import MATCHING, Found, by_thread
+from kvevents.service.lookups import Told
 from kvevents.service.member import Row
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
 from kvevents.service.shapes import LoraId
@@ -26,6 +28,8 @@ from kvevents.service.spellings import GROUP, LORA, MODEL, SALT, TENANT, pick, w
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
+
+T = TypeVar("T")
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"
@@ -241,9 +245,11 @@ def query(service: Service, request: Request) -> Response | Awaitable[Response]:
     service.check_tokens(len(tokens))
     service.metrics.ignored(request)
     wall = service.candidates.resolve(wall_of(asked))
-    return service.lookups.find(
-        wall, tokens, lambda found, missing: _told(service, asked, wall, found, missing), whole_prompt=asked.whole_prompt
-    )
+
+    def find(then: Told[T]) -> T | Awaitable[T]:
+        return service.lookups.find(wall, tokens, then, whole_prompt=asked.whole_prompt)
+
+    return _answered(service, asked, wall, find)
 
 
 def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Response]:
@@ -257,10 +263,22 @@ def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Re
     keys = [_unsigned(each) for each in given[0]]
     service.metrics.ignored(request)
     wall, local = service.candidates.resolve(wall_of(asked)), asked.block_hashes is not None
-    # A salt, and the LoRA of events that tell theirs, are in the hashes.
-    return service.lookups.find_keys(
-        wall, keys, lambda found, missing: _told(service, asked, wall, found, missing), local=local
-    )
+
+    def find(then: Told[T]) -> T | Awaitable[T]:
+        # A salt, and the LoRA of events that tell theirs, are in the hashes.
+        return service.lookups.find_keys(wall, keys, then, local=local)
+
+    return _answered(service, asked, wall, find)
+
+
+def _answered(service: Service, asked: Asked, wall: Wall, find: Found[list[Row]]) -> Response | Awaitable[Response]:
+    def told(rows: list[Row], missing: str) -> Response:
+        return _told(service, asked, wall, rows, missing)
+
+    if len(service.candidates.of(wall).members) > service.config.limits.inline_candidates:
+        return by_thread(service.workers[MATCHING], find, told)
+    answered: Response | Awaitable[Response] = find(told)
+    return answered
 
 
 def _told(service: Service, asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:

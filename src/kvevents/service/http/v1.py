@@ -11,12 +11,12 @@ import msgspec
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
-from kvevents.service.http.workers import MATCHING
+from kvevents.service.http.workers import MATCHING, by_thread
 from kvevents.service.lookups import Told
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
 from kvevents.service.selecting import SelectError, Standing
-from kvevents.service.selecting import select as choose
+from kvevents.service.selecting import select as select_worker
 from kvevents.service.shapes import (
     Candidate,
     Held,
@@ -101,7 +101,12 @@ def match(service: Service, request: Request) -> Response | Awaitable[Response]:
         others = [member.holds_nothing for member in service.candidates.of(wall).members if member.worker not in holders]
         return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found) + others, missing=missing), request)
 
-    return service.lookups.find(wall, tokens, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
+    def find(then: Told[T]) -> T | Awaitable[T]:
+        return service.lookups.find(wall, tokens, then, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
+
+    if len(service.candidates.of(wall).members) > service.config.limits.inline_candidates:
+        return by_thread(service.workers[MATCHING], find, told)
+    return find(told)
 
 
 @prepared
@@ -156,7 +161,7 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
             f"{count} candidates were sent", "too-many-candidates", f"limits.max_candidates allows {limits.max_candidates}"
         )
 
-    def found_by(then: Told[T]) -> T | Awaitable[T]:
+    def find(then: Told[T]) -> T | Awaitable[T]:
         return service.lookups.find(wall, tokens, then, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
 
     def told(chosen: Selected) -> Response:
@@ -164,14 +169,15 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
             service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
         return answer(chosen, request)
 
-    async def by_thread() -> Response:
-        found = found_by(lambda rows, missing: (rows, missing))
-        rows, missing = found if isinstance(found, tuple) else await found
-        return told(await service.workers[MATCHING].run(_selected, service, wall, asked, rows, missing))
+    def choose(found: list[Row], missing: str) -> Selected:
+        return _selected(service, wall, asked, found, missing)
+
+    async def later() -> Response:
+        return told(await by_thread(service.workers[MATCHING], find, choose))
 
     if count > limits.inline_candidates:
-        return by_thread()
-    return found_by(lambda rows, missing: told(_selected(service, wall, asked, rows, missing)))
+        return later()
+    return find(lambda found, missing: told(choose(found, missing)))
 
 
 def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
@@ -192,7 +198,7 @@ def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Ro
                 "leave `candidates` out, or see /v1/sources",
             )
     held = {(each.instance, each.rank): each for each in _held(found)}
-    chosen = choose(asked, candidates, held, standings, service.turns)
+    chosen = select_worker(asked, candidates, held, standings, service.turns)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 

@@ -6,11 +6,12 @@ import asyncio
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvevents.service.errors import UnavailableError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 LISTING: Final = "listing"
 """Whole workers are read and sorted."""
@@ -45,6 +46,17 @@ class Worker:
 
     def _ended(self, _: object) -> None:
         self._count -= 1
+
+
+Found: TypeAlias = Callable[[Callable[[R, str], Any]], Any]
+"""Gives what is found, and why it is not all, to a function, and returns what that returns, or an awaitable of it."""
+
+
+async def by_thread(worker: Worker, found: Found[R], then: Callable[[R, str], T]) -> T:
+    """What `then` makes of what is found; both in a thread, so that no other client waits for it."""
+    pair = await worker.run(found, lambda rows, missing: (rows, missing))
+    rows, missing = pair if isinstance(pair, tuple) else await pair  # other replicas are asked in the event loop
+    return await worker.run(then, rows, missing)
 
 
 class Workers:
