@@ -112,6 +112,8 @@ def check_ready(ready: ReadyAnswer) -> Iterator[Finding]:
     """Whether routers are let in, and why."""
     if not ready.ready:
         advice = f"it will be {ready.deadline_seconds:g} s after its start at the latest; what is in its way is told below"
+        if not ready.sources:
+            advice = "it stays so until an engine is there: register one, or see below what discovery has not found"
         yield warn("ready", f"not yet: {ready.why}, and a share of {ready.quorum:g} is wanted", advice)
     elif ready.exact < ready.quorum * ready.sources:
         yield warn("ready", f"yes, though {ready.why}", "what is not EXACT is told below")
