@@ -101,6 +101,24 @@ def test_a_server_that_loses_pages_it_has_acknowledged_is_written_again(tmp_path
                         assert settled(Log(plane), engine).flaws == (0, 0)
 
 
+def test_buckets_that_are_gone_are_made_again(plane: PlaneSettings) -> None:
+    """Somebody has deleted them, or servers have lost all that was made lately: replicas need them."""
+
+    async def remove(js: JetStreamContext) -> None:
+        for name in streams:
+            await js.delete_stream(name)
+
+    async def found(js: JetStreamContext) -> bool:
+        return {*streams} <= {info.config.name for info in await js.streams_info()}
+
+    layout = Layout(plane.name, plane.lanes)
+    streams = (f"KV_{layout.bucket}", f"KV_{layout.leases}", f"OBJ_{layout.snapshots}")
+    with bridging(plane, unreadable_seconds=0.2):
+        assert with_js(plane, found)
+        with_js(plane, remove)
+        until("the buckets", lambda: with_js(plane, found), SECONDS)
+
+
 def test_a_server_that_stops_for_a_while_loses_nothing(tmp_path: Path) -> None:
     with nats_server(tmp_path) as server, TalkingEngine() as engine:
         plane = plane_at(server.url)

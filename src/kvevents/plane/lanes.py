@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
 from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, make_lane, state_of
+from kvevents.plane.layout import Layout, make_buckets, make_lane, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, LaneReader, Pushed, header_of
 from kvevents.plane.recalling import Recall
@@ -278,12 +278,17 @@ class BridgeLane:
         self.ready.set()
 
     async def _look_after(self, reader: LaneReader) -> None:
-        """End a reader whose lane nobody else could begin with: pages were purged that no snapshot stands for."""
+        """End a reader whose lane nobody else could begin with: pages were purged that no snapshot stands for.
+
+        With the first lane, what the plane has besides lanes is looked after as well.
+        """
         await reader.caught_up.wait()
         was_unreadable = False
         while True:
             await asyncio.sleep(self._unreadable_seconds * random.uniform(0.25, 0.75))  # noqa: S311 - not all lanes at once
             try:
+                if self.lane == 0:
+                    await make_buckets(self._js, self._layout, self._plane)
                 state = await state_of(self._js, self._layout, self.lane)
                 is_readable = await self._recall.is_readable(self.lane, state, self.composer.ledger.begins_at)
             except PlaneError as error:

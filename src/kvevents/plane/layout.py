@@ -155,11 +155,16 @@ async def make(js: JetStreamContext, settings: PlaneSettings) -> Layout:
         layout = await find(js, settings.name) or Layout(settings.name, settings.lanes)
     for lane in range(layout.lanes):
         await make_lane(js, layout, lane, settings)
+    await make_buckets(js, layout, settings)
+    return layout
+
+
+async def make_buckets(js: JetStreamContext, layout: Layout, settings: PlaneSettings) -> None:
+    """What a plane has besides its lanes, where it is missing. Raises `PlaneError`."""
     with told(f"making the buckets of plane {settings.name!r}"):
         await _make_bucket(js, bucket=layout.bucket, replicas=settings.copies)
         await _make_bucket(js, bucket=layout.leases, replicas=settings.copies, ttl=LEASE_SECONDS)
         await _make_store(js, layout.snapshots, settings.copies)
-    return layout
 
 
 async def make_lane(js: JetStreamContext, layout: Layout, lane: int, settings: PlaneSettings) -> None:
