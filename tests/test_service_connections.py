@@ -196,8 +196,8 @@ def test_every_connection_may_hold_a_small_request() -> None:
 LIMITS: Final[dict[str, Any]] = {
     "max_clients": 12,
     "reserved_clients": 2,
-    "request_seconds": 1.0,
-    "idle_seconds": 1.5,
+    "request_seconds": 1.5,
+    "idle_seconds": 3.0,
     "unread_seconds": 1.0,
     "max_body_bytes": 8 << 20,
     "max_received_bytes": 12 << 20,

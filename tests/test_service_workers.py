@@ -100,7 +100,7 @@ def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
 
 def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path: Path) -> None:
     """Of many that ask at once a few wait, the rest hear that it is busy; probes and metrics are answered meanwhile."""
-    settings = "limits = { unread_seconds = 3.0, request_seconds = 0.5, max_waiting = 2 }\n"
+    settings = "limits = { unread_seconds = 8.0, request_seconds = 0.5, max_waiting = 2 }\n"
     with engines(1) as (one,), serving("--config", write(tmp_path / "service.toml", settings)) as service, ExitStack() as stack:
         assert service.register("e", one.publisher).status == 201
         for number in range(10):
