@@ -24,7 +24,7 @@ from kvevents.plane.records import (
     encode_page,
 )
 from kvevents.plane.subscriber import MOST_BEHIND, LogSubscriber
-from kvevents.stream import Gap, Trust
+from kvevents.stream import Doubt, Gap, Trust
 from kvevents.wire import encode_batch
 
 
@@ -37,6 +37,17 @@ def subscriber(lanes: int = 1) -> LogSubscriber:
 
 def pushed(position: int, *records: Record, pending: int = 0) -> Pushed:
     return Pushed(position, encode_page(Page(VERSION, "bridge", 0.0, list(records))), pending)
+
+
+def test_what_a_bridge_doubts_is_in_the_status() -> None:
+    """So that a replica's reason has the same codes as the bridge's. Names of later releases are left out."""
+    found = subscriber()
+    said = Trusting("engine", 0, "bridge", "DEGRADED", "some sentence", {"IDENTITY": 7, "INVENTED_LATER": 7})
+    found.put(0, [pushed(1, Join("engine", 0, b""), Beat("bridge", 1.0, 0.0), said)])
+    found.receive_many(timeout=0.0)
+    status = found.status("engine", 0)
+    assert (status.trust, status.trust.reason) == (Trust.DEGRADED, "some sentence")
+    assert status.doubts == {Doubt.IDENTITY}
 
 
 def test_a_lane_is_complete_once_its_end_was_read() -> None:

@@ -311,13 +311,17 @@ class LogSubscriber:
 
     def _said(self, lane: int, standing: Standing) -> Trust:
         """The best that a living bridge says."""
-        alive = [self._of_now(lane, bridge, told) for bridge, told in standing.told.items() if self._is_alive(lane, bridge)]
-        if alive:
-            best = min(alive, key=lambda told: _BEST_FIRST.index(told.trust) if told.trust in _BEST_FIRST else len(_BEST_FIRST))
+        if (best := self._best(lane, standing)) is not None:
             return Trust(best.trust, best.reason)
         if standing.told:
             return Trust.STALE.because("no bridge is heard that follows it")
         return Trust.REPLAYING.because("no bridge has said yet how far it is to be trusted")
+
+    def _best(self, lane: int, standing: Standing) -> Told | None:
+        """What the living bridge says that trusts a stream most; None if no bridge lives."""
+        alive = [self._of_now(lane, bridge, told) for bridge, told in standing.told.items() if self._is_alive(lane, bridge)]
+        rank = {state: place for place, state in enumerate(_BEST_FIRST)}
+        return min(alive, key=lambda told: rank.get(told.trust, len(rank)), default=None)
 
     def _of_now(self, lane: int, bridge: str, told: Told) -> Told:
         """What a bridge says, unless it is behind: it said that of what it had heard by then."""
@@ -346,12 +350,14 @@ class LogSubscriber:
         key = (name or "", rank)
         lane, standing = self._find(key)
         counters = self._counters.setdefault(key, StreamCounters())
+        best = self._best(lane, standing)
+        said = () if best is None else (Doubt[name] for name in best.doubts if name in Doubt.__members__)
         return StreamStatus(
             key[0],
             key[1],
             f"lane {lane}",
             self._trust(key),
-            frozenset(self._doubts.get(key, ())),
+            frozenset((*self._doubts.get(key, ()), *said)),
             standing.incarnation,
             standing.last_seq,
             0,
