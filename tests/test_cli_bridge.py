@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -19,9 +20,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.cli import bridge as cli
-from kvevents.cli import nats
+from kvevents.cli import bridging, nats
 from kvevents.cli.bridging import Seen, Teller, card_of
 from kvevents.config import Curve
+from kvevents.errors import PlaneError
 from kvevents.plane import metrics
 from kvevents.plane.bridge import BridgeSettings
 from kvevents.plane.connection import opened
@@ -484,3 +486,26 @@ def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
         ended = program.interrupt(signal.SIGTERM)
     assert ended.code == 0
     assert "secret" not in ended.err
+
+
+async def test_a_bucket_without_a_leader_is_asked_again_for_the_name(caplog: pytest.LogCaptureFixture) -> None:
+    """As one of several copies is for a moment after it was made; a bridge that begins a plane does not end for that."""
+
+    class Electing:
+        rival = None
+
+        def __init__(self) -> None:
+            self.asked: list[float] = []
+
+        async def acquire(self, within: float = 0.0) -> bool:
+            self.asked.append(within)
+            if not within:
+                raise PlaneError("writing lease bridge.b: no response from stream", fault="away")
+            return True
+
+    lease = Electing()
+    plane = PlaneSettings(servers=("nats://127.0.0.1",))
+    process = SimpleNamespace(_settings=SimpleNamespace(bridge=BridgeSettings(plane=plane, name="b")))
+    await bridging.Process._take_name(process, lease)  # type: ignore[arg-type]
+    assert lease.asked == [0.0, bridging.NAME_SECONDS]
+    assert caplog.messages == ["writing lease bridge.b: no response from stream"]

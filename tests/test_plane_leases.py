@@ -443,7 +443,7 @@ async def test_a_lease_outlives_the_leader_of_its_bucket(tmp_path: Path) -> None
     with nats_cluster(tmp_path) as cluster:
         async with bucket(*cluster.nodes.values(), name="led", ttl=LEASE_SECONDS, copies=3) as found:
             first, second = found.lease("a"), found.lease("b")
-            assert await first.acquire()
+            assert await first.acquire(within=WAIT), "a bucket that is new may have no leader yet"
             keeping = asyncio.create_task(first.keep())
             competing = asyncio.create_task(second.acquire(within=600.0))
             stream = f"KV_{found.layout.leases}"

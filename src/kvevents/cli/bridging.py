@@ -23,7 +23,7 @@ from kvevents.cli.serve import with_sources
 from kvevents.cli.stopping import Stop
 from kvevents.config import Curve
 from kvevents.errors import ConfigError, KVEventsError, PlaneError
-from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.bridge import PASSING, Bridge, BridgeSettings, Watch
 from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.layout import LEASE_SECONDS, Layout, make
 from kvevents.plane.leases import Holder, Lease, lease_key
@@ -260,10 +260,15 @@ class Process:
     # --- its name
 
     async def _take_name(self, lease: Lease) -> None:
-        if await lease.acquire():
-            return
         name = self._settings.bridge.name
-        log.warning("%s is bridge %r; waiting for at most %g s for it to end", lease.rival, name, NAME_SECONDS)
+        try:
+            if await lease.acquire():
+                return
+            log.warning("%s is bridge %r; waiting for at most %g s for it to end", lease.rival, name, NAME_SECONDS)
+        except PlaneError as error:
+            if error.fault not in PASSING:
+                raise
+            log.warning("%s", error)  # a bucket that is new may have no leader yet
         if not await lease.acquire(within=NAME_SECONDS):
             raise self._is_taken(lease)
 
