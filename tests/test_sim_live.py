@@ -321,7 +321,8 @@ FAULTS: dict[str, Callable[[Ran], object]] = {
     "cut:80ms": lambda run: total(run.streams, "reconnects") > 0,
     "stall:150ms": lambda run: run.fleet.struck["stall"] > 0,
     "reset:80ms": lambda run: run.fleet.struck["reset"] > 0 == total(run.streams, "resets"),
-    "delay:100ms": lambda run: total(run.streams, "replayed") == 0,
+    # Replay, which is asked for the first live batch, may be ahead of the ones that are delayed.
+    "delay:100ms": lambda run: total(run.streams, "resets") == 0,
     "restart:200ms,drop:10%,cut:100ms": lambda run: total(run.streams, "resets") > 0 < total(run.streams, "healed"),
 }
 """What goes wrong, and how one sees that it did."""

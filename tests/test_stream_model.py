@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvevents.stream import Source, Stream, StreamLimits, Trust
-from network_model import Network, Publisher, Twins, Word
+from kvevents.stream import Batch, Doubt, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
+from kvevents.wire.framing import encode_seq
+from network_model import TOPIC, Network, Publisher, Twins, Word, payload_of
 
 LIMITS = StreamLimits(max_pending_batches=40, max_recent=8)
 KINDS = st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear", "unreadable", "unreadable clear"])
@@ -124,10 +129,9 @@ class StreamMachine(RuleBasedStateMachine):
         network.publish()
         network.publish(says="EXACT")
         self.quiesce()
-        if not self.has_replay:
-            # If the heartbeat has shown another life, nobody can be asked for what that holds.
-            network.publish()
-            self.quiesce()
+        # If the heartbeat has shown another life or another state, all was replayed, and no live batch has confirmed that.
+        network.publish()
+        self.quiesce()
         assert observer.next_seq == life.next_seq, "the newest batch was not reached"
         assert observer.life == life.number
         if not self.has_replay:
@@ -180,8 +184,140 @@ class RawStreamMachine(StreamMachine):
         super().told()
 
 
+class ForeignReplayMachine(RuleBasedStateMachine):
+    """The replay endpoint belongs to another publisher, ahead of the live one or behind it, or equal up to some number.
+
+    Whatever arrives first: the stream is never EXACT while something delivered is not what the live publisher sent under its
+    number. With the right endpoint it becomes EXACT again.
+    """
+
+    @initialize(
+        prefix=st.integers(0, 12),
+        ahead=st.integers(0, 40),
+        sent=st.integers(0, 40),
+        steps=st.none() | st.integers(0, 30),
+        compacts=st.booleans(),
+        decode=st.booleans(),
+    )
+    def begin(self, prefix: int, ahead: int, sent: int, steps: int | None, compacts: bool, decode: bool) -> None:
+        source = Source("tcp://e:1", "tcp://e:2", topic="k", name="e")
+        self.stream: Stream[Any] = Stream(source, LIMITS) if decode else Stream(source, LIMITS, decode=None)
+        self.prefix, self.steps, self.compacts = prefix, steps, compacts
+        self.sent, self.other = sent, ahead
+        self.is_foreign = True
+        self.now = 0.0
+        self.live: deque[list[bytes]] = deque()
+        self.replies: deque[list[bytes]] = deque()
+        self.held: dict[int, bytes] = {}
+        self.stream.connected(self.now)
+        self.settle()
+
+    def foreign_payload(self, seq: int) -> bytes:
+        """What the other publisher has under a number."""
+        return payload_of(0 if seq < self.prefix else 1, seq, clear=False)
+
+    def reply(self, start: int) -> list[list[bytes]]:
+        if not self.is_foreign:
+            return [replay_batch_frames(TOPIC, seq, payload_of(0, seq, clear=False)) for seq in range(start, self.sent)]
+        first = 0 if self.steps is None else max(0, self.other - self.steps)
+        answer = [replay_batch_frames(TOPIC, seq, self.foreign_payload(seq)) for seq in range(max(start, first), self.other)]
+        if self.compacts and first > start:
+            answer.insert(0, replay_batch_frames(TOPIC, first - 1, payload_of(1, first - 1, clear=True)))
+        return answer
+
+    @rule(count=st.integers(1, 20), lost=st.booleans())
+    def publish(self, count: int, lost: bool) -> None:
+        for seq in range(self.sent, self.sent + count):
+            if not lost:
+                self.live.append(live_frames(TOPIC, seq, payload_of(0, seq, clear=False)))
+        self.sent += count
+
+    @rule(count=st.integers(1, 20))
+    def the_other_publishes(self, count: int) -> None:
+        self.other += count
+
+    @rule(count=st.integers(1, 30))
+    def read_live(self, count: int) -> None:
+        for _ in range(min(count, len(self.live))):
+            frames = self.live.popleft()
+            if frames[1] in map(encode_seq, self.stream.coming(1)) and frames[0] == self.stream.topic:
+                self.stream.receive_run([frames[2]], self.now)
+            else:
+                self.stream.receive_live(frames, self.now)
+            self.settle()
+
+    @rule(count=st.integers(1, 30))
+    def read_replies(self, count: int) -> None:
+        for _ in range(count):
+            if self.replies:
+                self.stream.receive_replay(self.replies.popleft(), self.now)
+                self.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 1.1, 2.1, 40.0]))
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.stream.tick(self.now)
+        self.settle()
+
+    @rule()
+    def reconnect(self) -> None:
+        self.stream.disconnected()
+        self.live.clear()
+        self.stream.connected(self.now)
+        self.settle()
+
+    @precondition(lambda self: hasattr(self, "stream") and self.stream.last_seq >= 0)
+    @rule()
+    def restart_the_subscriber(self) -> None:
+        """It goes on with its checkpoint, whoever answers now."""
+        checkpoint = self.stream.standing().checkpoint("e", 0)
+        self.stream = Stream(self.stream.source, LIMITS)
+        self.stream.restore(checkpoint)
+        self.replies.clear()
+        self.live.clear()
+        self.stream.connected(self.now)
+        self.settle()
+
+    def settle(self) -> None:
+        for delivery in self.stream.deliveries():
+            if isinstance(delivery, Reset):
+                self.held.clear()
+            elif isinstance(delivery, Batch | RawBatch):
+                self.held[delivery.seq] = delivery.payload
+        while (ask := self.stream.ask(self.now)) is not None:
+            if ask.fresh:
+                self.replies.clear()
+            self.replies += [*self.reply(ask.start), replay_end_frames(with_topic=True)]
+        if not self.stream.asking:
+            self.replies.clear()
+        self.check()
+
+    def check(self) -> None:
+        if self.stream.trust == Trust.EXACT and self.stream._evidence.first_live is not None:
+            wrong = [seq for seq, payload in self.held.items() if payload != payload_of(0, seq, clear=False)]
+            assert not wrong, f"EXACT with batches of another publisher: {wrong}"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stream"):
+            return
+        self.is_foreign = False
+        self.reconnect()
+        for _ in range(3):
+            self.publish(1, False)
+            for seconds in (0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 60.0, 2.0):
+                self.read_live(1000)
+                self.read_replies(1000)
+                self.advance(seconds)
+        assert self.stream.doubts <= {Doubt.LOST}, "what was given up while the endpoint was not believed"
+        assert (self.stream.trust == Trust.EXACT) == (not self.stream.doubts)
+        held = {seq: payload_of(0, seq, clear=False) for seq in range(self.sent)}
+        assert self.held == held if not self.stream.doubts else self.held.items() <= held.items()
+
+
 SETTINGS = settings(max_examples=300, stateful_step_count=40)
 TestStream = StreamMachine.TestCase
 TestStream.settings = SETTINGS
 TestRawStream = RawStreamMachine.TestCase
 TestRawStream.settings = SETTINGS
+TestForeignReplay = ForeignReplayMachine.TestCase
+TestForeignReplay.settings = SETTINGS

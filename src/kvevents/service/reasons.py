@@ -27,6 +27,7 @@ class Reason(enum.StrEnum):
     DIVERGED = "diverged"
     SENDER = "sender"
     SILENT = "silent"
+    REPLAY_UNPROVEN = "replay-unproven"
 
     BLOCK_SIZE = "block-size"
     """From here on what the index says against a stream."""

@@ -10,7 +10,7 @@ from kvevents.errors import PeerError
 from kvevents.index import PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.audit import Audit
-from kvevents.stream import RawBatch, RawDelivery, Source
+from kvevents.stream import Doubt, RawBatch, RawDelivery, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 
 PAUSE: Final = 0.02
@@ -54,9 +54,10 @@ class Follower:
     def exact(self, worker: Worker) -> bool:
         """Whether all that came before the last delivery was delivered. For the audit, in the thread.
 
-        An EXACT stream is that and up to date; here it may be behind, as while a hole is being filled, but must have no doubts.
+        An EXACT stream is that and up to date. Here it may be behind, as while a hole is being filled, and its replay endpoint,
+        which is the fleet's own, need not be proven by a live batch. It must have no other doubts.
         """
-        return self._subscriber is not None and not self._subscriber.status(*worker).doubts
+        return self._subscriber is not None and self._subscriber.status(*worker).doubts <= {Doubt.REPLAY_UNPROVEN}
 
     def statuses(self) -> list[StreamStatus]:
         """Of every stream, as of a moment ago."""

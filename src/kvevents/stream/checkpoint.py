@@ -11,7 +11,7 @@ import msgspec
 from kvevents.errors import SnapshotError
 from kvevents.stream.deliveries import Batch, Gap, RawBatch, Reset
 from kvevents.stream.identity import MAX_ANCHORS, Proof
-from kvevents.stream.state import Anchor, digest_of
+from kvevents.stream.state import Anchor
 from kvevents.stream.trust import KEPT_BY_CHECKPOINT, Doubt
 from kvevents.structs import prepared
 from kvevents.wire import MAX_SEQ
@@ -34,11 +34,11 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, anchor: Anchor) -> Self:
         """What is kept of it."""
-        return cls(anchor.seq, anchor.payload if anchor.digested else digest_of(anchor.payload), anchor.live)
+        return cls(anchor.seq, anchor.digest, anchor.live)
 
     def anchor(self) -> Anchor:
         """What is known of it in another process."""
-        return Anchor(self.seq, self.digest, self.live, digested=True)
+        return Anchor(self.seq, None, self.live, digest=self.digest)
 
 
 @prepared

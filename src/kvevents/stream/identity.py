@@ -109,6 +109,11 @@ class Proof:
                 self.anchors.pop()
             self.anchors.append(anchor)
 
+    def drop_payloads(self) -> None:
+        """Keep digests only."""
+        for anchor in self.anchors:
+            _ = anchor.digest
+
     def goes_on(self, first: Anchor) -> None:
         """The first batch behind all anchors, where one is wanted."""
         if not self.anchors or first.seq > self.anchors[-1].seq:
@@ -143,37 +148,55 @@ class Proof:
 
 
 class Evidence:
-    """Whether what was replayed and what came live are of one life.
+    """Whether what was replayed and what came live are of one publisher and of one life.
 
-    Replay may be answered by the next life while the last frames of the one before still wait. So a live batch that follows
-    replayed ones makes a *joint*, and neither it nor the live one before them is trusted until replay has repeated a live one.
+    A replay endpoint may belong to another engine, or be answered by the next life while the last frames of the one before
+    still wait. So nothing that replay has brought is trusted before replay has repeated a live batch of this connection whose
+    number is not below it. The newest live batch that was not compared yet is the *joint*: replay is asked for it.
     """
 
-    __slots__ = ("before", "is_open", "joint")
+    __slots__ = ("agreed_through", "before", "first_live", "joint", "replayed_through")
 
     def __init__(self) -> None:
-        self.is_open = False
-        """Whether batches were replayed since replay and live stream agreed last."""
+        self.first_live: int | None = None
+        """Number of the first live batch of this connection."""
+        self.agreed_through = -1
+        """The highest number for which replay and a live batch of this connection agree; -1 before the first."""
+        self.replayed_through = -1
+        """The highest number delivered by replay."""
         self.before: Anchor | None = None
-        """The live one that was delivered before them, unless the answer that brought them began with a known one."""
+        """The live batch delivered before replayed ones, unless the answer that brought those began with a live one."""
         self.joint: Anchor | None = None
-        """The newest live one that was delivered behind those: all of them must be of one life."""
+        """The newest live batch that has to be compared."""
 
-    def replayed(self, last_live: Anchor | None, *, proven: bool) -> None:
-        """A batch came by replay, behind a live one or not; of an answer that has shown whose it is, or not."""
-        self.is_open = not proven
-        if self.is_open and self.before is None:
+    def connected(self) -> None:
+        """A new connection begins: what the one before has shown says nothing about its publisher."""
+        self.first_live = None
+        self.agreed_through = -1
+
+    def replayed(self, seq: int, last_live: Anchor | None, *, proven: bool) -> None:
+        """Batch `seq` was delivered by replay, after a live one or not; by an answer that began with a live one or not."""
+        self.replayed_through = max(self.replayed_through, seq)
+        if not proven and self.before is None and last_live is not None:
             self.before = last_live
+            _ = last_live.digest
 
-    def agreed(self) -> None:
-        """Replay and live stream have the same batch: what is live before and behind is of one life.
+    def agreed(self, seq: int) -> None:
+        """Replay and live stream have the same batch `seq`."""
+        if self.first_live is not None and seq >= self.first_live:
+            self.agreed_through = max(self.agreed_through, seq)
+        if self.before is not None and self.before.seq <= seq:
+            self.before = None
+        if self.joint is not None and self.joint.seq <= seq:
+            self.joint = None
 
-        It is of one connection, or the newer one was compared with what was before.
-        """
-        self.is_open = False
-        self.before = self.joint = None
+    @property
+    def is_open(self) -> bool:
+        """Whether the next live batch has to be compared."""
+        return self.agreed_through < 0 or self.replayed_through > self.agreed_through
 
     @property
     def is_missing(self) -> bool:
-        """Whether something delivered may be of another life than the rest."""
-        return self.before is not None or self.joint is not None
+        """Whether something delivered may be of another publisher, or of another life, than what comes live."""
+        # An idle stream, of which nothing has come live on this connection, is not doubted yet.
+        return (self.first_live is not None and self.is_open) or self.joint is not None or self.before is not None

@@ -24,6 +24,12 @@ class StreamLimits:
     """Unanswered requests in a row after which a missing batch is given up."""
     max_fruitless: int = 2
     """Answers in a row without the missing batch after which it is given up."""
+    max_requests_at_once: int = 32
+    """Replay requests of one stream that may follow each other without a pause, as after a long time without any. An engine's
+    whole buffer of 10,000 batches needs ten: its sockets drop what is queued behind 1,000."""
+    request_interval: float = 0.5
+    """Seconds between two requests after those, whatever the answers hold, unless one led to where live batches are: engines
+    publish and answer on one thread."""
     quiet_before_probe: float = 1.0
     """Seconds of silence after which the tail is checked."""
     max_probe_interval: float = 30.0
@@ -34,9 +40,8 @@ class StreamLimits:
     """Seconds until a replay endpoint that is no longer believed is asked once more: contradictions also come of an engine that
     restarts again and again."""
     max_recent: int = 256
-    """Replayed batches remembered to recognise the same ones arriving live a moment later."""
-    max_recent_bytes: int = 1024 * 1024
-    """Bytes of those: batches as engines send them have some hundred, but a snapshot that came in place of one has MiB."""
+    """Replayed batches whose digests are kept, to be compared with the same ones arriving live a moment later. Replay is asked
+    again for the number of a live batch that is older."""
     silent_intervals: float = 3.0
     """Times the interval that a sender has told in its heartbeats, after which it is silent when nothing is heard of it: one
     heartbeat may be lost and the next be late."""

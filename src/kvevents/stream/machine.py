@@ -13,8 +13,11 @@ three things are kept apart:
   A life may be like the one before up to some number, though. So after a reconnect replay must also repeat what is newer than
   the anchor and came before: of each connection of which nothing was proven its first and its newest batch (`Proof` in
   `identity.py`), and each frame that waits.
-- **Evidence.** Replay may be answered by the next life while the last frames of the one before still wait here. So where live
-  batches follow replayed ones, the stream is not exact before replay has repeated one of the live ones (`identity.py`).
+- **Evidence.** The replay endpoint may belong to another engine, and replay may be answered by the next life while the last
+  frames of the one before still wait here. So on each connection the stream is not exact before replay has repeated a live
+  batch whose number is not below anything that replay has brought (`identity.py`). A live batch below what was replayed is
+  compared with the digest that is kept of that number, or else replay is asked for the number again. One that contradicts is
+  a conflict.
 - **Completeness.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
   confirm, or an answer that holds nothing beyond what is known: an answer of one message cannot have lost any.
 
@@ -45,7 +48,7 @@ from itertools import repeat
 from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
-from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
+from kvevents.events import Heartbeat
 from kvevents.stream.checkpoint import Checkpoint, Standing
 from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
 from kvevents.stream.doubts import Doubts
@@ -55,7 +58,7 @@ from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.pending import Pending, Recent
 from kvevents.stream.sender import Sender
 from kvevents.stream.source import Source
-from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters
+from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters, digest_of
 from kvevents.stream.trust import Doubt, Trust
 from kvevents.wire import (
     MAX_SEQ,
@@ -68,6 +71,7 @@ from kvevents.wire import (
     parse_live,
     parse_replay_reply,
 )
+from kvevents.wire.peek import begins_with_clear, ends_with_digest
 
 _APART: Final = (Phase.CONNECTING, Phase.DOWN, Phase.RESTORED)
 """Phases without a connection."""
@@ -137,6 +141,12 @@ class Stream(Generic[B]):
         self._distrusted_at = 0.0
         self._asks_the_foreign = False
         self._replay_seen = False
+        self._is_paced = False
+        self._paid_until = _AT_ONCE
+        """No replay request is sent before: requests are paced, whatever the answers are."""
+        self._failed_comparisons = 0
+        self._compare_at = _AT_ONCE
+        """When replay may be asked again for a live batch; see `_confirm_soon`."""
         self._begin_life()
         if not source.replay_endpoint:
             self._doubt(Doubt.NO_REPLAY)
@@ -163,16 +173,26 @@ class Stream(Generic[B]):
         """How far the deliveries so far can be trusted."""
         if self.phase is Phase.CONNECTING:
             return Trust.CONNECTING
-        if self.phase is Phase.DOWN:
-            return Trust.STALE.because("disconnected")
-        if self.phase is Phase.RESTORED:
+        if self.phase in _APART:
             return Trust.STALE.because(self.phase.value)
         if self.phase is not Phase.FOLLOWING:
-            return Trust.REPLAYING.because(self.phase.value)
+            return Trust.REPLAYING.because(_PACED if self._is_paced else self.phase.value)
+        return self._trust_of_what_is_followed()
+
+    def _trust_of_what_is_followed(self) -> Trust:
         if self._doubts:
             stale = self._silent or (Doubt.SENDER in self._doubts and self._sender.trust == Trust.STALE)
-            return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, self._doubts)))
-        return Trust.REPLAYING.because(_JOINED) if self._evidence.is_missing else Trust.EXACT
+            doubts = [doubt for doubt in Doubt if doubt in self.doubts]
+            return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, doubts)))
+        if not self._is_unproven:
+            return Trust.EXACT
+        if self._evidence.joint is not None and not self._failed_comparisons:
+            return Trust.REPLAYING.because(_JOINED)
+        return Trust.DEGRADED.because(Doubt.REPLAY_UNPROVEN.value)
+
+    @property
+    def _is_unproven(self) -> bool:
+        return self.phase not in _APART and self._can_replay and self._evidence.is_missing
 
     def _sentence(self, doubt: Doubt) -> str:
         if doubt is Doubt.SENDER:
@@ -181,8 +201,9 @@ class Stream(Generic[B]):
 
     @property
     def doubts(self) -> frozenset[Doubt]:
-        """Why the stream is, or would be, DEGRADED."""
-        return frozenset(self._doubts)
+        """Why the stream is, or would be, DEGRADED. `REPLAY_UNPROVEN` is among them while a comparison is on its way."""
+        found = frozenset(self._doubts)
+        return found | _UNPROVEN if self._is_unproven else found
 
     @property
     def last_seq(self) -> int:
@@ -215,10 +236,16 @@ class Stream(Generic[B]):
         return self._ask is not None
 
     def ask(self, now: float) -> Ask | None:
-        """The replay request to send now, once; its clock starts here."""
+        """The replay request to send now, once; its clock starts here. None while requests are paced: see `deadline`."""
         ask = self._ask
         if ask is None or ask.sent:
             return None
+        self._is_paced = now < self._paid_until
+        if self._is_paced:
+            return None
+        # Each request uses up one interval. Unused intervals are kept for later, as many as requests may come at once.
+        interval = self._limits.request_interval
+        self._paid_until = max(self._paid_until, now - (self._limits.max_requests_at_once - 1) * interval) + interval
         ask.sent = True
         ask.heard_at = now
         ask.expected_before = self._expected
@@ -232,7 +259,9 @@ class Stream(Generic[B]):
 
     def _replay_due(self) -> float | None:
         if self._ask is not None:
-            return self._patience_ends(self._ask) if self._ask.sent else None
+            if self._ask.sent:
+                return self._patience_ends(self._ask)
+            return self._paid_until if self._is_paced else None
         if self.phase is not Phase.FOLLOWING or Doubt.NO_REPLAY in self._doubts:
             return None
         return self._probe_due() if self._can_replay else self._distrusted_at + self._limits.believe_again
@@ -254,7 +283,8 @@ class Stream(Generic[B]):
         self._replay_seen = checkpoint.replay_seen
         self._proof = checkpoint.proof()
         self._last = self._proof.until(checkpoint.last_seq).last
-        self._evidence.is_open = self._last is not None and not self._last.live
+        if self._last is not None and not self._last.live:
+            self._evidence.replayed_through = self._last.seq
         for name, through in checkpoint.doubts.items():
             self._doubts.add(Doubt[name], through)
 
@@ -266,12 +296,15 @@ class Stream(Generic[B]):
             self._start_life()
             self._admit_suspects()
             return
+        self._evidence.connected()
+        self._failed_comparisons, self._compare_at = 0, _AT_ONCE
         restored = self.phase is Phase.RESTORED
         if not restored:
             self.disconnected()
             self.counters.reconnects += 1
             self._suspects.reconnected()
         self._proof.needs(self._evidence.before, self._last)
+        self._proof.drop_payloads()
         anchor = self._proof.first
         if restored and anchor is None:
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
@@ -325,10 +358,12 @@ class Stream(Generic[B]):
                 self._receive(Live(topic, seq, payload), now)
         elif count:
             self.counters.live += count
-            self._heard_at = now
+            self._now = self._heard_at = now
             self._probes = 0
             if self._silent:
                 self._heard()
+            if self._evidence.first_live is None:
+                self._evidence.first_live = first
             self._deliver_run(first, payloads)
             self._last_live = first + count - 1
             self._confirm_soon()
@@ -340,10 +375,18 @@ class Stream(Generic[B]):
         if self._silent:
             self._heard()
         self.topic = live.topic
+        self._note_connection_of(live)
         if self.phase is Phase.FOLLOWING or self.phase is Phase.CATCHING_UP:
             self._follow(live)
         else:
             self._suspect(live)
+        # It may have begun another life, of which it is the first.
+        self._note_connection_of(live)
+
+    def _note_connection_of(self, live: Live) -> None:
+        """While the connection is gone, a frame may still be of the one before."""
+        if self._evidence.first_live is None and self.phase not in (Phase.DOWN, Phase.RESTORED):
+            self._evidence.first_live = live.seq
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message from the replay connection, whatever they are."""
@@ -395,6 +438,10 @@ class Stream(Generic[B]):
             self._found(delivery, findings)
         if findings.agrees is not None and incarnation == self.incarnation:
             self._compared(seq, agrees=findings.agrees, live=not delivery.replayed)
+            first_live = self._evidence.first_live
+            if findings.agrees and not delivery.replayed and first_live is not None and seq >= first_live:
+                # The state is that of the sender which is heard on this connection, wherever it came from.
+                self._evidence.agreed(seq)
 
     def _found(self, delivery: Batch | RawBatch, findings: Findings) -> None:
         seq, heartbeat = delivery.seq, findings.heartbeat
@@ -518,9 +565,10 @@ class Stream(Generic[B]):
         else:
             self._give_up()
 
-    def _confirmed(self) -> None:
-        """Replay and live stream agree on a batch."""
-        self._evidence.agreed()
+    def _confirmed(self, seq: int) -> None:
+        """Replay and live stream agree on batch `seq`."""
+        self._evidence.agreed(seq)
+        self._failed_comparisons, self._compare_at, self._paid_until = 0, _AT_ONCE, _AT_ONCE
         self._conflicts = 0
         self._asks_the_foreign = False
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
@@ -561,27 +609,26 @@ class Stream(Generic[B]):
     def _overlap(self, live: Live) -> None:
         """Replay was faster than the live stream: the same batch must come again."""
         known = self._recent.take(live.seq)
-        if known is not None and known != live.payload and _is_snapshot(known):
-            known = None
-        if known is not None and known != live.payload:
+        if known is not None and known != digest_of(live.payload):
             self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._follow(live)
             return
         self.counters.duplicates += 1
         if known is not None:
-            self._confirmed()
-        elif self._ask is None and self._can_replay:
-            self._probe()
+            self._confirmed(live.seq)
+        else:
+            self._evidence.joint = Anchor(live.seq, live.payload, live=True)
+            self._confirm_soon()
 
     def _early(self, live: Live) -> None:
         """A number beyond the next one: something is missing before it."""
         self._newest = max(self._newest, live.seq)
         waiting = self._pending.get(live.seq)
-        if waiting is not None and waiting != live.payload and _is_snapshot(waiting):
+        if waiting is not None and waiting != live.payload and begins_with_clear(waiting):
             self.counters.duplicates += 1
             return
         if waiting is not None:
-            if not self._agree(live.seq, waiting, live.payload):
+            if not self._agree(live.seq, waiting, live.payload, live=True):
                 self._follow(live)
             return
         if not self._pending.add(live.seq, live.payload, replayed=False):
@@ -589,11 +636,12 @@ class Stream(Generic[B]):
         if self.phase is Phase.FOLLOWING:
             self._fill()
 
-    def _agree(self, seq: int, known: bytes, found: bytes) -> bool:
-        """Whether live stream and replay show the same batch; where not, a new life has begun."""
+    def _agree(self, seq: int, known: bytes, found: bytes, *, live: bool) -> bool:
+        """Whether two messages show the same batch, of which one came `live` or none did; if not, a new life has begun."""
         if known == found:
             self.counters.duplicates += 1
-            self._confirmed()
+            if live:
+                self._confirmed(seq)
             return True
         self._conflict(f"publisher restarted: number {seq} has two contents")
         return False
@@ -623,6 +671,7 @@ class Stream(Generic[B]):
         self.counters.discarded += old
         self._restart(reason)
         for live in suspects:
+            self._note_connection_of(live)
             self._follow(live)
 
     # --- replay ----------------------------------------------------------------------------------------------------------
@@ -678,39 +727,48 @@ class Stream(Generic[B]):
             self._brought(ask)
             ask.fruitless = 0
             came_live = self._pending.peek(reply.seq) == (reply.payload, False)
-            self._declare_gap_before(reply.seq, compacted=not came_live and _is_snapshot(reply.payload))
+            self._declare_gap_before(reply.seq, compacted=not came_live and begins_with_clear(reply.payload))
 
     def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
         if not anchor.is_of(reply.payload):
             reason = f"publisher restarted: number {anchor.seq} now has another content"
             if self.phase is Phase.VERIFYING:
                 self._restart_with_suspects(reason)
-            elif _is_snapshot(reply.payload):
+            elif not begins_with_clear(reply.payload):
+                self._contradicted(reason)
+            elif ask.reunites or anchor == self._proof.first:
                 self._restart(reason)
             else:
-                self._contradicted(reason)
+                # It has collapsed the batch meanwhile, or never had it: nothing is shown, one way or the other.
+                self._brought(ask)
+                self._comparison_failed()
+                self._pass_anchor(ask)
             return
         self._brought(ask)
         if anchor.live:
-            self._confirmed()
+            self._confirmed(anchor.seq)
             ask.proven = True
         ask.reunites |= anchor == self._proof.first
         if ask.reunites and (following := self._to_be_proven(anchor)) is not None:
             ask.anchor = following
             ask.fruitless = 0
             return
-        ask.anchor = None
         if ask.reunites:
             # Any other one says nothing of the life before a reconnect.
             if not self._proof.is_lost:
                 self._doubts.discard(Doubt.IDENTITY)
             self._proof = Proof()
-        ask.expected_before = self._expected
-        ask.fruitless = 0
-        ask.beyond = False
+        self._pass_anchor(ask)
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.CATCHING_UP)
             self._admit_suspects()
+
+    def _pass_anchor(self, ask: OpenAsk) -> None:
+        """What follows in the answer is history."""
+        ask.anchor = None
+        ask.expected_before = self._expected
+        ask.fruitless = 0
+        ask.beyond = False
 
     def _to_be_proven(self, anchor: Anchor) -> Anchor | None:
         """What else of before a reconnect the answer must repeat, behind an anchor that it has repeated.
@@ -726,17 +784,17 @@ class Stream(Generic[B]):
 
     def _accept_replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         seq, payload = reply.seq, reply.payload
-        ask.beyond = True
+        ask.beyond |= seq >= ask.start
         if seq < self._expected:
             self.counters.duplicates += 1
             return
         self._newest = max(self._newest, seq)
-        waiting = self._pending.get(seq)
-        if waiting is not None and waiting != payload and _is_snapshot(payload):
+        waiting, was_replayed = self._pending.peek(seq) or (None, False)
+        if waiting is not None and waiting != payload and begins_with_clear(payload):
             # It says what is missing before as well; the batch of its number needs to wait no longer.
             self._pending.take(seq)
             waiting = None
-        elif waiting is not None and not self._agree(seq, waiting, payload):
+        elif waiting is not None and not self._agree(seq, waiting, payload, live=not was_replayed):
             return
         if seq == self._expected:
             self._brought(ask)
@@ -773,7 +831,9 @@ class Stream(Generic[B]):
 
     def _ask_again(self, ask: OpenAsk, *, fresh: bool = False) -> None:
         start = self._expected if ask.anchor is None else ask.anchor.seq
-        again = OpenAsk(start, ask.anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless)
+        again = OpenAsk(
+            start, ask.anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless, confirms=ask.confirms
+        )
         again.beyond = ask.beyond and ask.anchor is not None
         again.reunites = ask.reunites
         self._ask = again
@@ -787,25 +847,30 @@ class Stream(Generic[B]):
             self._ask_again(ask)
         elif not self._replay_seen and ask.start > 0:
             # Does it hold anything at all? Then it has forgotten, or never known, the anchor.
-            self._ask = OpenAsk(0, anchor, fresh=False, fruitless=ask.fruitless)
-        elif not self._replay_seen:
+            self._ask = OpenAsk(0, anchor, fresh=False, fruitless=ask.fruitless, confirms=ask.confirms)
+        elif not self._replay_seen and self.phase is Phase.FOLLOWING and anchor is not self._proof.first:
             # A replay endpoint that never held anything (buffer_steps=0) proves nothing either way.
+            self._comparison_failed()
+            self._ask = None
+        elif not self._replay_seen:
             self._unproven()
         elif self.phase is Phase.VERIFYING:
             self._restart_with_suspects(reason)
-        elif not ask.beyond:
+        elif not ask.beyond or self._asks_the_foreign:
             # It holds nothing as new as what came live: another life, or another stream.
             self._contradicted(reason)
-        elif self._last is not None and self._last.seq == anchor.seq:
+        elif self._last is not None and self._last.seq == anchor.seq and not ask.confirms:
             self._restart(reason)
         else:
             # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one. What one from
             # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
+            self._comparison_failed()
             self._ask = None
             if ask.reunites or anchor == self._proof.first:
                 self._proof = Proof()
 
     def _unproven(self) -> None:
+        self._comparison_failed()
         self._ask = None
         self._doubt(Doubt.IDENTITY)
         if self.phase is Phase.VERIFYING:
@@ -839,6 +904,7 @@ class Stream(Generic[B]):
 
     def _give_up(self) -> None:
         """Nobody will bring what is missing: say so and go on."""
+        self._comparison_failed()
         self._ask = None
         while self._expected <= self._newest:
             self._declare_gap_before_pending()
@@ -857,14 +923,24 @@ class Stream(Generic[B]):
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
         self._probed_at = self._now
         self._probes += 1
-        anchor = self._proof.first or self._evidence.before or self._last
+        anchor = self._proof.first or self._evidence.before or self._evidence.joint or self._last
         self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
     def _confirm_soon(self) -> None:
-        """Ask back a live batch after replayed ones: that shows whether the replay endpoint is the same stream's."""
+        """Ask for a live batch that has to be compared: that shows whether the replay endpoint is the same stream's.
+
+        At once, and later and later where that was in vain: the endpoint does not answer, or no longer holds the batch.
+        """
         joint = self._evidence.joint
-        if joint is not None and self._ask is None and self._can_replay:
-            self._ask = OpenAsk(joint.seq, joint)
+        if joint is not None and self._ask is None and self._can_replay and self._now >= self._compare_at:
+            anchor = self._proof.first or joint
+            self._ask = OpenAsk(anchor.seq, anchor, confirms=True)
+
+    def _comparison_failed(self) -> None:
+        """Replay did not say what it has under the number of a live batch."""
+        pause = self._limits.quiet_before_probe * (1 << min(self._failed_comparisons, 16))
+        self._failed_comparisons += 1
+        self._compare_at = self._now + min(pause, self._limits.max_probe_interval)
 
     # --- deliveries ------------------------------------------------------------------------------------------------------
 
@@ -931,8 +1007,10 @@ class Stream(Generic[B]):
         if self._silent:
             self._heard()
         last_live = self._last if self._last is not None and self._last.live else None
-        self._evidence.replayed(last_live, proven=self._ask is not None and self._ask.proven)
-        self._recent.add(seq, payload)
+        self._evidence.replayed(seq, last_live, proven=self._ask is not None and self._ask.proven)
+        if not begins_with_clear(payload):
+            # A snapshot has another content than the batch of its number.
+            self._recent.add(seq, payload)
 
     def _drain(self) -> None:
         while (found := self._pending.take(self._expected)) is not None:
@@ -945,7 +1023,7 @@ class Stream(Generic[B]):
             return
         payload, replayed = waiting
         # A live batch that begins with a clear is the engine's own, and not a snapshot.
-        self._declare_gap(first - 1, compacted=replayed and _is_snapshot(payload))
+        self._declare_gap(first - 1, compacted=replayed and begins_with_clear(payload))
 
     def _declare_gap_before(self, seq: int, *, compacted: bool) -> None:
         """Give up what is missing before the next batch that waits or `seq`, the number of an answer's first batch."""
@@ -971,6 +1049,8 @@ class Stream(Generic[B]):
         if self._expected > self._newest and self._newest == self._last_live and not verifying:
             if ask is not None and ask.sent:
                 self.counters.complete += 1
+                # It was needed for a live batch, and is not one of many that lead nowhere.
+                self._paid_until = _AT_ONCE
             self._settle()
 
     def _settle(self) -> None:
@@ -993,19 +1073,12 @@ class Stream(Generic[B]):
         counter[reason] = counter.get(reason, 0) + count
 
 
-_JOINED: Final = "live batches follow replayed ones; are both of one life?"
-
-
-def _is_snapshot(payload: bytes) -> bool:
-    """Whether it may stand for everything before it: it begins with a clear of everything."""
-    return _begins_with_clear(decode_batch(payload).batch.events)
+_PACED: Final = "many replay requests in a row have not shown that nothing is missing; the next one has to wait"
+_JOINED: Final = "a live batch is compared with what replay says of its number"
+_AT_ONCE: Final = float("-inf")
+_UNPROVEN: Final = frozenset({Doubt.REPLAY_UNPROVEN})
 
 
 def _is_whole_snapshot(payload: bytes) -> bool:
-    """The same, in one batch: of several, which have numbers of batches that may wait here, each has a heartbeat."""
-    events = decode_batch(payload).batch.events
-    return _begins_with_clear(events) and not any(type(event) is BlockRemoved and event.heartbeat for event in events)
-
-
-def _begins_with_clear(events: Sequence[KVEvent]) -> bool:
-    return bool(events) and type(events[0]) is AllBlocksCleared and events[0].unrecognised is None
+    """Whether it is a snapshot in one batch. Several have numbers of batches that may wait here, and a digest in each."""
+    return begins_with_clear(payload) and not ends_with_digest(payload)

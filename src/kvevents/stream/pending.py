@@ -1,10 +1,11 @@
-"""Batches that wait for a missing one, and replayed ones that may come live as well."""
+"""Batches that wait for a missing one, and digests of replayed ones that may come live as well."""
 
 from __future__ import annotations
 
 import heapq
 
 from kvevents.stream.limits import StreamLimits
+from kvevents.stream.state import digest_of
 
 
 class Pending:
@@ -62,23 +63,19 @@ class Pending:
 
 
 class Recent:
-    """The replayed batches that were delivered last: the newest, as many as `StreamLimits` lets be remembered."""
+    """Digests of the replayed batches that were delivered last, at most `StreamLimits.max_recent` of them."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
-        self._batches: dict[int, bytes] = {}
-        self._bytes = 0
+        self._digests: dict[int, bytes] = {}
 
     def add(self, seq: int, payload: bytes) -> None:
         """Remember one, and forget the oldest for it."""
-        self.take(seq)
-        self._batches[seq] = payload
-        self._bytes += len(payload)
-        while len(self._batches) > self._limits.max_recent or self._bytes > self._limits.max_recent_bytes:
-            self.take(next(iter(self._batches)))
+        self._digests.pop(seq, None)
+        self._digests[seq] = digest_of(payload)
+        if len(self._digests) > self._limits.max_recent:
+            del self._digests[next(iter(self._digests))]
 
     def take(self, seq: int) -> bytes | None:
-        """Forget the payload of this number, and return it."""
-        payload = self._batches.pop(seq, None)
-        self._bytes -= 0 if payload is None else len(payload)
-        return payload
+        """Forget the digest of this number, and return it."""
+        return self._digests.pop(seq, None)

@@ -15,7 +15,7 @@ class Phase(enum.Enum):
     CATCHING_UP = "batches are missing; replay was asked for"
     VERIFYING = "reconnected; is the publisher still the same?"
     FOLLOWING = "live batches are delivered as they come"
-    DOWN = "the connection is gone"
+    DOWN = "disconnected"
     RESTORED = "restored; not yet connected"
 
 
@@ -59,23 +59,47 @@ class Ask(NamedTuple):
     fresh: bool
 
 
-class Anchor(NamedTuple):
-    """A batch by which a life is recognised: a delivered one, or one that waits for that."""
+class Anchor:
+    """A batch by which a life is recognised: a delivered one, or one that waits for that.
 
-    seq: int
-    payload: bytes
-    live: bool
-    """Whether it came live: then a replay that repeats it is of the same stream."""
-    digested: bool = False
-    """Whether `payload` is only its digest, which is all that a checkpoint keeps."""
+    It has the payload until the digest is asked for, and the digest alone after that. The newest batch of a busy stream is
+    replaced before anything is compared with it, and is never digested.
+    """
+
+    __slots__ = ("_digest", "_payload", "live", "seq")
+
+    def __init__(self, seq: int, payload: bytes | None, live: bool, *, digest: bytes | None = None) -> None:
+        self.seq = seq
+        self.live = live
+        """Whether it came live: then a replay that repeats it is of the same stream."""
+        self._payload = payload
+        self._digest = digest
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the payload, which is dropped."""
+        if self._digest is None:
+            self._digest = digest_of(self._payload or b"")
+            self._payload = None
+        return self._digest
 
     def is_of(self, payload: bytes) -> bool:
         """Whether this is the payload by which the life is recognised."""
-        return self.payload == (digest_of(payload) if self.digested else payload)
+        return self._payload == payload if self._payload is not None else self.digest == digest_of(payload)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Anchor):
+            return NotImplemented
+        return self is other or (self.seq, self.live, self.digest) == (other.seq, other.live, other.digest)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Anchor {self.seq} {'live' if self.live else 'replayed'}>"
 
 
 def digest_of(payload: bytes) -> bytes:
-    """What a checkpoint keeps of a payload: nobody finds another one with the same SHA-256."""
+    """SHA-256 of a payload."""
     return hashlib.sha256(payload).digest()
 
 
@@ -95,8 +119,10 @@ class OpenAsk:
     """Whether the next batch is the first of its answer: the one that no engine drops."""
     reunites: bool = False
     """Whether the anchor from before a reconnect has come, and what else was there before is to come behind it."""
+    confirms: bool = False
+    """Whether it asks for a live batch that just came, to compare it."""
     proven: bool = False
-    """Whether this answer began with a batch that had come live: then what it brings is of the same life."""
+    """Whether this answer began with a batch that had come live."""
     beyond: bool = False
     """Whether this answer held more than the anchor: such an answer may have lost some of its messages."""
     useless: int = 0

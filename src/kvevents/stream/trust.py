@@ -19,6 +19,7 @@ class Doubt(enum.Enum):
     DIVERGED = "what was delivered is not what its sender holds"
     SENDER = "its sender does not trust what it tells"
     SILENT = "its sender is not heard, although it said that it speaks regularly"
+    REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
 
 HEALED_BY_CLEAR: Final = frozenset({Doubt.IDENTITY, Doubt.LOST, Doubt.REJECTED, Doubt.DIVERGED})
@@ -32,7 +33,8 @@ class Trust:
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
     Two values are equal when their states are; `reason` is for people. EXACT says that every batch since the publisher's start,
-    or since a clear or an agreement, up to the newest one known, was delivered, and that the sender says no less of itself.
+    or since a clear or an agreement, up to the newest one known, was delivered, that a live batch of this connection has shown
+    replay to be of the same publisher, and that the sender says no less of itself.
     """
 
     __slots__ = ("name", "reason")

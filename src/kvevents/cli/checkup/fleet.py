@@ -51,6 +51,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.REPLAY_SILENT: f"is its replay endpoint right, and reachable from the service's host? {_LOOK}",
     Reason.REPLAY_FOREIGN: "register it with the replay endpoint of this very engine and rank",
     Reason.REPLAY_UNCONFIRMED: "if it stays, the replay endpoint belongs to another engine or rank",
+    Reason.REPLAY_UNPROVEN: "its next batch proves the replay endpoint; if it stays, that belongs to another engine or rank",
     Reason.IDENTITY: f"{_AGAIN}; a larger buffer_steps in the engine lets it be proven",
     Reason.LOST: f"{_AGAIN}; a larger buffer_steps in the engine avoids it",
     Reason.REJECTED: f"{_AGAIN}; is the engine's release newer than this one? {_LOOK}",

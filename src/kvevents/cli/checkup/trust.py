@@ -13,6 +13,7 @@ _ADVICE: Final[dict[Doubt, str]] = {
     Doubt.REPLAY_SILENT: "see replay above",
     Doubt.REPLAY_FOREIGN: "name this engine's own replay endpoint with --replay: the one in use belongs to another stream",
     Doubt.REPLAY_UNCONFIRMED: "look again with more --seconds; if it stays, the replay endpoint belongs to another engine",
+    Doubt.REPLAY_UNPROVEN: "the engine's next batch proves the replay endpoint; if it stays, that belongs to another engine",
     Doubt.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
     Doubt.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     Doubt.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",

@@ -1,0 +1,77 @@
+"""What the ends of a payload show agrees with what decoding all of it shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
+from kvevents.wire.peek import begins_with_clear, ends_with_digest
+
+CLEAR = AllBlocksCleared()
+STORE = BlockStored([1], None, [1], 1)
+PART = BlockRemoved([], heartbeat=Heartbeat("0" * 32, 10.0, "DEGRADED", "more is to come", 1 << 60))
+DIALECTS = pytest.mark.parametrize("dialect", [None, *dialects()], ids=str)
+
+
+@DIALECTS
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_a_batch_that_begins_with_a_clear_is_recognised_in_every_dialect(dialect: Dialect | None, count: int) -> None:
+    """However many events follow; one that clears later, or not at all, does not begin with it."""
+    stores: list[KVEvent] = [STORE] * count
+    for events, expected in (([CLEAR, *stores], True), ([STORE, CLEAR, *stores], False), (stores, False)):
+        assert begins_with_clear(encode_batch(KVEventBatch(1.5, events, 3), dialect)) is expected
+
+
+@DIALECTS
+def test_a_part_of_a_snapshot_is_recognised_in_every_dialect(dialect: Dialect | None) -> None:
+    """Its last event has a heartbeat."""
+    cases: list[tuple[list[KVEvent], bool]] = [
+        ([CLEAR, STORE, PART], True),
+        ([CLEAR, STORE], False),
+        ([PART, *[STORE] * 100], False),
+    ]
+    for events, expected in cases:
+        assert ends_with_digest(encode_batch(KVEventBatch(1.5, events, 3), dialect)) is expected
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (["AllBlocksCleared"], True),
+        (msgspec.msgpack.encode(["AllBlocksCleared"]), True),
+        ({"type": "AllBlocksCleared"}, True),
+        (["AllBlocksCleared", "gpu"], False),
+        ({"type": "AllBlocksCleared", "medium": "gpu"}, False),
+        (["AllBlocksCleared", "x" * 10_000], False),
+        ("AllBlocksCleared", False),
+        (["BlockRemoved", [1], "AllBlocksCleared"], False),
+    ],
+)
+def test_only_a_clear_of_everything_counts(event: Any, expected: bool) -> None:
+    """Wrapped in a bin it does; one of a tier, or with fields that are not known, does not."""
+    assert begins_with_clear(msgspec.msgpack.encode([1.5, [event, ["BlockRemoved", [1]]]])) is expected
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_whatever_a_peer_sends_nothing_is_raised(before: bytes, after: bytes) -> None:
+    """Nor is a batch taken for a snapshot of which decoding shows another first event."""
+    payload = before + b"\xb0AllBlocksCleared" + after
+    decoded = decode_batch(payload)
+    if begins_with_clear(payload) and not decoded.rejected:
+        assert decoded.batch.events[0] == CLEAR
+    for cut in range(len(payload)):
+        begins_with_clear(payload[:cut])
+        ends_with_digest(payload[:cut])
+
+
+def test_the_beginning_of_a_large_payload_is_enough() -> None:
+    """Of a batch with more events than 16 bits count, the first bytes show the same as the whole."""
+    whole = encode_batch(KVEventBatch(1.5, [CLEAR, *[STORE] * 70_000]))
+    assert begins_with_clear(whole)
+    assert begins_with_clear(whole[:512])
