@@ -218,8 +218,10 @@ def test_workers_that_cannot_be_reached_say_so(service: Service) -> None:
             assert found["status"] == "pending"
             return str(found["listeners"]["0"].get("last_error", ""))
 
-        until("the reason", lambda: error().startswith(f"nothing listens at {nowhere}"))
-        service.post("/unregister", instance_id=602, model_name="unreached")
+        try:
+            until("the reason", lambda: error().startswith(f"nothing listens at {nowhere}"))
+        finally:
+            service.post("/unregister", instance_id=602, model_name="unreached")
 
 
 @pytest.mark.parametrize("query", ["model_name=nobody", "model_name=", "routing_group=nowhere"])

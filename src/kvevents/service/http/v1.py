@@ -10,7 +10,7 @@ import msgspec
 
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
-from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer
+from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer, encoded
 from kvevents.service.http.workers import MATCHING, by_thread
 from kvevents.service.lookups import Told
 from kvevents.service.member import Member, Row
@@ -136,8 +136,9 @@ def match_many(service: Service, request: Request) -> Response | Awaitable[Respo
     wall = service.candidates.resolve(wall_of(asked))
 
     def told(found: list[list[Row]], missing: str) -> Response:
-        matches = [
-            PromptMatch(prompt_tokens=len(tokens), holders=_held(rows))
+        # Each is encoded alone, since nothing else runs while Python encodes.
+        matches: list[Any] = [
+            encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
             for tokens, rows in zip(asked.prompts, found, strict=True)
         ]
         return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, wall), missing=missing), request)
