@@ -28,8 +28,8 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
 )
-from kvevents.stream.identity import MAX_ANCHORS
-from kvevents.stream.state import digest_of
+from kvevents.stream.identity import MAX_ANCHORS, Evidence
+from kvevents.stream.state import Anchor, digest_of
 from kvevents.wire import Rejected, encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
@@ -1879,3 +1879,20 @@ def test_a_stream_that_is_exact_has_delivered_what_its_publisher_told(
         batches = list(map(payload, range(21)))
         assert list(consumer.state) == list(range(len(life)))
         assert [each for each in consumer.state.values() if each in batches] == batches
+
+
+def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_come() -> None:
+    """Replay and a live batch have agreed; then an answer that began with no known batch fills a hole below that number.
+
+    What was live before the hole is of this publisher only if replay agrees with a live batch once more.
+    """
+    evidence = Evidence()
+    evidence.first_live = 134
+    evidence.agreed(134)
+    seen = [evidence.is_open]
+    evidence.replayed(133, Anchor(124, b"before", live=True), proven=False)
+    seen.append(evidence.is_open)
+    evidence.agreed(135)
+    seen.append(evidence.is_open)
+    assert seen == [False, True, False]
+    assert not evidence.is_missing

@@ -193,7 +193,7 @@ class Evidence:
     @property
     def is_open(self) -> bool:
         """Whether the next live batch has to be compared."""
-        return self.agreed_through < 0 or self.replayed_through > self.agreed_through
+        return self.agreed_through < 0 or self.replayed_through > self.agreed_through or self.before is not None
 
     @property
     def is_missing(self) -> bool:
