@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -288,8 +290,8 @@ def test_a_life_that_no_longer_knows_the_number_is_another_one(wire: Wire) -> No
     assert wire.taken() == ["b0", "b1", "r2", "b3", "R1"]
 
 
-def test_identity_that_cannot_be_checked_is_a_doubt(wire: Wire) -> None:
-    """Rule 5 with a dead replay endpoint: live batches go on after a bounded wait, DEGRADED."""
+def reconnect_with_a_mute_replay_endpoint(wire: Wire) -> None:
+    """One live batch before a reconnect and one after it, and requests for replay that nothing answers."""
     wire.feed(live(0))
     wire.stream.disconnected()
     wire.stream.connected(2.0)
@@ -299,12 +301,17 @@ def test_identity_that_cannot_be_checked_is_a_doubt(wire: Wire) -> None:
         assert wire.asked() == 0
         wire.later(LIMITS.replay_timeout)
     assert wire.taken() == ["b0", "b1"]
+
+
+def test_identity_that_cannot_be_checked_is_a_doubt(wire: Wire) -> None:
+    """Rule 5 with a dead replay endpoint: live batches go on after a bounded wait, DEGRADED."""
+    reconnect_with_a_mute_replay_endpoint(wire)
     assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_SILENT, Doubt.REPLAY_UNPROVEN}
 
 
 def test_a_later_probe_settles_a_doubted_identity(wire: Wire) -> None:
     """When the replay endpoint answers again, the anchor from before the reconnect is what proves the life."""
-    test_identity_that_cannot_be_checked_is_a_doubt(wire)
+    reconnect_with_a_mute_replay_endpoint(wire)
     wire.later(LIMITS.max_probe_interval)
     assert wire.asked() == 0
     wire.answer(replayed(0), replayed(1), END)
@@ -313,7 +320,7 @@ def test_a_later_probe_settles_a_doubted_identity(wire: Wire) -> None:
 
 def test_a_proof_that_the_publisher_has_forgotten_is_asked_for_no_longer(wire: Wire) -> None:
     """A clear has ended the doubt by then: the tail of a quiet stream is looked for behind a newer batch."""
-    test_identity_that_cannot_be_checked_is_a_doubt(wire)
+    reconnect_with_a_mute_replay_endpoint(wire)
     wire.feed(live_frames(TOPIC, 2, payload_of(0, 2, clear=True)), live(3))
     wire.later(LIMITS.max_probe_interval)
     for _ in range(LIMITS.max_fruitless):
@@ -332,7 +339,7 @@ def test_a_proof_that_the_publisher_has_forgotten_is_asked_for_no_longer(wire: W
 
 def test_a_forgotten_proof_leaves_the_identity_doubted(wire: Wire) -> None:
     """Without a clear: what a newer batch proves is not whether it is of the life before the reconnect."""
-    test_identity_that_cannot_be_checked_is_a_doubt(wire)
+    reconnect_with_a_mute_replay_endpoint(wire)
     wire.feed(live(2), live(3))
     wire.later(LIMITS.max_probe_interval)
     for _ in range(LIMITS.max_fruitless):
@@ -559,8 +566,11 @@ def lives_after_the_last_reset(taken: list[Batch | Gap | Reset]) -> set[int]:
     return {life for life in (1, 2) for each in held if each in {payload(seq, life) for seq in range(30)}}
 
 
-def answered_by_the_next_life(wire: Wire) -> None:
-    """Replay is of life 2, as far as 20, while what is live is of life 1: the old connection is not known to be dead yet."""
+def answered_by_the_next_life(wire: Wire) -> list[Batch | Gap | Reset]:
+    """Replay is of life 2, as far as 20, while what is live is of life 1: the old connection is not known to be dead yet.
+
+    Returns the deliveries. At no time is a stream EXACT that has delivered batches of both.
+    """
     taken: list[Batch | Gap | Reset] = []
     for _ in range(20):
         if (start := wire.asked()) is None:
@@ -571,7 +581,8 @@ def answered_by_the_next_life(wire: Wire) -> None:
             assert wire.stream.trust != Trust.EXACT or len(lives_after_the_last_reset(taken)) <= 1
         wire.answer(END)
         taken += wire.stream.deliveries()
-    assert wire.stream.trust != Trust.EXACT or len(lives_after_the_last_reset(taken)) <= 1
+        assert wire.stream.trust != Trust.EXACT
+    return taken
 
 
 def test_history_of_another_life_is_not_joined_to_what_is_live() -> None:
@@ -579,12 +590,21 @@ def test_history_of_another_life_is_not_joined_to_what_is_live() -> None:
     wire = Wire()
     wire.stream.connected(0.0)
     wire.feed(*(live(seq, life=1) for seq in range(5, 8)))
-    answered_by_the_next_life(wire)
+    taken = answered_by_the_next_life(wire)
+    assert any(isinstance(delivery, Reset) for delivery in taken)
+    assert lives_after_the_last_reset(taken) <= {2}
+    assert wire.stream.trust != Trust.EXACT
+    assert wire.stream.counters.conflicts > 0
 
 
 def test_a_gap_is_not_filled_from_another_life(wire: Wire) -> None:
+    """The first number that is there twice, live and replayed, shows that replay is of another life."""
     wire.feed(*(live(seq, life=1) for seq in [*range(5), *range(6, 9)]))
-    answered_by_the_next_life(wire)
+    taken = answered_by_the_next_life(wire)
+    assert any(isinstance(delivery, Reset) for delivery in taken)
+    assert lives_after_the_last_reset(taken) <= {2}
+    assert wire.stream.trust != Trust.EXACT
+    assert wire.stream.counters.conflicts > 0
 
 
 def test_what_only_replay_has_brought_behind_live_batches_is_not_exact_before_they_are_compared(wire: Wire) -> None:
@@ -952,11 +972,11 @@ def test_a_live_batch_that_replay_brought_before_is_not_a_restart() -> None:
     assert wire.taken() == ["r0", "r1", "r2", "b3"]
 
 
-def outcomes(wire: Wire) -> tuple[int, ...]:
-    """Gaps: lost and healed. Requests: sent, and those that were complete, truncated, unanswered, contradicted."""
-    counted = wire.stream.counters
-    gaps = (counted.gaps, counted.healed)
-    return *gaps, counted.requests, counted.complete, counted.truncated, counted.unanswered, counted.conflicts
+def outcomes(wire: Wire) -> dict[str, int]:
+    """Counters of gaps and of requests for replay that are not 0, by name."""
+    counted = asdict(wire.stream.counters)
+    names = ("gaps", "healed", "requests", "complete", "truncated", "unanswered", "conflicts")
+    return {name: counted[name] for name in names if counted[name]}
 
 
 def test_history_is_no_gap_that_was_healed() -> None:
@@ -966,12 +986,12 @@ def test_history_is_no_gap_that_was_healed() -> None:
     wire.feed(live(3))
     assert wire.asked() == 0
     wire.answer(replayed(0), replayed(1), replayed(2))
-    assert outcomes(wire) == (0, 0, 1, 1, 0, 0, 0)
+    assert outcomes(wire) == {"requests": 1, "complete": 1}
     wire.feed(live(1, life=1))
     assert wire.asked() == 0
     wire.answer(replayed(0, life=1))
     assert wire.taken() == ["r0", "r1", "r2", "b3", "R1", "r0", "b1"]
-    assert outcomes(wire) == (0, 0, 2, 2, 0, 0, 0)
+    assert outcomes(wire) == {"requests": 2, "complete": 2}
 
 
 def test_each_hole_that_replay_fills_is_healed_once(wire: Wire) -> None:
@@ -979,11 +999,11 @@ def test_each_hole_that_replay_fills_is_healed_once(wire: Wire) -> None:
     wire.feed(live(0), live(4), live(5), live(7))
     assert wire.asked() == 1
     wire.answer(replayed(1), END)
-    assert outcomes(wire) == (0, 1, 2, 1, 1, 0, 0)
+    assert outcomes(wire) == {"healed": 1, "requests": 2, "complete": 1, "truncated": 1}
     assert wire.asked() == 2
     wire.answer(replayed(2), replayed(3), replayed(6))
     assert wire.taken() == ["b0", "r1", "r2", "r3", "b4", "b5", "r6", "b7"]
-    assert outcomes(wire) == (0, 2, 3, 2, 1, 0, 0)
+    assert outcomes(wire) == {"healed": 2, "requests": 3, "complete": 2, "truncated": 1}
 
 
 def test_what_was_missed_between_two_connections_is_a_gap_that_was_healed(wire: Wire) -> None:
@@ -995,7 +1015,7 @@ def test_what_was_missed_between_two_connections_is_a_gap_that_was_healed(wire: 
     assert wire.asked() == 2
     wire.answer(END)
     assert wire.taken() == ["b0", "r1"]
-    assert outcomes(wire) == (0, 1, 3, 3, 0, 0, 0)
+    assert outcomes(wire) == {"healed": 1, "requests": 3, "complete": 3}
 
 
 def test_a_gap_that_was_healed_in_part_counts_as_both(wire: Wire) -> None:
@@ -1006,7 +1026,13 @@ def test_a_gap_that_was_healed_in_part_counts_as_both(wire: Wire) -> None:
         assert wire.asked() == 2
         wire.answer(END)
     assert wire.taken() == ["b0", "r1", "g2-2", "b3"]
-    assert outcomes(wire) == (1, 1, 2 + LIMITS.max_fruitless, 1, 1 + LIMITS.max_fruitless, 0, 0)
+    assert outcomes(wire) == {
+        "gaps": 1,
+        "healed": 1,
+        "complete": 1,
+        "requests": 2 + LIMITS.max_fruitless,
+        "truncated": 1 + LIMITS.max_fruitless,
+    }
 
 
 def test_requests_without_an_answer_are_neither_complete_nor_truncated(wire: Wire) -> None:
@@ -1014,7 +1040,12 @@ def test_requests_without_an_answer_are_neither_complete_nor_truncated(wire: Wir
     for _ in range(LIMITS.max_unanswered):
         assert wire.asked() == 1
         wire.later(LIMITS.replay_timeout)
-    assert outcomes(wire) == (1, 0, 1 + LIMITS.max_unanswered, 1, 0, LIMITS.max_unanswered, 0)
+    assert outcomes(wire) == {
+        "gaps": 1,
+        "complete": 1,
+        "requests": 1 + LIMITS.max_unanswered,
+        "unanswered": LIMITS.max_unanswered,
+    }
 
 
 def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
@@ -1896,3 +1927,62 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_come() 
     seen.append(evidence.is_open)
     assert seen == [False, True, False]
     assert not evidence.is_missing
+
+
+# --- limits
+
+
+def test_an_answer_that_pauses_has_ended(wire: Wire) -> None:
+    """`reply_silence` counts from the last message of an answer on, `replay_timeout` from the request; both are counted."""
+    wire.feed(live(0), live(3))
+    assert wire.asked() == 1
+    wire.answer(replayed(1))
+    assert wire.stream.deadline() == wire.now + LIMITS.reply_silence
+    wire.later(LIMITS.reply_silence)
+    assert wire.stream.counters.unanswered == 1
+    assert wire.asked() == 2
+    assert wire.stream.deadline() == wire.now + LIMITS.replay_timeout
+
+
+def test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while(wire: Wire) -> None:
+    """`believe_again` after its last contradiction, and not before; what it says has to be confirmed then."""
+    wire.feed(live(0), live(2))
+    assert wire.asked() == 1
+    wire.answer([b"", b"other-topic", (1).to_bytes(8, "big"), payload(1)])
+    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+    assert wire.taken() == ["b0", "g1-1", "b2"]
+    assert wire.stream.deadline() == wire.now + LIMITS.believe_again
+    wire.later(LIMITS.believe_again - 0.1)
+    assert wire.asked() is None
+    wire.later(0.1)
+    assert wire.asked() == 2
+    assert Doubt.REPLAY_FOREIGN not in wire.stream.doubts
+    assert Doubt.REPLAY_UNCONFIRMED in wire.stream.doubts
+
+
+REACHED = {
+    "max_pending_batches": "test_what_does_not_fit_the_buffer_is_replayed_later",
+    "max_pending_bytes": "test_pending.py",
+    "replay_timeout": "test_a_mute_replay_endpoint_is_given_up_in_bounded_time",
+    "reply_silence": "test_an_answer_that_pauses_has_ended",
+    "max_useless_replies": "test_an_endless_answer_without_anything_new_is_cut_off",
+    "max_unanswered": "test_requests_without_an_answer_are_neither_complete_nor_truncated",
+    "max_fruitless": "test_a_gap_that_was_healed_in_part_counts_as_both",
+    "max_requests_at_once": "test_requests_are_bounded_where_each_answer_brings_one_more",
+    "request_interval": "test_requests_are_bounded_where_each_answer_brings_one_more",
+    "quiet_before_probe": "test_the_tail_is_checked_when_a_stream_is_quiet",
+    "max_probe_interval": "test_a_later_probe_settles_a_doubted_identity",
+    "max_conflicts": "test_a_replay_endpoint_of_another_stream_is_found_out",
+    "believe_again": "test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while",
+    "max_recent": "test_pending.py",
+    "silent_intervals": "test_stream_heartbeats.py",
+    "max_diverged_restarts": "test_stream_heartbeats.py",
+}
+"""Where each limit is reached, and what shows that: a test here, or another module."""
+
+
+def test_every_limit_is_reached_by_a_test() -> None:
+    """Rule 8: a limit that is added, and reached by no test, is found here."""
+    assert REACHED.keys() == {field.name for field in fields(StreamLimits)}
+    known = set(globals()) | {path.name for path in Path(__file__).parent.glob("test_*.py")}
+    assert set(REACHED.values()) <= known
