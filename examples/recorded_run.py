@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDING = ROOT / "tests" / "data" / "vllm-0.32-captures.jsonl.gz"
 LIVES = ("bs32-sha256cbor-seed0", "bs64-emptytopic")
 """Two runs of the recording: before the restart blocks of 32 tokens, after it blocks of 64."""
+LOST = 0.2
+"""Share of live batches."""
 REPLIES_END_AFTER = 12
 """Batches of one reply that get through; engines' send queues overflow at 1,000."""
 BEFORE_WE_CAME = 24
@@ -97,21 +100,37 @@ class Demo:
             self.gaps += 1
             self._console.line(*self._lines.gap(delivery))
 
-    def has_all_of(self, life: int) -> Callable[[], bool]:
+    def has_all_of(self, life: int) -> bool:
         """Whether as many batches as a life published have come."""
-        return lambda: len(self.delivered[life]) >= len(self._tape.batches(life)) and self._subscriber.trust().name == "EXACT"
+        return len(self.delivered[life]) >= len(self._tape.batches(life))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the subscriber says EXACT."""
+        return self._subscriber.trust().name == "EXACT"
+
+
+def play_rest(tape: TapePlayer, demo: Demo, life: int, batches: int) -> None:
+    """Publish the rest of a life of so many batches, the last one when all before have come.
+
+    That one is not lost: a live batch has to confirm what replay has brought.
+    """
+    playing = tape.start_playing(batches - len(tape.batches(life)) - 1, rate=RATE)
+    demo.follow(lambda: playing.done() and demo.has_all_of(life))
+    tape.faults = replace(tape.faults, drop=0.0)
+    tape.play(1)
+    demo.follow(lambda: demo.has_all_of(life) and demo.is_exact)
+    tape.faults = replace(tape.faults, drop=LOST)
 
 
 def play(tape: TapePlayer, demo: Demo) -> None:
     """Both lives of the engine."""
     demo.say("an engine has been running for a while; we subscribe late, and a fifth of what it sends now is lost on the way")
-    first = tape.start_playing(rate=RATE)
-    demo.follow(lambda: first.done() and demo.has_all_of(0)())
+    play_rest(tape, demo, 0, len(list(live_batches(RECORDING, LIVES[0]))))
     demo.say("the engine is killed, comes back on the same port, and is busy before we have reconnected")
     second_life = [batch._replace(topic=b"kv-events") for batch in live_batches(RECORDING, LIVES[1])]
     tape.restart(second_life, unseen_until=UNSEEN_AFTER_RESTART)
-    second = tape.start_playing(rate=RATE)
-    demo.follow(lambda: second.done() and demo.has_all_of(1)())
+    play_rest(tape, demo, 1, len(second_life))
 
 
 def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
@@ -150,7 +169,7 @@ def tell(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None
 def main() -> int:
     """Play, follow, compare."""
     console = Console()
-    faults = Faults(drop=0.2, replay_send_limit=REPLIES_END_AFTER, replay_holes=EveryOtherTime(), seed=4)
+    faults = Faults(drop=LOST, replay_send_limit=REPLIES_END_AFTER, replay_holes=EveryOtherTime(), seed=4)
     with TapePlayer(RECORDING, run=LIVES[0], faults=faults) as tape:
         tape.play(BEFORE_WE_CAME)
         with Subscriber(Source(tape.endpoint, tape.replay_endpoint, name="vllm")) as subscriber:

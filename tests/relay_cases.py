@@ -280,6 +280,14 @@ class World:
     def settle(self) -> None:
         self.turn(MANY_TURNS)
 
+    def confirm(self) -> None:
+        """Settle, have each upstream publish an empty batch, and settle: a live batch confirms what replay has brought."""
+        self.settle()
+        for each in self.upstreams:
+            if each.engine.up:
+                each.say()
+        self.settle()
+
     @property
     def truth(self) -> Held:
         return sum((each.held for each in self.upstreams), Counter())

@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
@@ -24,6 +24,7 @@ import zmq
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import Doubt
 from publisher_cases import ANY, last_endpoint, publishing
 from test_cli import Ended, Program
 
@@ -110,6 +111,21 @@ class Client:
         """A body as JSON, from an object or from fields."""
         return self.ask("POST", path, msgspec.json.encode(fields if body is None else body), content_type="application/json")
 
+    def confirm(self) -> None:
+        """`confirm` for every source."""
+        for source in self.get("/v1/sources").json["sources"]:
+            confirm(source)
+
+    def ready(self) -> None:
+        """Wait until the service is ready, and engines of `engine` have confirmed what replay has brought."""
+
+        def look() -> bool:
+            self.confirm()
+            is_ready = self.get("/readyz").status == 200
+            return is_ready and not any(map(is_unproven, self.get("/v1/sources").json["sources"]))
+
+        until(f"{self.host}:{self.port} to be ready", look)
+
     def close(self) -> None:
         self._connection.close()
 
@@ -152,11 +168,17 @@ class Service(Client):
         return found["state"], found["reason"]
 
     def exact(self, instance: int | str, rank: int = 0, *, blocks: int | None = None) -> dict[str, Any]:
-        """Wait until a source is EXACT, and holds so many blocks."""
+        """Wait until a source is EXACT, and holds so many blocks.
+
+        An engine of `engine` publishes an empty batch if no live batch has confirmed yet what replay has brought.
+        """
 
         def look() -> dict[str, Any] | None:
             found = self.sources().get((str(instance), rank))
-            fits = found is not None and found["trust"]["state"] == "EXACT" and blocks in {None, found["blocks"]}
+            if found is None:
+                return None
+            confirm(found)
+            fits = found["trust"]["state"] == "EXACT" and blocks in {None, found["blocks"]}
             return found if fits else None
 
         return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
@@ -250,6 +272,11 @@ class Engine:
     def publish(self, *events: Any, at: float | None = None) -> None:
         self.publisher.publish(EventBatch(time() if at is None else at, list(events)))
 
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest batch; -1 before the first."""
+        return self.publisher.stats().published - 1
+
     def remove(self, hashes: Sequence[int], medium: str = "GPU") -> None:
         self.publish(BlockRemoved(list(hashes), medium=medium))
 
@@ -262,7 +289,30 @@ def engine(*, seed: int = 1, **options: Any) -> Iterator[Engine]:
     """One rank of an engine on real sockets, with replay unless told otherwise."""
     options.setdefault("replay_endpoint", ANY)
     with publishing(**options) as publisher:
-        yield Engine(publisher, seed)
+        made = _ENGINES[publisher.endpoint] = Engine(publisher, seed)
+        yield made
+        if _ENGINES.get(publisher.endpoint) is made:  # another one may have come back at its place
+            del _ENGINES[publisher.endpoint]
+
+
+_ENGINES: dict[str, Engine] = {}
+"""Those that run, by endpoint."""
+
+
+def is_unproven(source: Mapping[str, Any]) -> bool:
+    """Whether no live batch has confirmed yet what replay has brought. Replicas of a log have the sentence, and no code."""
+    return Doubt.REPLAY_UNPROVEN.value in source["trust"]["reason"]
+
+
+def confirm(source: Mapping[str, Any]) -> None:
+    """Have an engine of `engine` publish an empty batch if no live batch has confirmed yet what replay has brought.
+
+    `source` is as `/v1/sources` lists it. Nothing is published while something that was published before has not arrived, so
+    that it is one batch in most cases, however often this is called.
+    """
+    made = _ENGINES.get(source["endpoint"])
+    if made is not None and is_unproven(source) and source["last_seq"] >= made.last_seq:
+        made.publish()
 
 
 @contextmanager

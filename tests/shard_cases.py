@@ -12,7 +12,7 @@ from kvevents.service.config import to_config
 from kvevents.service.server import _listen, _Server
 from kvevents.service.service import Service
 from ports import quiet_port
-from service_cases import Client, until
+from service_cases import Client
 
 SECONDS = 20.0
 PACE = {
@@ -87,7 +87,7 @@ class Replica(Client):
         return self.service.replica.shown if self.service.replica is not None else frozenset()
 
     def ready(self) -> None:
-        until(f"{self.name} to be ready", lambda: self.error or self.get("/readyz").status == 200, SECONDS)
+        super().ready()
         assert self.error is None
 
     def end(self) -> None:

@@ -74,6 +74,13 @@ def bridge(server: NatsServer, plane: str, *more: object, name: str = "bridge") 
     assert not [line for line in program.err.all if re.search("Traceback|Warning:", line)], program.err.all
 
 
+def confirmed(program: Program, name: str, publisher: ZmqEventPublisher, number: int = 0) -> None:
+    """Wait until a bridge follows an idle engine; batch `number`, the first one to come live, makes its stream EXACT."""
+    program.err.wait(rf"(?i)\binfo\b.*\b{name} rank 0: DEGRADED .*no live batch has confirmed")
+    publisher.publish(batch(number))
+    program.err.wait(f"{name} rank 0: EXACT")
+
+
 def has(log: Log, name: str, count: int) -> Log:
     """Wait until the log has so many batches of an engine; they are each once and in order."""
     log.until(f"{count} batches of {name}", lambda log: len(log.numbers(key_of(name))) >= count)
@@ -108,10 +115,10 @@ def test_two_engines_are_in_the_log_when_it_has_ended(server: NatsServer, number
     with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
         arguments = (*worker("a", first), *worker("b", second))
         with bridge(server, plane, *arguments) as program:
-            for name in ("a", "b"):
+            for name, publisher in (("a", first), ("b", second)):
                 program.err.wait(f"{name} rank 0: following tcp://")
-                program.err.wait(f"{name} rank 0: EXACT")
-            for each in range(200):
+                confirmed(program, name, publisher)
+            for each in range(1, 200):
                 first.publish(batch(each))
                 second.publish(batch(each))
             log = has(has(Log(plane_at(server.url, name=plane)), "a", 200), "b", 200)
@@ -141,20 +148,21 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
         more = write(tmp_path / "more.toml", "sources = []")
         with Program("bridge", "--config", config, "--sources", more, "--name", "of the flags") as program:
             program.err.wait("bridge 'of the flags' writes to the 2 lanes of plane 'file'")
-            first.publish(batch(0))
+            confirmed(program, "a", first)
             log = Log(plane_at(server.url, name="file")).until("a", lambda log: len(log.pages) and cards(log).keys() == {"a"})
             assert (cards(log)["a"]["block_size"], cards(log)["a"]["group"]) == (16, "g")
             second.publish(batch(0))
             write(more, source("b", second))
             has(log, "b", 1)
-            program.err.wait("connected; streams: 2 EXACT; 2 batches written; 0 records of 0 bytes wait")
+            confirmed(program, "b", second, 1)
+            program.err.wait("connected; streams: 2 EXACT; 3 batches written; 0 records of 0 bytes wait")
             write(config, head)
             log.until("only b", lambda log: cards(log).keys() == {"b"})
             program.err.wait("a rank 0: no longer followed")
             write(more, "sources = [")
             program.err.wait(r"WARNING .*more\.toml: .*the sources that it named before stay")
-            second.publish(batch(1))
-            has(log, "b", 2)
+            second.publish(batch(2))
+            has(log, "b", 3)
             write(more, source("b", second))
             program.err.wait("all that is named can be followed")
             assert program.interrupt(signal.SIGTERM).code == 0
@@ -165,7 +173,7 @@ def test_ranks_of_one_engine_that_cannot_be_of_one_are_told(server: NatsServer, 
     with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
         file = write(tmp_path / "s.toml", source("a", first))
         with bridge(server, "ranks", "--sources", file) as program:
-            program.err.wait("a rank 0: EXACT")
+            confirmed(program, "a", first)
             write(file, source("a", first) + source("a", second, rank=1, model="other"))
             program.err.wait("WARNING .*a rank 1 has model 'other'.*call this instance something else")
             assert not [line for line in program.err.all if "a rank 1: following" in line]
@@ -234,34 +242,35 @@ def test_a_bridge_whose_name_was_taken_ends(server: NatsServer) -> None:
     with publishing(replay_endpoint=ANY) as publisher:
         arguments = ["bridge", "--to", server.url, "--plane", "taken", *LANE, "--name", "bridge", *worker("a", publisher)]
         with Program(*arguments, command=quick("3.0", lease="1.5")) as first:
-            first.err.wait("a rank 0: EXACT")
+            confirmed(first, "a", publisher)
             first.process.send_signal(signal.SIGSTOP)
             with Program(*arguments, command=quick("10.0", lease="1.5")) as second:
-                second.err.wait("a rank 0: EXACT")
+                confirmed(second, "a", publisher, 1)
                 first.process.send_signal(signal.SIGCONT)
                 ended = first.end()
                 assert ended.code == 1, ended.err
                 assert f"process {second.process.pid} at" in last(ended)
-                publisher.publish(batch(0))
-                has(Log(plane_at(server.url, name="taken")), "a", 1)
+                publisher.publish(batch(2))
+                has(Log(plane_at(server.url, name="taken")), "a", 3)
 
 
 def test_a_name_outlives_servers_that_are_away_and_a_bucket_that_was_deleted(tmp_path: Path) -> None:
     with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
         arguments = ["bridge", "--to", server.url, "--plane", "away", *LANE, "--name", "bridge", *worker("a", publisher)]
         with Program(*arguments, command=quick("10.0", lease="1.0")) as program:
-            program.err.wait("a rank 0: EXACT")
+            confirmed(program, "a", publisher)
+            has(Log(plane_at(server.url, name="away")), "a", 1)
             server.kill()
-            publisher.publish(batch(0))
+            publisher.publish(batch(1))
             program.err.wait("the name of this bridge is not sure: it could not be renewed for 1 s")
             server.start()
             program.err.wait("the name of this bridge is sure again")
-            has(Log(plane_at(server.url, name="away")), "a", 1)
+            has(Log(plane_at(server.url, name="away")), "a", 2)
             lines = len(program.err.all)
             asyncio.run(delete_leases(server, "away"))
             program.err.wait(lambda told: any("is sure again" in line for line in told[lines:]))
-            publisher.publish(batch(1))
-            has(Log(plane_at(server.url, name="away")), "a", 2)
+            publisher.publish(batch(2))
+            has(Log(plane_at(server.url, name="away")), "a", 3)
             assert program.interrupt(signal.SIGTERM).code == 0
 
 
@@ -278,9 +287,13 @@ def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_onc
         ]
         with both[0] as patient, both[1] as hasty:
             for program in both:
-                program.err.wait("a rank 0: EXACT")
-            server.kill()
+                program.err.wait("a rank 0: DEGRADED .*no live batch has confirmed")
             publisher.publish(batch(0))
+            for program in both:
+                program.err.wait("a rank 0: EXACT")
+            has(Log(plane_at(server.url)), "a", 1)
+            server.kill()
+            publisher.publish(batch(1))
             for program in both:
                 program.err.wait("coming back")
                 program.process.send_signal(signal.SIGTERM)
@@ -319,8 +332,7 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
     with publishing(replay_endpoint=ANY) as publisher:
         more = (*worker("a", publisher), "--worker", "gone=tcp://127.0.0.1:1", "--metrics-port", port, "--json")
         with bridge(server, "metrics", *more) as program:
-            program.err.wait("a rank 0: EXACT")
-            publisher.publish(batch(0))
+            confirmed(program, "a", publisher)
             until("a batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
             found = {name: values for name, values in scrape(port).items() if name.startswith("kvevents")}
             assert {name.removeprefix("kvevents_bridge_") for name in found} == {

@@ -22,6 +22,7 @@ from kvevents.cli.checkup.service import ENOUGH_LOOKUPS
 from kvevents.cli.checkup.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.service.reasons import Reason
 from kvevents.service.shapes import HealthAnswer, SourceView
 from kvevents.subscriber.handshake import shake_hands
 from kvevents.testing import Faults, TapePlayer
@@ -190,7 +191,9 @@ def test_an_idle_engine_is_no_fault_and_replay_tells_what_it_speaks() -> None:
     assert "20 batches replayed" in found["decoding"]["text"]
     assert found["decoding"]["text"].endswith("sglang-0.5.9 (20)")
     assert "as [seq, payload]" in found["replay"]["text"]
-    assert found["trust"]["verdict"] != "fail"
+    assert found["trust"]["verdict"] == "ok"
+    assert found["trust"]["text"].startswith("DEGRADED (no live batch has confirmed yet what the replay endpoint says), after")
+    assert found["trust"]["advice"] == "send the engine a request; the next batch confirms the replay endpoint"
 
 
 def test_further_ranks_are_noticed() -> None:
@@ -527,9 +530,32 @@ def test_many_doubtful_sources_are_summed_up() -> None:
 def test_a_source_that_is_still_coming_up() -> None:
     (coming,) = fleet.check_trust([source(1, "REPLAYING")], 1001.0)
     assert (coming.verdict.value, coming.advice) == ("warn", "give it a moment, and look again")
+    unproven = {"state": "REPLAYING", "reason": "", "reason_codes": [Reason.REPLAYING, Reason.REPLAY_UNPROVEN]}
+    (coming,) = fleet.check_trust([view(trust=unproven)], 1001.0)
+    assert coming.advice == "give it a moment, and look again"
     (stuck,) = fleet.check_trust([source(1, "CONNECTING")], 1100.0)
     assert stuck.verdict.value == "fail"
     assert "kvevents doctor tcp://10.0.0.7:5557" in stuck.advice
+
+
+def test_history_of_an_idle_engine_is_a_note_until_a_live_batch_has_come() -> None:
+    """Replay alone is no fault, and says what to do; after a live batch it is a warning. Another reason has its own advice."""
+    reason = "no live batch has confirmed yet what the replay endpoint says"
+    unproven = {"state": "DEGRADED", "reason": reason, "reason_codes": [Reason.REPLAY_UNPROVEN]}
+    (idle,) = fleet.check_trust([view(trust=unproven, batches=3, replayed=3)], 1010.0)
+    assert idle.verdict.value == "ok"
+    assert reason in idle.text
+    assert idle.advice == "send the engine a request; the next batch confirms the replay endpoint"
+    (busy,) = fleet.check_trust([view(trust=unproven, batches=3, replayed=2)], 1010.0)
+    assert busy.verdict.value == "warn"
+    assert "belongs to another engine" in busy.advice
+    both = unproven | {"reason_codes": [Reason.REPLAY_UNPROVEN, Reason.LOST]}
+    (lost,) = fleet.check_trust([view(trust=both, batches=3, replayed=3)], 1010.0)
+    assert lost.verdict.value == "warn"
+    assert "buffer_steps" in lost.advice
+    told = [*fleet.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
+    assert told[0].verdict.value == "warn", "the worst first"
+    assert told[-1].verdict.value == "ok"
 
 
 def test_memory_and_snapshots() -> None:

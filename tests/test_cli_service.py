@@ -55,6 +55,7 @@ class Served:
         assert found
         self.url = found[1]
         self._place = self.url.removeprefix("http://")
+        self._engines: dict[str, ZmqEventPublisher] = {}
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         connection = HTTPConnection(self._place, timeout=SECONDS)
@@ -71,6 +72,7 @@ class Served:
         known = {"instance_id": name, "endpoint": publisher.endpoint, "model_name": "m", "block_size": BLOCK}
         replay = {} if publisher.replay_endpoint is None else {"replay_endpoint": publisher.replay_endpoint}
         self.ask("POST", "/register", known | replay | more)
+        self._engines[f"{name}/{more.get('dp_rank', 0)}"] = publisher
 
     def sources(self) -> dict[str, Any]:
         return {f"{one['instance']}/{one['rank']}": one for one in self.ask("GET", "/v1/sources")["sources"]}
@@ -80,7 +82,14 @@ class Served:
         until(lambda: name in self.sources() and test(self.sources()[name]), lambda: self.sources().get(name))
 
     def wait_exact(self, name: str, blocks: int) -> None:
-        self.wait(name, lambda source: source["trust"]["state"] == "EXACT" and source["blocks"] == blocks)
+        """Until a source is EXACT; its engine publishes an empty batch if a live one must confirm what replay has brought."""
+
+        def is_exact(source: dict[str, Any]) -> bool:
+            if "replay-unproven" in source["trust"]["reason_codes"] and name in self._engines:
+                self._engines[name].publish(KVEventBatch(time.time(), [], 0))
+            return bool(source["trust"]["state"] == "EXACT" and source["blocks"] == blocks)
+
+        self.wait(name, is_exact)
 
 
 def until(test: Callable[[], bool], why: Callable[[], object] = lambda: "") -> None:

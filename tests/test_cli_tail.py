@@ -160,6 +160,17 @@ def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> No
     assert "DEGRADED (no replay endpoint" in ended.err + ended.out
 
 
+@pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
+def test_of_an_idle_engine_whose_history_came_by_replay_it_says_what_confirms_it(command: list[str], tmp_path: Path) -> None:
+    words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
+    with tape_of(*MIXED) as tape:
+        tape.play()
+        ended = run(*words, *tail(tape, "--idle", 0.5)[1:])
+    assert ended.code == 0
+    assert "4 batches, 4 replayed, 0 gaps, 0 lost, 0 resets, trust DEGRADED (no live batch has confirmed yet" in ended.err
+    assert "send the engine a request; the next batch confirms the replay endpoint" in ended.err
+
+
 def test_without_replay_it_says_that_losses_cannot_be_mended(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
     with TapePlayer(MIXED, endpoint=endpoint, replay_endpoint=None) as tape, Program("tail", endpoint, "--count", 2) as program:

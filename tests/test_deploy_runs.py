@@ -200,11 +200,12 @@ def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: C
     kv_events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": f"tcp://*:{replay}"}
     engine = {"args": [f"--kv-events-config={json.dumps(kv_events)}"]}
     with nats_server(cluster.folder / "nats") as nats, ExitStack() as stack:
-        for rank in range(ranks):
-            stack.enter_context(vllm(cluster, engine, rank))
+        publishers = [stack.enter_context(vllm(cluster, engine, rank)) for rank in range(ranks)]
         names = {"nats://nats:4222": nats.url}
         programs = [stack.enter_context(cluster.run(each, **names)) for each in (*relays, bridge, replica)]
         until(lambda: len(found_workers(cluster, "llama")) == ranks, *programs)
+        for rank, publisher in enumerate(publishers):
+            publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what replay has brought
         check_probes(cluster, replica, *programs)
         check_probes(cluster, bridge, *programs)
         assert sorted(name.rpartition("/")[2] for name in found_workers(cluster, "llama")) == [

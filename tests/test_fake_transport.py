@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockRemoved
-from kvevents.stream import Batch, Delivery, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, Delivery, Doubt, Gap, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber
 from kvevents.testing import FakeEngine, FakeTransport
 
@@ -58,6 +58,12 @@ def test_waiting_passes_virtual_time(transport: FakeTransport, engine: FakeEngin
         assert isinstance(batch, Batch)
         assert batch.replayed
         assert transport.clock() >= StreamLimits().quiet_before_probe
+        assert subscriber.trust("e") == Trust.DEGRADED
+        assert subscriber.status("e").doubts == {Doubt.REPLAY_UNPROVEN}
+        engine.publish(BlockRemoved([2]))
+        [batch] = take(subscriber)
+        assert isinstance(batch, Batch)
+        assert not batch.replayed
         assert subscriber.trust("e") == Trust.EXACT
 
 

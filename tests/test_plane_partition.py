@@ -129,8 +129,8 @@ def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, 
         found.replicas = [Elsewhere(net, host, plane) for host in REPLICAS]
         for each in found.replicas:
             stack.callback(Running(each).end)
-        engine.say()
-        until("replicas", lambda: all(each.is_exact for each in found.replicas), SECONDS)
+        with engine.talking(PACE):
+            until("replicas", lambda: all(each.is_exact for each in found.replicas), SECONDS)
         yield found
         net.heal()
         found.is_told()

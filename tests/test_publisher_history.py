@@ -22,7 +22,7 @@ from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
 from kvevents.publisher import buffer as buffers
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.history import History
-from kvevents.stream import RawBatch
+from kvevents.stream import Doubt, RawBatch
 from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
@@ -106,7 +106,7 @@ def test_a_late_subscriber_is_exact() -> None:
         batches = fill(publisher, Engine(1), 500)
         index = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
-            follow(subscriber, index, 499)
+            confirm(publisher, subscriber, index, 499)
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
@@ -117,11 +117,11 @@ def test_who_was_away_for_longer_than_the_buffer_is_exact_again() -> None:
         batches = fill(publisher, engine, 50)
         index = PrefixIndex()
         with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
-            follow(subscriber, index, 49)
+            last = confirm(publisher, subscriber, index, 49)
             proxy.cut(refuse=True)
             batches += fill(publisher, engine, 300)
             proxy.heal()
-            follow(subscriber, index, 349)
+            confirm(publisher, subscriber, index, last + 300)
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
@@ -134,6 +134,29 @@ def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int, trus
         return subscriber.status().last_seq == last and subscriber.trust().name == trust
 
     wait_until(there, f"{trust} at {last}")
+
+
+def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int) -> int:
+    """Follow to number `last`, where nothing but live confirmation is missing, and publish empty batches until it is EXACT.
+
+    Returns the number of the newest one.
+    """
+    follow(subscriber, index, last, "DEGRADED")
+    newest = last
+
+    def there() -> bool:
+        nonlocal newest
+        for delivery in subscriber.receive_many(timeout=0.05):
+            subscriber.report(delivery, index.apply(delivery).findings)
+        status = subscriber.status()
+        assert status.doubts <= {Doubt.REPLAY_UNPROVEN}
+        if status.trust.name == "DEGRADED" and status.last_seq == newest:
+            publisher.publish(KVEventBatch(0.0, []))
+            newest += 1
+        return status.trust.name == "EXACT" and status.last_seq == newest
+
+    wait_until(there, f"EXACT at {newest}")
+    return newest
 
 
 def test_where_a_batch_was_never_sent_a_joiner_knows_the_rest_and_that_it_is_not_all(context: Context) -> None:
@@ -161,7 +184,7 @@ def test_where_a_batch_was_never_sent_a_joiner_knows_the_rest_and_that_it_is_not
         assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
         late = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
-            follow(subscriber, late, 14)
+            confirm(publisher, subscriber, late, 14)
         assert late.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
@@ -171,12 +194,12 @@ def test_who_comes_back_after_something_was_lost_has_its_state_replaced() -> Non
         batches = fill(publisher, Engine(6), 20)
         index = PrefixIndex()
         with Subscriber(Source(proxy.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
-            follow(subscriber, index, 19)
+            last = confirm(publisher, subscriber, index, 19)
             proxy.cut(refuse=True)
             publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
             batches += fill(publisher, Engine(7), 20)
             proxy.heal()
-            follow(subscriber, index, 40, "DEGRADED")
+            follow(subscriber, index, last + 21, "DEGRADED")
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 

@@ -42,7 +42,7 @@ def world_of_two(tmp_path: Path) -> Iterator[World]:
 
 
 def exact(made: World, *consumers: Consumer) -> None:
-    made.settle()
+    made.confirm()
     for consumer in consumers:
         assert consumer.trust.name == "EXACT", consumer.trust
         assert consumer.held == made.truth
@@ -181,6 +181,7 @@ def test_a_hole_at_the_end_is_seen_before_anything_follows(made: World) -> None:
     made.begin()
     made.settle()
     assert any(isinstance(each, Gap) for each in consumer.seen)
+    made.confirm()
     assert consumer.trust.name == "EXACT"  # by digest: nothing was in it
 
 
@@ -278,7 +279,9 @@ def test_what_was_lost_before_a_reset_is_doubted_until_that_is_told(made: World)
         consumer.turn()
         trusts.append((len(consumer.held), consumer.trust.name))
 
-    relay._forward([RawBatch("u0", 0, 0, seq, False, store[seq]) for seq in range(20)])
+    made.upstream.store(0)  # live, so that the upstream is EXACT
+    made.settle()
+    relay._forward([RawBatch("u0", 0, 0, seq, False, store[seq]) for seq in range(1, 20)])
     made.settle()
     made.sent = look
     relay._forward(
@@ -362,7 +365,7 @@ def test_what_the_relay_says_itself_is_spelled_as_its_stream_is(made: World, rel
     assert len(events) > 3
     assert {type(event) for event in events} == {list if row.events == "array" else dict}
     consumer = made.consumer()
-    made.settle()
+    made.confirm()
     assert consumer.trust.name == "EXACT"
     assert {number for number, _ in _blocks(consumer)} == set(range(5, 9))
 

@@ -157,6 +157,8 @@ def test_keys_on_both_sides(tmp_path: Path) -> None:
             listening(relay, curve=client(friend, own)) as (known,),
             listening(relay, curve=stranger) as (unknown,),
         ):
+            until(relay, lambda: known.digest == truth.digest and publisher.stats().subscribers, known, unknown)
+            truth.say()
             until(relay, lambda: known.is_exact(truth.digest) and relay._broadcast.connections_refused, known, unknown)
             assert unknown.subscriber.trust().name == "CONNECTING"
             assert not unknown.digest
@@ -178,19 +180,23 @@ def test_the_draft_of_placement_snapshots_is_answered() -> None:
 
 
 def test_prometheus_is_told_of_everything(tmp_path: Path) -> None:
-    with publishing(replay_endpoint=ANY) as publisher:
+    with (
+        publishing(replay_endpoint=ANY) as publisher,
+        Relay(settings(publisher, journal=str(tmp_path / "j"))) as relay,
+        socket.socket() as taken,
+    ):
+        until(relay, lambda: publisher.stats().subscribers)
         publisher.publish(EventBatch(1.0, [block(1), AllBlocksCleared(), block(2), block(3)]))
-        with Relay(settings(publisher, journal=str(tmp_path / "j"))) as relay, socket.socket() as taken:
-            until(relay, lambda: relay.trust().name == "EXACT" and relay.status().heartbeats)
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-            with pytest.raises(EndpointError, match="choose another port"):
-                metrics.serve(relay.status, port)
-            taken.close()
-            end = metrics.serve(relay.status, port)
-            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
-                told = answer.read().decode()
-            end()
+        until(relay, lambda: relay.trust().name == "EXACT" and relay.status().heartbeats)
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(EndpointError, match="choose another port"):
+            metrics.serve(relay.status, port)
+        taken.close()
+        end = metrics.serve(relay.status, port)
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
+            told = answer.read().decode()
+        end()
     for line in (
         'kvevents_relay_state{state="EXACT"} 1.0',
         'kvevents_relay_journal_state{state="disk"} 1.0',

@@ -31,6 +31,7 @@ from service_cases import (
     Engine,
     Service,
     Stream,
+    confirm,
     engine,
     engines,
     exchange,
@@ -297,12 +298,19 @@ def test_sources_are_limited(service: Service) -> None:
 # --- engines
 
 
+def confirmed(service: Service, instance: str) -> tuple[str, str]:
+    """State and reason; the engine publishes a batch if a live one has to confirm what replay has brought."""
+    confirm(service.source(instance))
+    return service.trust(instance)
+
+
 def test_an_engine_that_lies_about_its_block_size_is_degraded(service: Service) -> None:
     with engine(seed=20) as made:
         assert service.register("liar", made.publisher, block_size=16).status == 201
         made.store(prompt(20), block_size=32)
-        until("the complaint", lambda: service.trust("liar")[0] == "DEGRADED")
-        assert service.trust("liar")[1] == "it is registered with blocks of 16 tokens and sends blocks of 32"
+        until("all its blocks", lambda: service.source("liar")["blocks"] == 2)
+        complaint = ("DEGRADED", "it is registered with blocks of 16 tokens and sends blocks of 32")
+        until("nothing but the complaint", lambda: confirmed(service, "liar") == complaint)
         found = service.source("liar")
         assert (found["declared_block_size"], found["block_sizes"]) == (16, [32])
         # Blocks are looked up by their true size, so the answer is right all the same.
@@ -319,8 +327,9 @@ def test_an_engine_that_comes_back_with_another_block_size(service: Service) -> 
         service.exact("back", blocks=4)
     with engine(seed=22, **place) as again:
         again.store(prompt(21), block_size=32)
-        until("the complaint", lambda: service.trust("back")[0] == "DEGRADED")
-        assert service.source("back")["blocks"] == 2
+        until("all its blocks", lambda: service.source("back")["blocks"] == 2)
+        until("the complaint", lambda: "sends blocks of 32" in confirmed(service, "back")[1])
+        assert service.trust("back")[0] == "DEGRADED"
         assert service.held(prompt(21)) == {"back": 64}
     assert service.post("/unregister", instance_id="back").status == 200
     with engine(seed=23, **place) as anew:
@@ -469,12 +478,12 @@ def test_a_file_of_sources_that_changes(tmp_path: Path) -> None:
             write(path, "nonsense")
             faults = until("the fault", lambda: service.get("/v1/sources").json["faults"])
             assert str(path) in str(faults)
-            assert service.told(f"WARNING {path}: ")
+            until("the log to say so", lambda: service.told(f"WARNING {path}: "))
             assert set(service.sources()) == {("a", 0), ("b", 0)}
             write(path, table("b", second))
             until("the second alone", lambda: set(service.sources()) == {("b", 0)})
             assert service.get("/v1/sources").json["faults"] == {}
-            assert service.told(f"INFO +no more: {path}: ")
+            until("the log to say so", lambda: service.told(f"INFO +no more: {path}: "))
             # What the configuration names, no client takes away for long, nor registers twice.
             assert service.register("b", second.publisher).status == 409
 

@@ -758,7 +758,8 @@ def test_a_client_of_mooncake(service: Service) -> None:
         asked = {"model": "mooncake", "block_size": BLOCK, "token_ids": [*tokens, 1]}
         until("the prompt", lambda: client.query("a", **asked).get("vllm-0", {}).get("CPU") == 64)
         (found,) = client.query("a", **asked).values()
-        until("trust", lambda: client.query("a", **asked)["vllm-0"]["trust"] == {"1": "EXACT"})
+        service.exact("vllm-0", 1)
+        assert client.query("a", **asked)["vllm-0"]["trust"] == {"1": "EXACT"}
         assert {name: found[name] for name in ("longest_matched", "GPU", "DP", "CPU", "DISK")} == {
             "longest_matched": 64,
             "GPU": 32,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import time
@@ -86,6 +86,7 @@ def cell(selector: str, instance: str = "engine-0") -> str:
     return f"[...document.querySelectorAll('#fleet tbody tr')].{row}?.querySelector({json.dumps(selector)})?.textContent"
 
 
+EMPTY = EventBatch(0.0, [])
 TRUST, REASON, BLOCKS = ".why .trust", ".why", "[data-label=Blocks]"
 
 
@@ -100,6 +101,13 @@ def texts(selector: str) -> str:
 def seen(selector: str) -> str:
     """An expression: whether an element is not hidden."""
     return f"!document.querySelector({json.dumps(selector)}).hidden"
+
+
+def confirmed(page: Chromium, publish: Callable[[], object]) -> None:
+    """Wait until the engine's row is EXACT; the engine's next batch confirms what replay has brought."""
+    page.wait(f"/^(EXACT|DEGRADED)$/.test({cell(TRUST)})")
+    publish()
+    page.wait(f"{cell(TRUST)} === 'EXACT'")
 
 
 def complaints(page: Chromium, *, but: str = r"503 .*/readyz") -> list[str]:
@@ -136,7 +144,7 @@ def test_what_events_bring_needs_no_polling(page: Chromium) -> None:
     """The stream alone: polling would show it too, seconds later, so that is kept from the page."""
     with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
         page.open(url)
-        page.wait(f"{cell(TRUST)} === 'EXACT'")
+        confirmed(page, lambda: engine.publish(EMPTY))
         page.block("*/v1/sources*")
         engine.publish(stored(0, 2))
         page.wait(f"{cell(BLOCKS)} === '2'")
@@ -147,6 +155,7 @@ def test_the_prompt_box_shows_who_holds_how_much_on_which_tier(page: Chromium) -
         engine.publish(stored(0, 2))
         engine.publish(stored(2, 1, medium="CPU"))
         page.open(url)
+        confirmed(page, lambda: engine.publish(EMPTY))
         page.wait(f"{cell(BLOCKS)} === '3' && document.querySelector('#model').value === '{MODEL}'")
         page.type_into("#tokens", json.dumps(list(range(64))))
         assert page.run(text("#token-count")) == "64 token ids"
@@ -166,7 +175,8 @@ def test_a_killed_publisher_turns_its_row_stale(page: Chromium) -> None:
         live, replay = publishing_at(engine)
         with serving("--model", MODEL, "--worker", f"engine-0={live},{replay}") as (_, url):
             page.open(url)
-            page.wait(f"{cell(TRUST)} === 'EXACT'")
+            confirmed(page, lambda: engine.write(b'{"events": []}'))
+            page.wait(f"/is EXACT|have changed/.test({text('#said')})")  # changes are said together, at most three one by one
             engine.process.kill()
             page.wait(f"{cell(TRUST)} === 'STALE' && /disconnected/.test({cell(REASON)})")
             page.wait(f"/engine-0 rank 0 is STALE/.test({text('#said')})")

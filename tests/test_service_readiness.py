@@ -13,6 +13,7 @@ import pytest
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig, to_config
 from kvevents.service.keeping import Keeper
+from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.stream import Trust
@@ -117,6 +118,17 @@ def test_so_many_that_are_expected_are_enough() -> None:
         register(service, "a", Trust.EXACT)
         register(service, "b", Trust.EXACT)
         assert told(service) == (True, "2 of 2 sources are EXACT")
+
+
+def test_idle_engines_do_not_delay_it() -> None:
+    """Nothing is known to be missing of an engine whose replay no live batch has confirmed yet; with another doubt there is."""
+    with service_of(Clock()) as service:
+        register(service)
+        (member,) = service.fleet.members.values()
+        member.take(Trust.DEGRADED, (Reason.LOST, Reason.REPLAY_UNPROVEN), 0.0)
+        assert told(service) == (False, "0 of 1 sources are EXACT")
+        member.take(Trust.DEGRADED, (Reason.REPLAY_UNPROVEN,), 0.0)
+        assert told(service) == (True, "0 of 1 sources are EXACT, 1 wait for a live batch")
 
 
 def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:

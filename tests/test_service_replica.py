@@ -44,7 +44,7 @@ def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsSer
     with engines(2) as (one, two), bridging(plane, watch_of("one", one), watch_of("two", two)):
         one.store(range(64))
         with serving("--from", server.url, "--plane", "answers") as service:
-            until("readiness", lambda: service.get("/readyz").status == 200)
+            service.ready()
             service.exact("one", blocks=4)
             service.exact("two", blocks=0)
             two.store(range(32))

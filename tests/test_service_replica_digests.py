@@ -18,7 +18,7 @@ from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Running, bridging, plane_at
-from service_cases import engine, until
+from service_cases import confirm, engine, until
 from test_service_replica import watch_of
 
 pytestmark = needs_nats
@@ -70,6 +70,13 @@ class Serving:
     def is_exact(self) -> bool:
         return any(member.trust == Trust.EXACT for member in list(self.fleet.members.values()))
 
+    def confirm(self) -> None:
+        """`confirm` for every source."""
+        for member in list(self.fleet.members.values()):
+            if member.status is not None:
+                trust, endpoint = member.status.trust, member.registration.endpoint
+                confirm({"endpoint": endpoint, "trust": {"reason": trust.reason}, "last_seq": member.status.last_seq})
+
     def spoil(self) -> None:
         """Have the index forget what it holds, as a fault of ours or of the memory would."""
         index = self.fleet.index
@@ -83,7 +90,13 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
         found = [Serving(plane, f"replica-{number}") for number in range(count)]
         for each in found:
             stack.callback(Running(each).end)
-        until("replicas", lambda: all(each.is_exact for each in found))
+
+        def are_exact() -> bool:
+            for each in found:
+                each.confirm()
+            return all(each.is_exact for each in found)
+
+        until("replicas", are_exact)
         yield found
 
 

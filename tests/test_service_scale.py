@@ -17,6 +17,7 @@ def test_two_hundred_sources_are_exact() -> None:
     with engines(SOURCES, replay_endpoint="tcp://127.0.0.1:*") as made, serving() as service:
         for number, each in enumerate(made):
             assert service.register(f"node-{number // 8}", each.publisher, number % 8).status == 201
+        sent = {(f"node-{number // 8}", number % 8): each for number, each in enumerate(made)}
         for step in range(ROUNDS):
             for number, each in enumerate(made):
                 hashes = each.store(prompt(number * 100 + step, 2))
@@ -25,14 +26,18 @@ def test_two_hundred_sources_are_exact() -> None:
         blocks = ROUNDS * 2 - ROUNDS // 3
 
         def all_there() -> bool:
-            found = service.sources().values()
+            service.confirm()
+            found = service.sources()
             return len(found) == SOURCES and all(
-                each["trust"]["state"] == "EXACT" and each["blocks"] == blocks for each in found
+                each["trust"]["state"] == "EXACT" and each["blocks"] == blocks and each["last_seq"] == sent[key].last_seq
+                for key, each in found.items()
             )
 
         until("all of them", all_there, 40)
+        assert {key: each["batches"] for key, each in service.sources().items()} == {
+            key: each.last_seq + 1 for key, each in sent.items()
+        }
         found = service.sources().values()
-        assert {each["batches"] for each in found} == {ROUNDS + ROUNDS // 3}
         assert [(each["lost"], each["resets"], each["gaps"], each["rejected"]) for each in found] == [(0, 0, [], {})] * SOURCES
         for number in range(0, SOURCES, 17):
             name, rank = f"node-{number // 8}", str(number % 8)
@@ -43,7 +48,7 @@ def test_two_hundred_sources_are_exact() -> None:
         # Each source is told of when its state changes, and of nothing else.
         changes = Counter(named[1] for line in service.log if (named := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
         assert len(changes) == SOURCES
-        assert max(changes.values()) <= 3
+        assert max(changes.values()) <= 4  # REPLAYING, DEGRADED where a live batch has to confirm what replay brought, EXACT
         assert not service.told("WARNING|ERROR")
         metrics = service.get("/metrics").body.decode()
         assert len(re.findall(r'^kvevents_source_state\{.*state="EXACT".*\} 1', metrics, re.MULTILINE)) == SOURCES

@@ -101,8 +101,8 @@ def three_shares(tmp_path: Path) -> Iterator[Shares]:
             port = quiet_port()
             shard = ("--shard-url", f"http://127.0.0.1:{port}", "--holders", 2)
             services[name] = stack.enter_context(serving("--from", server.url, "--replica", name, "--port", port, *shard))
-        for name, each in services.items():
-            until(f"{name} to be ready", lambda: each.get("/readyz").status == 200)  # noqa: B023 - called at once
+        for each in services.values():
+            each.ready()
         found = Shares(server, services)
         found.settle()
         yield found

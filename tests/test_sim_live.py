@@ -406,6 +406,6 @@ def test_the_router_is_told_the_trust_of_the_streams(monkeypatch: pytest.MonkeyP
             proxy.cut(refuse=True)
         wait_until(lambda: fleet.follower.trust[first] == "STALE", "the stream to be STALE")
         monkeypatch.setattr(live, "SETTLE_SECONDS", 0.0)
-        fleet.run(conversations(10, rate=60))
+        fleet.run(conversations(60, rate=60))
     assert {worker for worker, _ in seen} == {second}
     assert (second, "EXACT") in seen

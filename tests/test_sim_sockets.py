@@ -231,7 +231,7 @@ def test_nothing_is_left_open(proxied: bool) -> None:
     with opened(proxied=proxied) as sockets:
         assert openings() > before
         sockets.close(FIRST)
-    wait_until(lambda: openings() == before, "all of it to be closed")
+    wait_until(lambda: openings() <= before, "all of it to be closed")
 
 
 def test_nothing_is_left_open_when_a_proxy_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,4 +248,4 @@ def test_nothing_is_left_open_when_a_proxy_cannot_be(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sockets_module, "FaultProxy", limited)
     with pytest.raises(EndpointError, match="Too many open files"), opened(proxied=True):
         pass
-    wait_until(lambda: openings() == before, "all of it to be closed")
+    wait_until(lambda: openings() <= before, "all of it to be closed")

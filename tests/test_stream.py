@@ -54,9 +54,6 @@ def replayed(seq: int, life: int = 0) -> list[bytes]:
 END = replay_end_frames(with_topic=True)
 
 
-IDLE = pytest.mark.xfail(strict=True, reason="an idle stream is still EXACT until its next live batch is compared")
-
-
 class Wire:
     """A stream, its clock and what came out of it."""
 
@@ -756,7 +753,6 @@ def joined(*history: list[bytes], limits: StreamLimits = LIMITS) -> Wire:
     return wire
 
 
-@IDLE
 @pytest.mark.parametrize("known", [0, 3])
 def test_an_idle_stream_is_not_exact_before_a_live_batch_has_confirmed_its_history(known: int) -> None:
     """Whatever replay holds, be it nothing: only a live batch shows whose replay endpoint that is."""
@@ -804,7 +800,6 @@ def test_what_replay_has_brought_beyond_the_newest_live_batch_stays_unproven() -
     assert "R1" in wire.taken()
 
 
-@IDLE
 def test_replay_that_repeats_itself_confirms_nothing() -> None:
     """A batch that waits came by replay too: that the next answer has the same is no agreement with the live stream."""
     wire = Wire()
@@ -844,7 +839,6 @@ def test_a_publisher_that_keeps_nothing_is_not_exact() -> None:
     assert wire.taken() == ["b0", "b1"]
 
 
-@IDLE
 def test_a_live_heartbeat_that_agrees_confirms_what_was_replayed_before_it() -> None:
     """The state is the live sender's, wherever it came from; replayed heartbeats and older ones show nothing."""
     wire = joined(*map(replayed, range(3)))
@@ -904,7 +898,6 @@ def test_requests_are_bounded_where_each_answer_brings_one_more() -> None:
     assert "many replay requests in a row" in wire.stream.trust.reason
 
 
-@IDLE
 def test_a_reconnect_is_unproven_until_a_live_batch_of_the_new_connection_was_compared(wire: Wire) -> None:
     """The endpoint may lead to another engine by then, while replay still leads to the one before."""
     wire.feed(live(0))
@@ -919,7 +912,6 @@ def test_a_reconnect_is_unproven_until_a_live_batch_of_the_new_connection_was_co
     assert wire.stream.counters.conflicts == 1
 
 
-@IDLE
 def test_an_exact_checkpoint_does_not_vouch_for_another_replay_endpoint(wire: Wire) -> None:
     """In the next process replay is of another engine, or of the engine before, and then the live stream is of another one."""
     wire.feed(live(0), live(1))
@@ -1301,7 +1293,6 @@ def test_a_restored_stream_of_the_same_life_goes_on(checkpoint: Checkpoint) -> N
     assert wire.stream.counters.reconnects == 0
 
 
-@IDLE
 def test_a_restored_stream_without_news_is_unproven_and_knows_its_anchor_again(checkpoint: Checkpoint) -> None:
     """The bytes that only their digest was known of are the anchor of the next check, and of the next checkpoint."""
     wire = resumed(checkpoint)
@@ -1407,7 +1398,6 @@ def test_an_unproven_life_is_not_proven_by_its_own_batches(checkpoint: Checkpoin
     assert later.taken() == ["R1"]
 
 
-@IDLE
 def test_without_replay_a_restored_stream_goes_on_in_doubt(checkpoint: Checkpoint) -> None:
     """Rule 7: nothing can be proven, and trust says so; a checkpoint of that does not come back as EXACT with replay either."""
     wire = resumed(checkpoint, Source("tcp://engine:5557", name="engine", rank=3))
@@ -1421,7 +1411,6 @@ def test_without_replay_a_restored_stream_goes_on_in_doubt(checkpoint: Checkpoin
     assert proven.stream.doubts == {Doubt.LOST, Doubt.REPLAY_UNPROVEN}
 
 
-@IDLE
 def test_doubts_come_back_and_end_as_they_would_have(wire: Wire) -> None:
     """LOST stays through a restart, the next clear ends it; those about an endpoint stay behind."""
     wire.feed(live(0), live(2))
@@ -1534,7 +1523,6 @@ def test_a_checkpoint_goes_into_whatever_msgspec_writes(checkpoint: Checkpoint) 
         assert codec.decode(codec.encode([checkpoint]), type=list[Checkpoint]) == [checkpoint]
 
 
-@IDLE
 def test_a_state_of_a_later_moment_is_kept_with_the_doubts_of_both(checkpoint: Checkpoint) -> None:
     """A gap that the state has seen cannot be mended by a batch that it passes over; a new incarnation voids all of it."""
     doubted = msgspec.structs.replace(checkpoint, doubts={"IDENTITY": 1, "LOST": 2})
@@ -1878,7 +1866,6 @@ def test_a_checkpoint_amid_deliveries_has_the_anchors_of_those_that_were_handed_
 ENDS = st.sampled_from(["reconnects", "reconnects at once", "restarts", "restarts with a later state"])
 
 
-@IDLE
 @given(st.lists(st.tuples(MARKS, st.integers(1, 6), ENDS), min_size=1, max_size=12), MARKS, st.booleans())
 def test_a_stream_that_is_exact_has_delivered_what_its_publisher_told(
     connections: list[tuple[set[int], int, str]], last_marks: set[int], proven: bool

@@ -47,9 +47,6 @@ def telling(number: int) -> bytes:
     return encode_batch(KVEventBatch(0.0, [BlockStored([number], None, [number], 1)]))
 
 
-IDLE = pytest.mark.xfail(strict=True, reason="an idle stream is still EXACT until its next live batch is compared")
-
-
 class Wire:
     """A stream, the sender's history, the clock, and a consumer that compares what it is told to."""
 
@@ -241,7 +238,6 @@ def test_a_divergence_that_stays_is_told_and_not_asked_about_for_ever(wire: Wire
     assert len(wire.resets) > LIMITS.max_diverged_restarts
 
 
-@IDLE
 def test_an_older_agreement_that_is_replayed_is_no_reason_to_ask_again() -> None:
     """Of a history with one digest that is wrong the one before it agrees every time."""
     wire = Wire()
@@ -376,7 +372,6 @@ def test_of_heartbeats_reported_out_of_order_the_newest_counts() -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
-@IDLE
 def test_what_the_sender_said_of_itself_outlives_a_divergence_but_not_its_life(wire: Wire) -> None:
     wire.send(beating(trust="STALE"), agrees=False)
     assert wire.stream.doubts == {Doubt.DIVERGED, Doubt.SENDER, Doubt.REPLAY_UNPROVEN}
@@ -388,7 +383,6 @@ def test_what_the_sender_said_of_itself_outlives_a_divergence_but_not_its_life(w
     assert wire.stream.trust == Trust.EXACT
 
 
-@IDLE
 def test_what_the_sender_said_of_itself_is_kept_by_a_checkpoint() -> None:
     """Its words are not: a process that goes on knows that it was not trusted, and waits for what it says next."""
     wire = Wire()
@@ -426,7 +420,6 @@ def test_two_lives_in_one_are_a_restart_that_nobody_saw(wire: Wire) -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
-@IDLE
 def test_lives_that_take_turns_are_not_followed_for_ever(wire: Wire) -> None:
     wire.send(beating(incarnation=1))
     wire.send(beating(incarnation=2))
@@ -508,7 +501,6 @@ def test_a_sender_without_heartbeats_may_be_silent_for_ever(wire: Wire) -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
-@IDLE
 def test_heartbeats_of_before_promise_nothing_on_this_connection(wire: Wire) -> None:
     """Replayed ones, and those of a connection that is gone."""
     wire.send(beating(), lost=True)

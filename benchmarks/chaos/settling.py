@@ -8,7 +8,7 @@ from typing import Any, Final
 from benchmarks.chaos.consumer import Report
 from benchmarks.chaos.judging import LASTING, Verdict, judge
 from benchmarks.chaos.parts import Broken, Part, Silent
-from kvevents.stream import Trust
+from kvevents.stream import Doubt, Trust
 
 SETTLE_SECONDS: Final = 12.0
 """That consumers with little patience get to become exact, when all is quiet."""
@@ -22,6 +22,13 @@ CALM_SECONDS: Final = 1.3
 """For which a consumer with a lasting doubt must have stayed as it is."""
 RESTLESS_SECONDS: Final = 4.0
 """The same for any other doubt: a relay's heartbeat, a probe or a reconnect may yet end it."""
+CONFIRMATIONS: Final = 20
+"""Batches that the last life of an engine can publish after the end of the script: a stream that has caught up by replay is not
+EXACT before a live batch has confirmed what replay has brought."""
+CONFIRM_SECONDS: Final = 1.0
+"""Between two of those."""
+CONFIRMATIONS_OF_SENDER: Final = 3
+"""After so many of them, what a relay doubts is something else."""
 
 
 BEHIND_SECONDS: Final = 180.0
@@ -39,6 +46,14 @@ class Settling:
         self._began = self._steady_since = time.monotonic()
         self._patience = SETTLE_SECONDS if brisk else SETTLE_DEFAULT_SECONDS
         self._state: Any = None
+        self.is_unproven = False
+        """Whether the next live batch may make it exact: itself, or a relay in front of it, has caught up by replay."""
+        self._confirmations = 0
+
+    def expect(self, fact: bytes) -> None:
+        """The engine has published one more batch, and now holds this."""
+        self._confirmations += 1
+        self._fact = fact
 
     @property
     def is_cut_off(self) -> bool:
@@ -59,6 +74,7 @@ class Settling:
         state = (report.trust, report.key, LASTING & set(report.doubts))
         if state != self._state:
             self._state, self._steady_since = state, time.monotonic()
+        self.is_unproven = not verdict.lasting and self._awaits_batch(report)
         elapsed = time.monotonic() - self._began
         if verdict.kind != "right" and elapsed < self._longest(report) and not self._stays(report, verdict):
             return None
@@ -67,6 +83,10 @@ class Settling:
             return None
         self.counted = report.counted
         return verdict
+
+    def _awaits_batch(self, report: Report) -> bool:
+        relayed = Doubt.SENDER.name in report.doubts and self._confirmations < CONFIRMATIONS_OF_SENDER
+        return relayed or Doubt.REPLAY_UNPROVEN.name in report.doubts
 
     def _longest(self, report: Report) -> float:
         follows = report.exact or report.trust == Trust.DEGRADED.name

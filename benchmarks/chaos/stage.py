@@ -19,7 +19,7 @@ from benchmarks.chaos.faults import ENDS, FAULTS
 from benchmarks.chaos.judging import Example, Outcome, Verdict, check_claims
 from benchmarks.chaos.parts import START_SECONDS, Broken, Disk, Leg, Part, Silent
 from benchmarks.chaos.plan import Command, Plan
-from benchmarks.chaos.settling import Settling
+from benchmarks.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS, Settling
 from kvevents.testing.ports import HeldPort, hold_port
 
 REACH_SECONDS: Final = 60.0
@@ -42,6 +42,8 @@ class Stage:
         self._examples: dict[str, Part] = {}
         self._disk: Disk | None = None
         self._hastened = False
+        self._confirmations = 0
+        self._confirm_at = 0.0
         self._life = 0
         self._at = self._ordered = 0
         self._ends: list[int] = []
@@ -134,7 +136,7 @@ class Stage:
         """Another life; it is there when it has opened its sockets."""
         self._life += 1
         seed = f"{self.plan.seed}/{self.plan.number}/life/{self._life}"
-        life = Life(self._life, seed, batches)
+        life = Life(self._life, seed, batches + CONFIRMATIONS)
         self._at = self._ordered = 0
         self._engine = self._part(f"engine of life {self._life}", engine.run, self._made, life, self._facts)
         if self.engine.hear(START_SECONDS)[0] != "open":
@@ -310,7 +312,7 @@ class Stage:
     def _settle(self) -> list[Verdict]:
         """Ask every consumer until it is right, or for good not exact, or the time is up; then read its diary."""
         facts = truth.read_facts(self._facts)
-        fact = facts[truth.Key(self._life, self._at - 1).packed]
+        fact = self._fact(facts)
         waiting = [Settling(name, part, fact, brisk=self.plan.setting.brisk) for name, part in self._consumers.items()]
         verdicts = {}
         while waiting:
@@ -322,8 +324,27 @@ class Stage:
                     verdicts[each.name] = verdict
             if any(each.is_cut_off for each in waiting):
                 self._hasten()
+            if any(each.is_unproven for each in waiting) and self._confirm():
+                for each in waiting:
+                    each.expect(self._fact(facts))
             time.sleep(LOOK if waiting else 0.0)
         return self._checked(verdicts, facts)
+
+    def _fact(self, facts: Mapping[int, bytes]) -> bytes:
+        """Digest of what the engine holds now."""
+        return facts[truth.Key(self._life, self._at - 1).packed]
+
+    def _confirm(self) -> bool:
+        """Publish one more batch, unless the last one was a moment ago or none is left; whether it was published."""
+        now = time.monotonic()
+        if self._confirmations == CONFIRMATIONS or now < self._confirm_at:
+            return False
+        self._confirmations += 1
+        self._confirm_at = now + CONFIRM_SECONDS
+        self.publish(self._at + 1, 1e9)
+        self.reach(self._at + 1)
+        self._drained()
+        return True
 
     def _checked(self, verdicts: Mapping[str, Verdict], facts: Mapping[int, bytes]) -> list[Verdict]:
         """With what each claimed before."""
@@ -349,13 +370,13 @@ class Stage:
         if not self._examples:
             return []
         facts = truth.read_facts(self._facts)
-        final = truth.Key(self._life, self._at - 1).packed
+        final = self._fact(facts)
         published = self.published + self._at
         found = []
         for name, part in self._examples.items():
             heard: example.Heard = part.ask()
             lost = published - sum(key in facts for key in heard.keys)
-            found.append(Example(name, published, lost, heard.digest == facts[final], heard.missed, heard.errors))
+            found.append(Example(name, published, lost, heard.digest == final, heard.missed, heard.errors))
         return found
 
 

@@ -19,10 +19,14 @@ A: Final = Prompt(1, 10)
 B: Final = Prompt(2, 10)
 C: Final = Prompt(3, 5)
 D: Final = Prompt(4, 5)
+LONG: Final = Prompt(5, 300)
+"""More batches than a stream compares with live ones without asking for them again."""
 LOST: Final = 4
 """The block of A whose batch is lost."""
 MOMENT: Final = 1.0
 """Seconds in which a replay has happened, where one does: what comes then is not part of it."""
+CATCH_UP: Final = 5.0
+"""Seconds in which an idle engine's batches have come by replay, where they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,18 @@ def _cut(stage: Stage) -> None:
     engine.wait_for_subscriber()
 
 
+def _then_live(play: Callable[[Stage], None]) -> Callable[[Stage], None]:
+    """After a fault with an idle engine, when replay has brought everything: one live batch, which is empty."""
+
+    def play_on(stage: Stage) -> None:
+        play(stage)
+        stage.wait(CATCH_UP)
+        for engine in stage.engines.values():
+            engine.publish([])
+
+    return play_on
+
+
 def _stalled(stage: Stage) -> None:
     """The network takes everything and brings nothing, with every connection open."""
     engine = stage.engine()
@@ -137,6 +153,27 @@ def _stalled(stage: Stage) -> None:
     events.stall()
     replay.stall()
     engine.store(B)
+
+
+def _foreign_replay(stage: Stage) -> Engine:
+    """A replay endpoint of another engine, which has published more; its history has come, and nothing live."""
+    other, engine = stage.engine(seed=2), stage.engine()
+    other.store(B, lost=True)
+    other.store(LONG, lost=True)
+    stage.ask(A, B)
+    stage.begin()
+    stage.follow(engine, replay_endpoint=other.replay_endpoint)
+    stage.wait(CATCH_UP, lambda: bool(stage.look().false))
+    return engine
+
+
+def _foreign_replay_idle(stage: Stage) -> None:
+    _foreign_replay(stage)
+
+
+def _foreign_replay_live(stage: Stage) -> None:
+    _foreign_replay(stage).store(A)
+    stage.wait(MOMENT)
 
 
 # --- lives -----------------------------------------------------------------------------------------------------------------
@@ -372,10 +409,13 @@ CHAPTERS: Final = {
         Scenario("gap-mute", "one batch lost, the replay endpoint never answers", _gap(faults=_MUTE), TOLD, patience=12.0),
         Scenario("gap-endless", "one batch lost, replies have no end marker", _gap(faults=_NO_END), RIGHT, patience=12.0),
         Scenario("tail", "the last two batches lost, the engine idle, replay works", _tail(), DOUBTED),
+        Scenario("tail-live", "the same, and one live batch when they have come by replay", _then_live(_tail()), RIGHT),
         Scenario("tail-alone", "the same, no replay endpoint", _tail(replay="none"), TOLD),
-        Scenario("late", "registered late, replay works, the engine idle", _late, RIGHT),
+        Scenario("late", "registered late, replay works, the engine idle", _late, DOUBTED),
+        Scenario("late-live", "the same, and one live batch when all have come by replay", _then_live(_late), RIGHT),
         Scenario("late-alone", "registered late, no replay endpoint", _late_without_replay, TOLD),
-        Scenario("cut", "connection cut, ten batches meanwhile, back, the engine idle", _cut, RIGHT),
+        Scenario("cut", "connection cut, ten batches meanwhile, back, the engine idle", _cut, DOUBTED),
+        Scenario("cut-live", "the same, and one live batch when all have come by replay", _then_live(_cut), RIGHT),
         Scenario(
             "stalled", "the network swallows everything, connections stay open", _stalled, TOLD, patience=12.0, suite="slow"
         ),
@@ -383,7 +423,7 @@ CHAPTERS: Final = {
     "Processes end and come back": (
         Scenario("restart", "engine restarted (numbers from 0), replay works", _restart(), RIGHT),
         Scenario("restart-alone", "engine restarted, no replay endpoint", _restart(replay="none"), DOUBTED),
-        Scenario("restart-idle", "engine restarted, idle since: it holds nothing", _restart_idle, RIGHT),
+        Scenario("restart-idle", "engine restarted, idle since: it holds nothing", _restart_idle, DOUBTED),
         Scenario(
             "restart-ahead",
             "engine restarted, its numbers past the old ones when the connection is back",
@@ -396,13 +436,27 @@ CHAPTERS: Final = {
             "killed",
             "the service killed (-9) and started again, two batches meanwhile, engine idle",
             _killed,
-            RIGHT,
+            DOUBTED,
             suite="alone",
         ),
         Scenario(
             "killed-both",
             "the same, and the engine restarted meanwhile, its numbers past the old ones",
             _killed_both,
+            DOUBTED,
+            suite="alone",
+        ),
+        Scenario(
+            "killed-live",
+            "the service killed (-9) and started again, two batches meanwhile, then one live batch",
+            _then_live(_killed),
+            RIGHT,
+            suite="alone",
+        ),
+        Scenario(
+            "killed-both-live",
+            "the same, and the engine restarted meanwhile, its numbers past the old ones",
+            _then_live(_killed_both),
             RIGHT,
             suite="alone",
         ),
@@ -457,6 +511,13 @@ CHAPTERS: Final = {
         Scenario("no-block-size", "registration with block_size 0, then a right one of the model", _no_blocks, RIGHT),
         Scenario("unreachable", "registration of an endpoint where nothing listens", _unreachable, TOLD, patience=4.0),
         Scenario("unresolvable", "registration of a name that does not resolve", _unresolvable, TOLD, patience=4.0),
+        Scenario(
+            "foreign-replay",
+            "the replay endpoint of another engine, which has published more; the registered engine idle",
+            _foreign_replay_idle,
+            TOLD,
+        ),
+        Scenario("foreign-replay-live", "the same, and the registered engine goes on", _foreign_replay_live, TOLD),
         Scenario("no-engine", "registration of a port that accepts and says nothing", _silent_port, TOLD, patience=4.0),
     ),
 }

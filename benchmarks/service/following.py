@@ -64,8 +64,14 @@ def _inexact(service: Running) -> int:
     return sum(each["trust"]["state"] != "EXACT" for each in _sources(service))
 
 
-def _all_exact(service: Running, sources: int) -> None:
-    wait_until(lambda: len(_sources(service)) == sources and not _inexact(service), "every source EXACT")
+def _all_caught_up(service: Running, sources: int) -> None:
+    """Wait until nothing is missing but the first live batch, before which no source is EXACT."""
+    wait_until(lambda: sum(map(_has_caught_up, _sources(service))) == sources, "every source to be caught up")
+
+
+def _has_caught_up(source: dict[str, Any]) -> bool:
+    trust: dict[str, Any] = source["trust"]
+    return (trust["state"], trust["reason_codes"]) in (("EXACT", []), ("DEGRADED", ["replay-unproven"]))
 
 
 def _all_active(service: Running, sources: int) -> None:
@@ -108,7 +114,7 @@ class Questions:
 
 
 QUESTIONS: Final = {
-    "ours": Questions(_all_exact, _ours_batches, _ours_told),
+    "ours": Questions(_all_caught_up, _ours_batches, _ours_told),
     "service": Questions(_all_active, _dynamo_batches, _dynamo_told),
 }
 

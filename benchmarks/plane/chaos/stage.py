@@ -21,16 +21,18 @@ import nats
 from benchmarks.chaos import engine, truth
 from benchmarks.chaos.engine import Life
 from benchmarks.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent, preload
+from benchmarks.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS
 from benchmarks.plane.chaos import roles
 from benchmarks.plane.chaos.audit import Audit, read_log
 from benchmarks.plane.chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
 from benchmarks.plane.chaos.plan import BRIDGES, LEAST_LANE_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
-from benchmarks.plane.chaos.roles import BridgeRole, ReplicaRole, Told
+from benchmarks.plane.chaos.roles import BridgeRole, Held, ReplicaRole, Told
 from benchmarks.plane.servers import Server, Servers
 from kvevents.plane.bridge import BridgeSettings, Watch
 from kvevents.plane.layout import Layout
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.registration import Registration
+from kvevents.stream import Trust
 from kvevents.testing.ports import hold_port
 
 REACH_SECONDS: Final = 90.0
@@ -59,9 +61,28 @@ class Publishing:
     legs: list[Leg]
     life: int = 0
     part: Part | None = None
+    confirmations: int = 0
+    """Batches that it has published to confirm what replay has brought."""
+    confirm_at: float = 0.0
     batches: int = 0
     """Of the lives before this one, those that are known to have been published."""
     at: int = 0
+
+    def publish(self, until: int) -> None:
+        """Publish up to so many batches, and have them sent."""
+        assert self.part is not None
+        self.part.tell(("publish", until, 1e9))
+        self.hear("published", REACH_SECONDS)
+        self.part.tell(("drain",))
+        self.hear("drained", REACH_SECONDS)
+
+    def confirm(self) -> None:
+        """Publish one more batch, unless the last one was a moment ago or none is left."""
+        now = time.monotonic()
+        if self.confirmations < CONFIRMATIONS and now >= self.confirm_at:
+            self.confirmations += 1
+            self.confirm_at = now + CONFIRM_SECONDS
+            self.publish(self.at + 1)
 
     def hear(self, word: str, seconds: float) -> None:
         """What it says, until it says this."""
@@ -149,7 +170,7 @@ class Stage:
         each.life += 1
         each.at = 0
         seed = f"{self.plan.seed}/{self.plan.number}/{number}/life/{each.life}"
-        life = Life(each.life, seed, self.plan.batches(number))
+        life = Life(each.life, seed, self.plan.batches(number) + CONFIRMATIONS)
         each.part = self._part(f"life {each.life} of engine {number}", engine.run, each.made, life, each.facts)
         each.hear("open", START_SECONDS)
         self._publish(each, number)
@@ -262,12 +283,8 @@ class Stage:
     def _tail(self) -> None:
         """The last batches of every engine."""
         for number, each in enumerate(self._engines):
-            assert each.part is not None
             each.hear("published", REACH_SECONDS)
-            each.part.tell(("publish", self.plan.batches(number), 1e9))
-            each.hear("published", REACH_SECONDS)
-            each.part.tell(("drain",))
-            each.hear("drained", REACH_SECONDS)
+            each.publish(self.plan.batches(number))
 
     # --- what is done
 
@@ -366,18 +383,21 @@ class Stage:
         """Ask every replica until it is right, or the time is up."""
         facts = [truth.read_facts(each.facts) for each in self._engines]
         names = [self.registration(place).key[0] for place in range(len(self._engines))]
-        due = {
-            name: fact[truth.Key(each.life, each.at - 1).packed]
-            for name, fact, each in zip(names, facts, self._engines, strict=True)
-        }
         end = time.monotonic() + SETTLE_SECONDS
         while True:
+            due = {
+                name: fact[truth.Key(each.life, each.at - 1).packed]
+                for name, fact, each in zip(names, facts, self._engines, strict=True)
+            }
             told = {number: self._ask(part) for number, part in self._replicas.items()}
             verdicts = [judge(f"r{number}", name, told[number], due[name]) for number in told for name in told[number].shown]
             verdicts += self._uncovered(names, told)
             if all(verdict.kind == "right" for verdict in verdicts) or time.monotonic() > end:
                 self._count(told)
                 return verdicts
+            for name, each in zip(names, self._engines, strict=True):
+                if any(_is_unproven(one.held.get(name), due[name]) for one in told.values()):
+                    each.confirm()
             time.sleep(LOOK)
 
     def _uncovered(self, names: Sequence[str], told: Mapping[int, Told]) -> list[Verdict]:
@@ -443,6 +463,11 @@ async def _purge(js: Any, name: str, _: str) -> None:
 
 async def _disturb(js: Any, _: str, subject: str) -> None:
     await js.publish(subject, Random(subject).randbytes(100))  # noqa: S311 - no page
+
+
+def _is_unproven(held: Held | None, truth: bytes) -> bool:
+    """Whether a replica has everything that an engine holds and does not say EXACT: a live batch may have to confirm it."""
+    return held is not None and held.trust != Trust.EXACT.name and held.digest == truth
 
 
 def _stop(part: Part) -> None:

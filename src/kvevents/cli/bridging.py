@@ -35,7 +35,7 @@ from kvevents.service.errors import ConflictError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import check_alike
 from kvevents.service.registration import Key, Registration
-from kvevents.stream import Checkpoint
+from kvevents.stream import Checkpoint, Doubt
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -322,7 +322,8 @@ class Process:
         for key, said in self.bridge.trusts().items():
             if said is not None and key in labels:
                 words = f"{said.trust} ({said.reason})" if said.reason else said.trust
-                yield labels[key], words, logging.INFO if said.trust in _CALM else logging.WARNING
+                is_calm = said.trust in _CALM or said.reason == Doubt.REPLAY_UNPROVEN.value  # as of idle engines after a start
+                yield labels[key], words, logging.INFO if is_calm else logging.WARNING
         status = self.bridge.status()
         late = sum(1 for lane in status.lanes if lane.fault)
         yield "lanes", f"{late} of {len(status.lanes)} are held up" if late else "", logging.WARNING

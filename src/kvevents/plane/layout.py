@@ -21,6 +21,7 @@ import msgspec
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.settings import PlaneSettings
+from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -34,6 +35,7 @@ LEASE_SECONDS: Final = 15
 """After which an entry of the bucket of leases is gone unless it was renewed."""
 
 
+@prepared
 class LaneMetadata(msgspec.Struct, frozen=True):
     """In the metadata of each lane's stream."""
 

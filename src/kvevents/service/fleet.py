@@ -374,7 +374,8 @@ class Fleet(Listener):
         if former is not None:
             self.state_version += 1
             self._stirred.add(registration.key)
-            level = logging.WARNING if trust in {Trust.DEGRADED, Trust.STALE} else logging.INFO
+            is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
+            level = logging.WARNING if is_wrong else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
         if former is not None or codes != member.trusted.reason_codes:
             self._announce(SourceEvent, member, now, trust=member.trusted, was=former or member.trusted.state)

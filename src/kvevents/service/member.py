@@ -170,6 +170,11 @@ class Member:
         return self.registration.wall.admits(wall)
 
     @property
+    def is_caught_up(self) -> bool:
+        """Whether nothing is known to be missing: it is EXACT, or only waits for a live batch that confirms its replay."""
+        return self.trust == Trust.EXACT or self.trusted.reason_codes == (Reason.REPLAY_UNPROVEN,)
+
+    @property
     def distance(self) -> int:
         """How far it is from taking a request, as `kvevents.routing.scoring` counts."""
         state = self.trusted.state

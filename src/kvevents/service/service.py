@@ -305,13 +305,14 @@ class Service:
         """Whether enough is known to be asked. Once ready, it stays so until it ends: later doubts are in answers' trust."""
         members = list(self.members().values())
         exact = sum(member.trust == Trust.EXACT for member in members)
-        why = "" if self._is_ready else self._obstacle(len(members), exact)
+        caught_up = sum(member.is_caught_up for member in members)
+        why = "" if self._is_ready else self._obstacle(len(members), exact, caught_up)
         self._is_ready = self._is_ready or not why
         if self.is_ending:
             why = "the service is ending"
         elif not why:
-            why = self._summary(len(members), exact)
-            if self._is_late and self._shortfall(len(members), exact):
+            why = self._summary(len(members), exact, caught_up)
+            if self._is_late and self._shortfall(len(members), exact, caught_up):
                 why += f"; the deadline of {self.config.ready.deadline_seconds:g} s has passed"
         return ReadyAnswer(
             ready=self._is_ready and not self.is_ending,
@@ -326,28 +327,30 @@ class Service:
     def _is_late(self) -> bool:
         return self._clock() - self._began >= self.config.ready.deadline_seconds
 
-    def _obstacle(self, members: int, exact: int) -> str:
+    def _obstacle(self, members: int, exact: int, caught_up: int) -> str:
         """Why the service is not ready; empty if it is."""
         # A replica that has not read its log to the end has nothing to say, however long it takes.
         if self.replica is not None and not self.replica.is_complete:
             return self.replica.why_hidden
         if not members and (self._expects_engines or self.config.ready.expected):
             return "engines are expected, and none is registered or found so far"
-        return "" if self._is_late else self._shortfall(members, exact)
+        return "" if self._is_late else self._shortfall(members, exact, caught_up)
 
-    def _shortfall(self, members: int, exact: int) -> str:
+    def _shortfall(self, members: int, exact: int, caught_up: int) -> str:
         """What is missing that does not count any more after the deadline; empty if nothing is."""
         if self.replica is None and not self._finder.has_looked:
             return "not every way of discovery has answered"
         if members < (expected := self.config.ready.expected):
             return f"{members} of {expected} expected sources are registered"
         is_covered = self.shards is None or not self.shards.uncovered
-        return "" if is_covered and exact >= self.config.ready.quorum * members else self._summary(members, exact)
+        is_enough = caught_up >= self.config.ready.quorum * members
+        return "" if is_covered and is_enough else self._summary(members, exact, caught_up)
 
-    def _summary(self, members: int, exact: int) -> str:
+    def _summary(self, members: int, exact: int, caught_up: int) -> str:
         uncovered = [] if self.shards is None else self.shards.uncovered
         expected = self.config.ready.expected
         text = f"{exact} of {members} sources are EXACT"
+        text += f", {caught_up - exact} wait for a live batch" if caught_up > exact else ""
         text += f", and {expected} were expected" if members < expected else ""
         return text + (f"; no replica holds {len(uncovered)} lanes of the plane" if uncovered else "")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
-from kvevents.events import KVEventBatch
+from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker, policy
 from kvevents.sim.audit import Audit, Expected, Mark
@@ -188,10 +188,17 @@ class Fleet:
         for lookup in step.lookups:
             self._looked_up(station, lookup)
         if step.events:
-            station.batches += 1
-            self.tally.batches += 1
-            self.tally.events += len(step.events)
-            self._outlet.publish(station.worker, KVEventBatch(self._clock(), step.events, station.worker[1]))
+            self._publish(station, step.events)
+
+    def publish_empty(self, worker: Worker) -> None:
+        """Publish a batch without events: a live batch confirms to consumers what replay has brought."""
+        self._publish(self.stations[worker], [])
+
+    def _publish(self, station: Station, events: list[KVEvent]) -> None:
+        station.batches += 1
+        self.tally.batches += 1
+        self.tally.events += len(events)
+        self._outlet.publish(station.worker, KVEventBatch(self._clock(), events, station.worker[1]))
 
     def _looked_up(self, station: Station, lookup: Lookup) -> None:
         job = lookup.job

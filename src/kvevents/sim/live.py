@@ -27,12 +27,15 @@ from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.sockets import Address, Sockets
 from kvevents.sim.timeline import Timeline
+from kvevents.stream import Doubt
 from kvevents.subscriber import StreamStatus
 
 CONNECT_SECONDS: Final = 10.0
 """That the subscriber has to connect to all engines before the traffic begins."""
 SETTLE_SECONDS: Final = 10.0
 """That the last events have to arrive when the traffic is over."""
+CONFIRM_SECONDS: Final = 0.5
+"""Between two empty batches that confirm what replay has brought, when the traffic is over."""
 LOOK: Final = 0.1
 """Seconds between two looks at whether the run should end, and at its consumer."""
 POLL: Final = 0.01
@@ -188,24 +191,39 @@ class LiveFleet:
             time.sleep(POLL)
 
     def _settle(self) -> None:
-        """End the network's faults, and wait until all that was published has arrived, or cannot be waited for."""
+        """End the network's faults, and wait until all that was published has arrived, or cannot be waited for.
+
+        What has arrived by replay, with nothing live after it, is not EXACT: engines publish an empty batch then.
+        """
         for proxies in self.sockets.proxies.values():
             for proxy in proxies:
                 proxy.heal()
         until = time.monotonic() + SETTLE_SECONDS
-        while not self._settled() and time.monotonic() < until and not self._stop.is_set():
+        confirm_at = 0.0
+        while (waiting := self._not_settled()) and (now := time.monotonic()) < until and not self._stop.is_set():
             self.follower.check()
+            if now >= confirm_at and (unproven := [worker for worker, status in waiting.items() if self._is_unproven(status)]):
+                confirm_at = now + CONFIRM_SECONDS
+                for worker in unproven:
+                    self.fleet.publish_empty(worker)
             time.sleep(POLL)
 
-    def _settled(self) -> bool:
+    def _not_settled(self) -> dict[Worker, StreamStatus]:
+        """Streams of engines that run and have published, of which something has not arrived or is not known to be right."""
         statuses = {(status.source, status.rank): status for status in self.follower.statuses()}
-        return all(
-            _arrived(statuses[worker], station.life, station.batches)
+        return {
+            worker: statuses[worker]
             for worker, station in self.fleet.stations.items()
-            if station.up and station.batches
-        )
+            if station.up and station.batches and not self._is_settled(statuses[worker])
+        }
 
+    def _is_settled(self, status: StreamStatus) -> bool:
+        return self._has_arrived(status) and status.trust.name == "EXACT"
 
-def _arrived(status: StreamStatus, life: int, batches: int) -> bool:
-    """Whether a subscriber has all batches of a life, and knows it. A life of which it saw nothing it cannot have counted."""
-    return status.last_seq + 1 == batches and status.counters.resets >= min(life, 1) and status.trust.name == "EXACT"
+    def _is_unproven(self, status: StreamStatus) -> bool:
+        return self._has_arrived(status) and status.trust.name == "DEGRADED" and status.doubts == {Doubt.REPLAY_UNPROVEN}
+
+    def _has_arrived(self, status: StreamStatus) -> bool:
+        """Whether a subscriber has all batches of a life. A life of which it saw nothing it cannot have counted."""
+        station = self.fleet.stations[status.source, status.rank]
+        return status.last_seq + 1 == station.batches and status.counters.resets >= min(station.life, 1)

@@ -198,5 +198,4 @@ class Evidence:
     @property
     def is_missing(self) -> bool:
         """Whether something delivered may be of another publisher, or of another life, than what comes live."""
-        # An idle stream, of which nothing has come live on this connection, is not doubted yet.
-        return (self.first_live is not None and self.is_open) or self.joint is not None or self.before is not None
+        return self.is_open or self.joint is not None

@@ -33,8 +33,8 @@ class Trust:
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
     Two values are equal when their states are; `reason` is for people. EXACT says that every batch since the publisher's start,
-    or since a clear or an agreement, up to the newest one known, was delivered, that replay agrees with what came live on this
-    connection, if anything did, and that the sender says no less of itself.
+    or since a clear or an agreement, up to the newest one known, was delivered, that a live batch of this connection has shown
+    replay to be of the same publisher, and that the sender says no less of itself.
     """
 
     __slots__ = ("name", "reason")

@@ -30,6 +30,7 @@ _NAME: Final = "check the name; inside Kubernetes use a headless service"
 _LISTENS: Final = "is the engine up, with KV events enabled, and its endpoint a wildcard such as tcp://*:5557?"
 _ROUTE: Final = "check the address, routes, and firewalls or network policies between the service's host and the engine"
 _KEYS: Final = "give the service (curve) and the engine keys that fit; `kvevents keys` makes them"
+_IDLE: Final = "send the engine a request; the next batch confirms the replay endpoint"
 _INDEX: Final = "update the engine, or report it with a recording (kvevents record)"
 _ADVICE: Final[dict[Reason, str]] = {
     Reason.UNRESOLVED: _NAME,
@@ -51,7 +52,6 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.REPLAY_SILENT: f"is its replay endpoint right, and reachable from the service's host? {_LOOK}",
     Reason.REPLAY_FOREIGN: "register it with the replay endpoint of this very engine and rank",
     Reason.REPLAY_UNCONFIRMED: "if it stays, the replay endpoint belongs to another engine or rank",
-    Reason.REPLAY_UNPROVEN: "its next batch proves the replay endpoint; if it stays, that belongs to another engine or rank",
     Reason.IDENTITY: f"{_AGAIN}; a larger buffer_steps in the engine lets it be proven",
     Reason.LOST: f"{_AGAIN}; a larger buffer_steps in the engine avoids it",
     Reason.REJECTED: f"{_AGAIN}; is the engine's release newer than this one? {_LOOK}",
@@ -63,6 +63,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.ORPHANS_DROPPED: _INDEX,
     Reason.SET_ASIDE: _INDEX,
     Reason.FAILED: "restart the service, and report the traceback in its log",
+    Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
 }
 """What to do about each reason; of several reasons the first one here counts."""
 
@@ -115,9 +116,14 @@ def _doubted(source: SourceView, now: float) -> Finding:
     since = max(now - source.since, 0.0)
     reason = why(source)
     text = f"{_name(source)} is {state} for {duration(since)}{f': {reason}' if reason else ''}"
-    known = [advice for code, advice in _ADVICE.items() if code in source.trust.reason_codes]
+    codes = set(source.trust.reason_codes)
+    if state != "DEGRADED":
+        codes.discard(Reason.REPLAY_UNPROVEN)  # it is so of every stream that still connects or catches up
+    known = [advice for code, advice in _ADVICE.items() if code in codes]
     if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None and not known:
         return warn("trust", text, "give it a moment, and look again")
+    if state == "DEGRADED" and codes == {Reason.REPLAY_UNPROVEN} and source.batches == source.replayed:
+        return ok("trust", text, _IDLE)
     found = fail if state in {"CONNECTING", "STALE"} else warn
     advice = known[0] if known else f"is the engine up? {_LOOK}"
     return found("trust", text, advice.format(endpoint=source.endpoint))
@@ -127,9 +133,12 @@ def _name(source: SourceView) -> str:
     return worker(source.instance, source.rank, source.tenant, source.group)
 
 
+_WORST_FIRST: Final = (Verdict.FAIL, Verdict.WARN, Verdict.OK)
+
+
 def _worst_of(found: Sequence[Finding], check: str) -> Iterator[Finding]:
     """The worst findings, and how many more there are."""
-    ordered = sorted(found, key=lambda finding: finding.verdict is not Verdict.FAIL)
+    ordered = sorted(found, key=lambda finding: _WORST_FIRST.index(finding.verdict))
     yield from ordered[:MAX_TOLD]
     if rest := ordered[MAX_TOLD:]:
         text = f"and {plural(len(rest), 'source')} more"

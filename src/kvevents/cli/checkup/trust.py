@@ -13,7 +13,7 @@ _ADVICE: Final[dict[Doubt, str]] = {
     Doubt.REPLAY_SILENT: "see replay above",
     Doubt.REPLAY_FOREIGN: "name this engine's own replay endpoint with --replay: the one in use belongs to another stream",
     Doubt.REPLAY_UNCONFIRMED: "look again with more --seconds; if it stays, the replay endpoint belongs to another engine",
-    Doubt.REPLAY_UNPROVEN: "the engine's next batch proves the replay endpoint; if it stays, that belongs to another engine",
+    Doubt.REPLAY_UNPROVEN: "look again with more --seconds; if it stays, the replay endpoint belongs to another engine",
     Doubt.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
     Doubt.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     Doubt.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
@@ -23,6 +23,7 @@ _ADVICE: Final[dict[Doubt, str]] = {
 }
 
 _STALE_THOUGH_CONNECTED: Final = frozenset({Doubt.SENDER, Doubt.SILENT})
+_IDLE: Final = "send the engine a request; the next batch confirms the replay endpoint"
 
 
 def check_trust(status: StreamStatus, seconds: float) -> Finding:
@@ -34,6 +35,8 @@ def check_trust(status: StreamStatus, seconds: float) -> Finding:
     text = f"{status.trust}, {so_far}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
+    if status.trust == Trust.DEGRADED and status.doubts == {Doubt.REPLAY_UNPROVEN} and not counters.live:
+        return ok("trust", text, _IDLE)
     advice = "; ".join(_ADVICE.get(doubt, doubt.value) for doubt in Doubt if doubt in status.doubts)
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)
