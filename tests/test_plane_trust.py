@@ -263,3 +263,20 @@ def test_a_bridge_finds_what_an_index_finds(kinds: list[KVEvent | str]) -> None:
 def test_a_bridge_finds_what_an_index_finds_in_what_every_release_sends() -> None:
     for golden in GOLDENS:
         assert read(golden.payload) == applied(golden.payload), golden
+
+
+def test_a_replica_names_the_doubts_of_an_idle_stream() -> None:
+    """Also those that a checkpoint does not keep: so a service tells an idle engine from one whose batches are lost."""
+    scene = Scene()
+    scene.say(stored(1))
+    scene.engine.disconnect()
+    scene.settle()
+    scene.engine.reconnect()
+    scene.settle()
+    assert scene.trust == Trust.DEGRADED
+    assert scene.log.status(*KEY).doubts == {Doubt.REPLAY_UNPROVEN}
+    assert scene.log.ledgers[0].start(KEY, "bridge").resume is not None
+    scene.say(stored(2))
+    scene.settle()
+    assert scene.log.status(*KEY).doubts == frozenset()
+    assert scene.trust == Trust.EXACT

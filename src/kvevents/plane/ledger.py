@@ -48,9 +48,11 @@ from kvevents.plane.records import (
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset
 from kvevents.stream.checkpoint import Fingerprint
 from kvevents.stream.state import digest_of
+from kvevents.stream.trust import KEPT_BY_CHECKPOINT
 from kvevents.structs import prepared
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
+_KEPT: Final = frozenset(doubt.name for doubt in KEPT_BY_CHECKPOINT)
 MAX_DEPARTED: Final = 100_000
 """Streams that have left and whose last incarnation is remembered, so that late records of it are void; the oldest go first."""
 MAX_WATCHERS: Final = 64
@@ -378,7 +380,7 @@ class Ledger:
             return Start(Checkpoint(*key, standing.incarnation, -1), 0)
         anchor = Fingerprint(standing.last_seq, digest, True)
         told = standing.told.get(bridge) or next(reversed(standing.told.values()), None)
-        doubts = {} if told is None else told.doubts
+        doubts = {} if told is None else {name: last for name, last in told.doubts.items() if name in _KEPT}
         return Start(Checkpoint(*key, standing.incarnation, standing.last_seq, (anchor,), True, doubts), 0)
 
     def _digest(self, key: Key, standing: Standing) -> bytes | None:

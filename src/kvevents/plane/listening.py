@@ -170,7 +170,8 @@ class Listener(threading.Thread):
     def _trust(self) -> list[Heard]:
         found: list[Heard] = []
         for key, trust in self._subscriber.trust_changes():
-            doubts = self._subscriber.checkpoint(*key).doubts
+            status = self._subscriber.status(*key)
+            doubts = {doubt.name: status.last_seq for doubt in status.doubts} | self._subscriber.checkpoint(*key).doubts
             said = Trusting(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], doubts)
             found.append(Heard(said, self._turns[key]))
         return found
