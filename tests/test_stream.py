@@ -666,7 +666,7 @@ def test_an_answer_that_begins_with_a_snapshot_ends_the_wait_for_all_before_it(w
     wire.feed(live(0), live(1), live(3), live(5), live(8))
     assert wire.asked() == 2
     wire.answer(snapshot(6), replayed(7), replayed(8), END)
-    assert wire.taken() == ["b0", "b1", "c2-2", "b3", "c4-4", "b5", "r6", "r7", "b8"]
+    assert wire.taken() == ["b0", "b1", "g2-2", "b3", "g4-4", "b5", "r6", "r7", "b8"]
     assert wire.stream.counters.requests == 2
     assert Doubt.LOST not in wire.stream.doubts
 
@@ -1973,3 +1973,13 @@ def test_every_limit_is_reached_by_a_test() -> None:
     assert REACHED.keys() == {field.name for field in fields(StreamLimits)}
     known = set(globals()) | {path.name for path in Path(__file__).parent.glob("test_*.py")}
     assert set(REACHED.values()) <= known
+
+
+def test_a_gap_before_a_live_batch_is_a_loss_though_a_snapshot_follows(wire: Wire) -> None:
+    """Between that batch and the snapshot the state lacks what was in the gap, so only what is right before it is compacted."""
+    wire.feed(live(0), live(3))
+    assert wire.asked() == 1
+    wire.answer(replay_batch_frames(TOPIC, 6, payload_of(0, 6, clear=True)))
+    assert wire.taken() == ["b0", "g1-2", "b3", "c4-5", "r6"]
+    assert wire.stream.counters.lost == 2
+    assert wire.stream.counters.compacted == 2

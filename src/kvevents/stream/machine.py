@@ -1026,8 +1026,13 @@ class Stream(Generic[B]):
         self._declare_gap(first - 1, compacted=replayed and begins_with_clear(payload))
 
     def _declare_gap_before(self, seq: int, *, compacted: bool) -> None:
-        """Give up what is missing before the next batch that waits or `seq`, the number of an answer's first batch."""
-        self._declare_gap(min(seq, self._pending.first() or seq) - 1, compacted=compacted)
+        """Give up what is missing before the next batch that waits or `seq`, the number of an answer's first batch.
+
+        A gap before a batch that waits is a loss, though a snapshot with a higher number follows: until the snapshot is
+        applied, the state lacks what was in the gap.
+        """
+        last = min(seq, self._pending.first() or seq) - 1
+        self._declare_gap(last, compacted=compacted and last == seq - 1)
 
     def _declare_gap(self, last: int, *, compacted: bool) -> None:
         count = last - self._expected + 1
