@@ -91,6 +91,17 @@ def test_other_threads_run_during_a_call(name: str, sticky_interpreter: None) ->
     assert Bystander().runs_beside(calls()[name], DEADLINE)
 
 
+def test_other_threads_run_while_blocks_are_listed(sticky_interpreter: None) -> None:
+    """Not only before the first of them: a listing of a large worker is made in pieces."""
+    index = PrefixIndex()
+    index.apply_payload("a", 0, 0, payload_of(len(TOKENS) // 2))
+    held = index.blocks("a")
+    first = next(held)
+    rest: list[Any] = []
+    assert Bystander().runs_beside(lambda: rest.append(next(held)), DEADLINE), "the whole listing was made at once"
+    assert len({first, *rest, *held}) == len(TOKENS) // 2
+
+
 def test_no_other_thread_runs_during_python(sticky_interpreter: None) -> None:
     """What the test above proves: without native code the bystander does not run."""
     assert not Bystander().runs_beside(lambda: sum(range(100)), 0.2)

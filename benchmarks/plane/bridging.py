@@ -120,9 +120,9 @@ def source(bridges: int, *rest: int) -> None:
 
 def ours(url: str, name: str, port: int, *rest: int) -> None:
     """Ours, until it has written so many batches."""
-    from kvevents.cli.bridging import SWITCH_SECONDS  # noqa: PLC0415 - as above
+    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
 
-    sys.setswitchinterval(SWITCH_SECONDS)
+    be_responsive()
     asyncio.run(_ours(url, name, port, Load(*rest)))
     os._exit(0)
 

@@ -72,12 +72,12 @@ def bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
 async def _bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
     import msgspec  # noqa: PLC0415 - as above
 
-    from kvevents.cli.bridging import SWITCH_SECONDS  # noqa: PLC0415 - as above
+    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
     from kvevents.plane.bridge import Bridge, BridgeSettings, Watch  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.registration import Registration  # noqa: PLC0415 - as above
 
-    sys.setswitchinterval(SWITCH_SECONDS)
+    be_responsive()
     plane = PlaneSettings(servers=(url,), name=NAME, lanes=1, lane_bytes=4 << 30)
     registration = Registration(instance="e", endpoint=endpoint, replay_endpoint=replay_endpoint, model="m")
     found = Bridge(
@@ -99,7 +99,7 @@ def replica(url: str, count: int, skipped: int) -> None:
 
 
 async def _replica(url: str, count: int, skipped: int) -> None:
-    from kvevents.cli.serve import SWITCH_SECONDS  # noqa: PLC0415 - as above
+    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
@@ -118,7 +118,7 @@ async def _replica(url: str, count: int, skipped: int) -> None:
             seen.append((time.monotonic(), [each.payload[2:10] for each in deliveries if isinstance(each, RawBatch)]))
 
     setattr(generation, "Follower", Watched)  # noqa: B010 - it is the replica's own, not exported
-    sys.setswitchinterval(SWITCH_SECONDS)
+    be_responsive()
     fleet = Fleet(PrefixIndex(), max_sources=10)
     fleet.follower.start()
     plane = PlaneSettings(servers=(url,), name=NAME, lanes=1)

@@ -20,7 +20,7 @@ use crate::scan;
 use answers::{Match, WorkerMatch};
 use arguments::{scheme_of, scope_of, tokens_of};
 use compactor::Compactor;
-use index::NativeIndex;
+use index::{Listing, NativeIndex};
 use libzmq::Libzmq;
 use zmtp::Zmtp;
 
@@ -92,6 +92,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Compactor>()?;
     module.add_class::<Libzmq>()?;
     module.add_class::<Zmtp>()?;
+    module.add_class::<Listing>()?;
     module.add_class::<Match>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;

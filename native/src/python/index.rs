@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -13,6 +14,7 @@ use super::answers::{Match, counters, described};
 use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use crate::core::Worker;
 use crate::index::{Held, Index, Info, Limits, Outcome};
+use crate::planes::Plane;
 use crate::scan::{self, Schema};
 use crate::snapshot::{self, Failure};
 
@@ -47,6 +49,27 @@ pub(super) struct NativeIndex {
 
 /// Key, hash, tier, group and copies.
 type PlainBlock = (u64, u64, String, i64, u32);
+
+/// The blocks of a stream at one moment, each of which is handed out once.
+#[pyclass(frozen, module = "kvevents.index")]
+pub(super) struct Listing {
+    blocks: Mutex<std::vec::IntoIter<Held>>,
+    planes: Vec<Plane>,
+}
+
+#[pymethods]
+impl Listing {
+    /// The next blocks, at most `most`: per block and plane `(key, hash, tier, group, copies)`. Empty behind the last one.
+    ///
+    /// Lets other threads of Python run each time, so that a long listing does not keep them waiting.
+    fn take(&self, py: Python<'_>, most: usize) -> Vec<PlainBlock> {
+        let plain = |held: Held| {
+            let plane = &self.planes[held.plane as usize];
+            (held.key, held.hash, plane.tier.clone(), plane.group, held.copies)
+        };
+        py.detach(|| self.blocks.lock().by_ref().take(most).map(plain).collect())
+    }
+}
 
 /// The place of a payload in a run, and what came of it.
 type Odd = (usize, Py<PyAny>);
@@ -326,14 +349,13 @@ impl NativeIndex {
         Ok(totals)
     }
 
-    /// Per block and plane `(key, hash, tier, group, copies)`, or None when there is no such stream.
-    fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> Option<Vec<PlainBlock>> {
+    /// The blocks of a stream at this moment, or None when there is no such stream.
+    fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> Option<Listing> {
         let (blocks, planes) = py.detach(|| self.index.stream(source, rank).map(|_| self.index.blocks(source, rank)))?;
-        let plain = |held: Held| {
-            let plane = &planes[held.plane as usize];
-            (held.key, held.hash, plane.tier.clone(), plane.group, held.copies)
-        };
-        Some(blocks.into_iter().map(plain).collect())
+        Some(Listing {
+            blocks: Mutex::new(blocks.into_iter()),
+            planes,
+        })
     }
 
     /// The key of the block that a stream means by a hash, or None when it holds no such block.

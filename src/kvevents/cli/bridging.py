@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ import msgspec
 from kvevents import scraping
 from kvevents.cli.allocator import giving_back
 from kvevents.cli.command import CommandLineError
+from kvevents.cli.responsive import be_responsive
 from kvevents.cli.serve import with_sources
 from kvevents.cli.stopping import Stop
 from kvevents.config import Curve
@@ -49,9 +49,6 @@ LOOK_SECONDS: Final = 0.5
 """Between two looks at whether something has changed that is to be told."""
 END_SECONDS: Final = 12.0
 """From a signal to the end at most: for what is queued, and for the connections."""
-SWITCH_SECONDS: Final = 0.0005
-"""How long the thread that follows engines may keep Python to itself when the one that writes waits: a page needs it several
-times, and by default it would wait 5 ms each time."""
 SCRAPE_SECONDS: Final = 5.0
 """For the event loop to answer who scrapes."""
 _FLEET: Final = ("curve", "dns", "source_files", "sources")
@@ -187,7 +184,7 @@ def run(settings: Settings) -> None:
     Raises `PlaneError` where the servers cannot be used or somebody else has the name, `EndpointError` for a port that is
     taken, and `ConfigError`.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
+    be_responsive()
     with Stop() as stop, giving_back():
         asyncio.run(_main(settings, stop))
 

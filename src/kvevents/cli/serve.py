@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any, Final
@@ -14,11 +13,10 @@ from kvevents.cli.allocator import giving_back
 from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import Group, count, endpoint, engine_url, seconds
+from kvevents.cli.responsive import be_responsive
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import MissingDependencyError
 
-SWITCH_SECONDS: Final = 0.0005
-"""How long one thread may keep Python to itself when another waits. The default of 5 ms is a hundred queries."""
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -198,7 +196,7 @@ def run(args: Namespace) -> int:
     # The service names engines that cannot be reached, and says more about each.
     for name in ("direct", "live"):
         logging.getLogger(f"kvevents.subscriber.{name}").setLevel(logging.ERROR)
-    sys.setswitchinterval(SWITCH_SECONDS)
+    be_responsive()
     with giving_back(keep=server.KEPT_BYTES):
         server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))
     return OK

@@ -22,7 +22,7 @@ from kvevents.service.registration import Key
 if TYPE_CHECKING:
     from kvevents.service.service import Service
 
-PIECE_BLOCKS: Final = 4_096
+PIECE_BLOCKS: Final = 1_024
 """Blocks of one piece, which are less than a MiB."""
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
