@@ -8,7 +8,7 @@ BENCH_STAMP := $(VENV)/.ready-bench
 
 # The native module, built in place. Cargo rebuilds only what changed; without a change it is not even asked.
 NATIVE := src/kvevents/_native.abi3.so
-NATIVE_SOURCES := native/Cargo.toml native/Cargo.lock $(shell find native/src -name '*.rs')
+NATIVE_SOURCES := native/Cargo.lock $(shell find native -path native/target -prune -o -name Cargo.toml -print -o -path '*/src/*.rs' -print)
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
 FUZZ ?= 20
@@ -30,13 +30,13 @@ unit: $(NATIVE) $(TESTS_STAMP)  # tests wait longer than they work: three proces
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 crate:
-	+cargo test $(CARGO_FLAGS)
+	+cargo test $(CARGO_FLAGS) --workspace
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cargo fmt --check --manifest-path native/Cargo.toml
-	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --all-targets --all-features -- -D warnings
+	cargo fmt --all --check --manifest-path native/Cargo.toml
+	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --workspace --all-targets --all-features -- -D warnings
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -66,9 +66,9 @@ fuzz: $(NATIVE) $(TESTS_STAMP) fuzz-native  ## Every property test with FUZZ tim
 
 # The sanitizer is a nightly feature that stable ships; RUSTC_BOOTSTRAP lets it in. A target of its own keeps it off build scripts.
 fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples, then fewer under AddressSanitizer
-	PROPTEST_CASES=$(PROPTEST_CASES) cargo test --release $(CARGO_FLAGS)
+	PROPTEST_CASES=$(PROPTEST_CASES) cargo test --release $(CARGO_FLAGS) --workspace
 	host=$$(rustc --print host-tuple) && PROPTEST_CASES=1000 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
-	  cargo test $(CARGO_FLAGS) --lib --tests --target $$host --target-dir native/target/sanitized
+	  cargo test $(CARGO_FLAGS) --workspace --lib --tests --target $$host --target-dir native/target/sanitized
 
 dist: $(NATIVE)  ## The sdist, and a wheel built from it
 	rm -rf dist

@@ -83,7 +83,7 @@ def test_a_source_distribution_can_build_the_native_module(tmp_path: Path) -> No
     (archive,) = tmp_path.iterdir()
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    native = {path.relative_to(ROOT).as_posix() for path in (ROOT / "native/src").rglob("*.rs")}
+    native = {path.relative_to(ROOT).as_posix() for path in (ROOT / "native").rglob("src/**/*.rs")}
     wanted = {"LICENSE", "README.md", "pyproject.toml", "native/Cargo.toml", "native/Cargo.lock", "src/kvevents/py.typed"}
     assert native | wanted <= names
     assert not [name for name in names if name.endswith(".so") or "target/" in name]

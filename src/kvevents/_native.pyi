@@ -1,4 +1,4 @@
-"""The compiled part of `kvevents.index`; see native/src/python.rs."""
+"""The compiled part of `kvevents.index`; see native/python/src/python.rs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

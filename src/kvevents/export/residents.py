@@ -20,7 +20,7 @@ _MEDIA: Final[dict[str, tuple[str, ...]]] = {
     "disk": ("CPU_TIER2", "DISK", "SSD", "NVME", "FS", "STORAGE", "EXTERNAL", "REMOTE"),
 }
 TIERS: Final = {medium: tier for tier, media in _MEDIA.items() for medium in media}
-"""Tier by medium, as the index has it (`native/src/planes.rs`)."""
+"""Tier by medium, as the index has it (`native/index/src/planes.rs`)."""
 _I63: Final = 1 << 63
 _SALT_DIGITS: Final = 16
 

@@ -1,4 +1,4 @@
-"""Snapshots in files; their format is in native/src/snapshot.rs."""
+"""Snapshots in files; their format is in native/index/src/snapshot.rs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,151 @@
+//! How long the compactor takes for a payload: one with a store of so many blocks of 16 tokens, and one that removes as many, the
+//! median of many while the number of blocks stays the same; and beside it what scanning alone takes. Then how long it takes to tell all
+//! that is live, to spell it as payloads, and to fold those again.
+//!
+//! `cargo run --release --no-default-features --example compactor_timing`
+
+#[path = "../../index/src/scan/layouts.rs"]
+mod layouts;
+
+use std::time::Instant;
+
+use kvevents_compaction::Compactor;
+use kvevents_index::scan::{Limits, Schema, Scratch, scan};
+
+/// Tokens per block.
+const SIZE: usize = 16;
+/// Blocks that are live all the time.
+const LIVE: usize = 200_000;
+
+/// A small generator of numbers that is good enough here.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed ^ (mixed >> 29)
+    }
+}
+
+fn array(out: &mut Vec<u8>, length: usize) {
+    out.push(0xDC);
+    out.extend((length as u16).to_be_bytes());
+}
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.push(0xA0 | text.len() as u8);
+    out.extend(text.as_bytes());
+}
+
+fn hashes(out: &mut Vec<u8>, hashes: &[u64]) {
+    text(out, "block_hashes");
+    array(out, hashes.len());
+    for hash in hashes {
+        out.push(0xCF);
+        out.extend(hash.to_be_bytes());
+    }
+}
+
+/// A batch of one map event.
+fn batch(pairs: u8, tag: &str, fill: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+    let mut out = vec![0x93, 0xCB];
+    out.extend(1.7e9_f64.to_be_bytes());
+    out.extend([0x91, 0x80 | pairs]);
+    text(&mut out, "type");
+    text(&mut out, tag);
+    fill(&mut out);
+    out.push(0);
+    out
+}
+
+fn stored(blocks: &[u64], parent: Option<u64>, random: &mut Random) -> Vec<u8> {
+    batch(6, "BlockStored", |out| {
+        hashes(out, blocks);
+        text(out, "parent_block_hash");
+        match parent {
+            None => out.push(0xC0),
+            Some(hash) => {
+                out.push(0xCF);
+                out.extend(hash.to_be_bytes());
+            }
+        }
+        text(out, "token_ids");
+        array(out, blocks.len() * SIZE);
+        for _ in 0..blocks.len() * SIZE {
+            out.push(0xCD);
+            out.extend((256 + random.next() as u16 % 50_000).to_be_bytes());
+        }
+        text(out, "block_size");
+        out.push(SIZE as u8);
+        text(out, "medium");
+        text(out, "GPU");
+    })
+}
+
+fn removed(blocks: &[u64]) -> Vec<u8> {
+    batch(3, "BlockRemoved", |out| {
+        hashes(out, blocks);
+        text(out, "medium");
+        text(out, "GPU");
+    })
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn timed(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_secs_f64() * 1e6
+}
+
+fn main() {
+    let schema = Schema::new(&layouts::layouts(), Limits::default()).expect("the layouts are known");
+    for blocks in [1, 32, 512] {
+        let mut random = Random(7);
+        let kept = LIVE / blocks;
+        let runs: Vec<Vec<u64>> = (0..2 * kept).map(|_| (0..blocks).map(|_| random.next()).collect()).collect();
+        let parent = |at: usize| (!at.is_multiple_of(20)).then(|| runs[at - 1][blocks - 1]);
+        let stores: Vec<Vec<u8>> = (0..runs.len()).map(|at| stored(&runs[at], parent(at), &mut random)).collect();
+        let removals: Vec<Vec<u8>> = runs
+            .iter()
+            .map(|run| removed(&run.iter().rev().copied().collect::<Vec<_>>()))
+            .collect();
+        let mut compactor = Compactor::default();
+        let mut scratch = Scratch::default();
+        let (mut store, mut remove, mut alone) = (Vec::new(), Vec::new(), Vec::new());
+        for (at, payload) in stores.iter().enumerate() {
+            let took = timed(|| assert!(compactor.fold(payload, &schema)));
+            if at >= kept {
+                store.push(took);
+                remove.push(timed(|| assert!(compactor.fold(&removals[at - kept], &schema))));
+                alone.push(timed(|| assert!(scan(payload, &schema, &mut scratch).is_some())));
+            }
+        }
+        println!(
+            "{blocks} blocks in {} bytes: store {:.3} us (of which scanning {:.3}), removal {:.3} us; {} live, {:.0} bytes a block",
+            stores[0].len(),
+            median(store),
+            median(alone),
+            median(remove),
+            compactor.live(),
+            compactor.bytes() as f64 / compactor.live() as f64,
+        );
+        let start = Instant::now();
+        let told = compactor.events().map_or(0, |told| told.len());
+        println!("  told in {told} events, {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
+        let start = Instant::now();
+        let payloads = compactor.payloads(8 << 20, 1.7e9).unwrap_or_default();
+        let spelled = start.elapsed().as_secs_f64() * 1e3;
+        let (mut again, start) = (Compactor::default(), Instant::now());
+        assert!(payloads.iter().all(|payload| again.fold(payload, &schema)) && again.live() == compactor.live());
+        println!(
+            "  spelled in {} bytes, {spelled:.1} ms; folded again, {:.1} ms",
+            payloads.iter().map(Vec::len).sum::<usize>(),
+            start.elapsed().as_secs_f64() * 1e3,
+        );
+    }
+}

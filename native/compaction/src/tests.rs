@@ -1,0 +1,603 @@
+//! The compactor against a model that a reader can check by eye: one block per hash, and its whole history.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use kvevents_index::scan::Limits;
+use state::State;
+use store::{PlaceView, Store, StoreView};
+
+const GPU: PlaceView<'static> = PlaceView {
+    medium: Some(b"GPU"),
+    locality: None,
+    ownership: None,
+    group: None,
+};
+const CPU: PlaceView<'static> = PlaceView {
+    medium: Some(b"CPU"),
+    ..GPU
+};
+
+fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], place: PlaceView<'a>) -> StoreView<'a> {
+    StoreView {
+        hashes,
+        parent,
+        tokens,
+        pairs: false,
+        unkeyable: false,
+        keys: None,
+        block_size: if tokens.is_empty() { 0 } else { 2 },
+        place,
+        kind: None,
+        window: None,
+        lora_id: None,
+        lora_name: None,
+        cache_salt: None,
+        extra_keys: None,
+    }
+}
+
+/// Blocks that are told by their keys.
+fn is_keyed(hash: u64) -> bool {
+    hash.is_multiple_of(5)
+}
+
+/// A block tree in which hash 1 + n has the parent n / 2, and its own tokens, or a key.
+fn put(state: &mut State, hash: u64, place: PlaceView<'_>) {
+    if is_keyed(hash) {
+        let (hashes, keys) = ([hash], [1000 + hash]);
+        let keyed = StoreView {
+            keys: Some(&keys),
+            block_size: 2,
+            ..store(&hashes, Some(hash / 2), &[], place)
+        };
+        return state.stored(&keyed).expect("within limits");
+    }
+    let parent = (hash > 1).then_some(hash / 2);
+    let tokens = [hash as u32, 7];
+    state.stored(&store(&[hash], parent, &tokens, place)).expect("within limits");
+}
+
+fn take(state: &mut State, hash: u64, place: PlaceView<'_>) {
+    state.removed(&[hash], &place).expect("within limits");
+}
+
+/// Copies by hash and medium, and what waits in the order in which it came.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Model {
+    live: BTreeMap<(u64, bool), u32>,
+    waiting: Vec<(u64, bool)>,
+}
+
+impl Model {
+    fn knows(&self, hash: u64) -> bool {
+        self.live.contains_key(&(hash, true)) || self.live.contains_key(&(hash, false))
+    }
+
+    fn put(&mut self, hash: u64, gpu: bool) {
+        if hash > 1 && !is_keyed(hash) && !self.knows(hash / 2) {
+            return self.waiting.push((hash, gpu));
+        }
+        let fresh = !self.knows(hash);
+        *self.live.entry((hash, gpu)).or_default() += 1;
+        if fresh {
+            let (now, later) = self.waiting.iter().partition(|(other, _)| other / 2 == hash);
+            self.waiting = later;
+            let now: Vec<(u64, bool)> = now;
+            now.into_iter().for_each(|(other, gpu)| self.put(other, gpu));
+        }
+    }
+
+    fn take(&mut self, hash: u64, gpu: bool) {
+        if let Some(count) = self.live.get_mut(&(hash, gpu)) {
+            *count -= 1;
+            if *count == 0 {
+                self.live.remove(&(hash, gpu));
+            }
+        } else if let Some(at) = self.waiting.iter().position(|item| *item == (hash, gpu)) {
+            self.waiting.remove(at);
+        }
+    }
+}
+
+/// A block that is there, for a moment, only to say how its group counts: nothing with tokens is left that would.
+fn teaches(store: &Store) -> bool {
+    store.keys.as_deref().map_or(store.tokens == [0, 0], |keys| keys == [0])
+}
+
+/// What a consumer without any past knows after these events.
+fn applied(told: &[Told]) -> Model {
+    let mut model = Model::default();
+    let mut left = told;
+    while let [event, rest @ ..] = left {
+        left = rest;
+        match (event, rest) {
+            (Told::Stored(store), [Told::Removed(hashes, place), ..]) if teaches(store) => {
+                assert_eq!((&store.hashes, &store.place), (hashes, place));
+                assert!(!model.knows(hashes[0]) && model.waiting.iter().all(|(hash, _)| hash / 2 != hashes[0]));
+                left = &rest[1..];
+                continue;
+            }
+            _ => {}
+        }
+        match event {
+            Told::Stored(store) => {
+                let gpu = store.place.view() == GPU;
+                for (at, &hash) in store.hashes.iter().enumerate() {
+                    if let Some(keys) = &store.keys {
+                        assert_eq!((keys[at], store.parent, store.tokens.len()), (1000 + hash, None, 0));
+                        model.put(hash, gpu);
+                        continue;
+                    }
+                    assert_eq!(store.tokens[2 * at..2 * at + 2], [hash as u32, 7]);
+                    let parent = if at == 0 { store.parent } else { Some(store.hashes[at - 1]) };
+                    assert_eq!(parent, (hash > 1).then_some(hash / 2));
+                    model.put(hash, gpu);
+                }
+            }
+            Told::Removed(hashes, place) => hashes.iter().for_each(|&hash| model.take(hash, place.view() == GPU)),
+        }
+    }
+    model
+}
+
+fn read_all() -> Schema {
+    let none = usize::MAX;
+    let limits = Limits {
+        max_payload_bytes: none,
+        max_events: none,
+        max_hashes: none,
+        max_free_bytes: none,
+        ..Limits::default()
+    };
+    Schema::new(&layouts::layouts(), limits).expect("the layouts are known")
+}
+
+/// Folds what is told, spelled in payloads of at most `limit` bytes.
+fn refolded(told: &[Told], limit: usize) -> Compactor {
+    let (mut compactor, schema, mut sheets) = (Compactor::default(), read_all(), Sheets::new(limit, 1.5));
+    told.iter().for_each(|event| sheets.take(event));
+    for payload in sheets.finish() {
+        assert!(compactor.fold(&payload, &schema), "{payload:02x?}");
+        let single = scan(&payload, &schema, &mut compactor.scratch).is_some() && compactor.scratch.events.len() == 1;
+        assert!(payload.len() <= limit || (single && compactor.scratch.events[0].hashes.length <= 1));
+        assert_eq!(compactor.scratch.ts, 1.5);
+    }
+    compactor
+}
+
+proptest! {
+    /// Any stores and removals of a tree, some by keys: what is told leads a consumer to exactly what the model knows, and afterwards nothing is
+    /// kept of what is gone.
+    #[test]
+    fn what_is_told_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
+        let (mut state, mut model) = (State::default(), Model::default());
+        for (hash, gpu, what) in steps {
+            let place = if gpu { GPU } else { CPU };
+            if what < 3 {
+                put(&mut state, hash, place);
+                model.put(hash, gpu);
+            } else {
+                take(&mut state, hash, place);
+                model.take(hash, gpu);
+            }
+        }
+        let told = telling::tell(&mut state).expect("hashes are distinct");
+        for limit in [1, 90, 200, 1 << 20] {
+            let mut again = refolded(&told, limit);
+            prop_assert_eq!(again.live(), state.blocks.live());
+            prop_assert_eq!(again.events(), Some(told.clone()));
+        }
+        let mut found = applied(&told);
+        let mut expected = model.clone();
+        found.waiting.sort_unstable();
+        expected.waiting.sort_unstable();
+        prop_assert_eq!(found, expected);
+        let live: std::collections::BTreeSet<u64> = model.live.keys().map(|(hash, _)| *hash).collect();
+        prop_assert_eq!(state.blocks.live(), live.len());
+        for ((hash, gpu), count) in &model.live {
+            (0..*count).for_each(|_| take(&mut state, *hash, if *gpu { GPU } else { CPU }));
+        }
+        for (hash, gpu) in &model.waiting {
+            take(&mut state, *hash, if *gpu { GPU } else { CPU });
+        }
+        prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len()), (0, 0, 0));
+        prop_assert!(state.bytes() < 8_192 && state.blocks.bound() == 0, "{} bytes", state.bytes());
+    }
+}
+
+/// A chain is one event; what was removed before its end is told, and taken away again.
+#[test]
+fn a_chain_is_told_as_one_run_with_its_dead_ancestors() {
+    let mut state = State::default();
+    for hash in [1, 2, 4, 8] {
+        put(&mut state, hash, GPU);
+    }
+    take(&mut state, 1, GPU);
+    take(&mut state, 2, GPU);
+    let told = telling::tell(&mut state).expect("hashes are distinct");
+    let stored: Vec<_> = (told.iter())
+        .filter_map(|event| match event {
+            Told::Stored(store) => Some((store.hashes.clone(), store.parent)),
+            Told::Removed(..) => None,
+        })
+        .collect();
+    assert_eq!(stored, [(vec![1, 2], None), (vec![4, 8], Some(2))]);
+    assert_eq!(told.last(), Some(&Told::Removed(vec![2, 1], Place::of(&GPU))));
+}
+
+/// Equal hashes under different parents: children follow the newest, a removal takes the oldest, and so they are told.
+#[test]
+fn twins_are_told_with_their_children_in_the_order_in_which_they_came() {
+    let mut state = State::default();
+    let mut put = |hash, parent, token| {
+        state
+            .stored(&store(&[hash], parent, &[token, 7], GPU))
+            .expect("within limits");
+    };
+    put(1, None, 1);
+    put(2, None, 2);
+    put(9, Some(1), 5);
+    put(10, Some(9), 6);
+    put(9, Some(2), 5);
+    put(11, Some(9), 6);
+    let told = telling::tell(&mut state).expect("they came in an order that can be told");
+    let order: Vec<u64> = (told.iter())
+        .flat_map(|event| match event {
+            Told::Stored(store) => store.hashes.clone(),
+            Told::Removed(hashes, _) => hashes.clone(),
+        })
+        .collect();
+    let at = |hash| order.iter().position(|&other| other == hash).expect("it is told");
+    let second = order.iter().rposition(|&other| other == 9).expect("it is told");
+    assert!(at(9) < at(10) && at(10) < second && second < at(11), "{order:?}");
+}
+
+/// Beyond a limit nothing is kept or told, until the stream clears everything.
+#[test]
+fn too_many_orphans_are_lost_until_a_clear() {
+    let mut state = State::default();
+    let hashes: Vec<u64> = (10..11 + MAX_WAITING as u64).collect();
+    let tokens = vec![7; 2 * hashes.len()];
+    assert_eq!(state.stored(&store(&hashes, Some(5), &tokens, GPU)), Err("orphans"));
+    state.lose("orphans");
+    assert!(telling::tell(&mut state).is_none() && state.bytes() < 8_192);
+    put(&mut state, 1, GPU);
+    assert_eq!((state.blocks.live(), state.lost), (0, Some("orphans")));
+    state.cleared(None, None);
+    put(&mut state, 1, GPU);
+    assert_eq!(telling::tell(&mut state).map(|told| told.len()), Some(1));
+}
+
+/// What the scanner does not read changes nothing.
+#[test]
+fn a_payload_that_is_not_read_changes_nothing() {
+    let schema = Schema::new(&layouts::layouts(), Limits::default()).expect("the layouts are known");
+    let mut compactor = Compactor::default();
+    assert!(compactor.fold(b"\x92\x01\x90", &schema));
+    for payload in [&b""[..], b"\x92\x01", b"\x92\x01\x91\x91\xA1x", b"\xC1"] {
+        assert!(!compactor.fold(payload, &schema));
+    }
+    assert_eq!((compactor.live(), compactor.events()), (0, Some(Vec::new())));
+}
+
+/// Every field that a store can have, numbers of every width, and a chain that is cut into several payloads.
+#[test]
+fn what_is_spelled_is_read_again() {
+    let widths = [0, 1 << 7, 1 << 8, 1 << 16, u64::from(u32::MAX), 1 << 32, u64::MAX];
+    let hashes: Vec<u64> = widths.iter().flat_map(|&width| [width, width ^ 5]).collect();
+    let tokens: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7]).collect();
+    let pairs: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7, 7, 8]).collect();
+    let extra: &[u8] = &[&[0x9E, 0xC0, 0x92, 0xA4][..], b"salt", &[0x92, 0xA1, b'i', 3], &[0xC0; 12]].concat();
+    let long = [b'n'; 40];
+    let place = PlaceView {
+        medium: Some("STÖRAGE".as_bytes()),
+        locality: Some(b"REMOTE"),
+        ownership: Some(&long),
+        group: Some(-3),
+    };
+    let rich = StoreView {
+        lora_id: Some(i64::MIN),
+        lora_name: Some(b"lora"),
+        cache_salt: Some(b"tenant"),
+        extra_keys: Some(extra),
+        kind: Some(b"mla_attention"),
+        window: Some(-1),
+        ..store(&hashes, None, &tokens, place)
+    };
+    let eagle = StoreView {
+        pairs: true,
+        ..store(&hashes, Some(3), &pairs, GPU)
+    };
+    for view in [
+        store(&hashes, None, &tokens, CPU),
+        rich,
+        eagle,
+        store(&hashes, Some(77), &tokens, GPU),
+    ] {
+        let mut state = State::default();
+        state.stored(&view).expect("within limits");
+        state.removed(&hashes[..5], &view.place).expect("within limits");
+        let told = telling::tell(&mut state).expect("hashes are distinct");
+        for limit in (1..400).step_by(7).chain([1 << 20]) {
+            assert_eq!(refolded(&told, limit).events().as_ref(), Some(&told));
+        }
+    }
+}
+
+/// Blocks of keys come alone and are told together; a child with tokens goes on from such a key, and is told behind it.
+#[test]
+fn blocks_of_keys_are_told_together() {
+    let mut state = State::default();
+    let keyed = |hashes, keys| StoreView {
+        keys: Some(keys),
+        block_size: 1 << 31,
+        ..store(hashes, Some(77), &[], GPU)
+    };
+    state.stored(&keyed(&[1, 2], &[11, 12])).expect("within limits");
+    state.stored(&store(&[3], Some(1), &[5, 6], GPU)).expect("within limits");
+    state.stored(&keyed(&[4], &[14])).expect("within limits");
+    state.removed(&[1], &GPU).expect("within limits");
+    for malformed in [
+        keyed(&[8], &[1, 2]),
+        StoreView {
+            tokens: &[1],
+            ..keyed(&[8], &[1])
+        },
+    ] {
+        state.stored(&malformed).expect("nothing comes of it");
+    }
+    let told = telling::tell(&mut state).expect("hashes are distinct");
+    let stored: Vec<_> = (told.iter())
+        .filter_map(|event| match event {
+            Told::Stored(store) => Some((store.hashes.clone(), store.parent, store.keys.clone())),
+            Told::Removed(..) => None,
+        })
+        .collect();
+    let expected = [
+        (vec![1], None, Some(vec![11])),
+        (vec![3], Some(1), None),
+        (vec![2, 4], None, Some(vec![12, 14])),
+    ];
+    assert_eq!(stored, expected);
+    let local = kvevents_index::keys::local(&[5, 6], kvevents_index::keys::seed(0, 0));
+    let child = state.blocks.seek(3).expect("it is live");
+    assert_eq!(state.blocks.get(child).key, kvevents_index::keys::chained(11, local));
+    state.removed(&[2, 3, 4], &GPU).expect("within limits");
+    assert_eq!((state.blocks.bound(), state.blocks.windows()), (0, 0));
+    let taught = telling::tell(&mut state).expect("nothing is live");
+    assert!(
+        matches!(&taught[..], [Told::Stored(one), Told::Removed(..)] if one.keys == Some(vec![0]) && one.tokens.is_empty())
+    );
+}
+
+/// Known blocks are told though others were never seen, and a clear of everything makes it whole.
+#[test]
+fn what_is_missed_is_known_until_everything_is_cleared() {
+    let mut compactor = Compactor::default();
+    put(&mut compactor.state, 1, GPU);
+    assert!(!compactor.partial());
+    compactor.miss();
+    put(&mut compactor.state, 2, GPU);
+    assert_eq!((compactor.partial(), compactor.live()), (true, 2));
+    assert_eq!(compactor.events().map(|told| told.len()), Some(1));
+    compactor.state.cleared(Some(b"CPU"), None);
+    compactor.lose("orphans");
+    assert_eq!((compactor.partial(), compactor.lost()), (true, Some("orphans")));
+    compactor.state.cleared(None, None);
+    assert_eq!((compactor.partial(), compactor.lost()), (false, None));
+    compactor.miss();
+    compactor.clear();
+    assert!(!compactor.partial());
+}
+
+/// Something that happens to a cache, in small numbers.
+type Step = (u8, u8, u8, u8);
+
+/// Has both of two states take a step in which stores are long, and hashes come again: in other places, with other tokens, in the
+/// middle of others, behind what is gone.
+fn step(state: &mut State, (what, hash, count, variant): Step) {
+    let first = u64::from(hash) * 8;
+    let place = if variant.is_multiple_of(11) { CPU } else { GPU };
+    let count = u64::from(count) % if variant.is_multiple_of(3) { 150 } else { 3 } + 1;
+    let hashes: Vec<u64> = (first..first + count).collect();
+    let outcome = match what % 16 {
+        0..=6 => {
+            let parent = match variant % 7 {
+                0 => None,
+                1 => Some(first / 2),
+                _ => first.checked_sub(1),
+            };
+            let salt = if variant.is_multiple_of(13) { 9 } else { 7 };
+            let tokens: Vec<u32> = hashes.iter().flat_map(|&hash| [hash as u32, salt]).collect();
+            state.stored(&StoreView {
+                lora_id: (variant % 17 == 0).then_some(1),
+                ..store(&hashes, parent, &tokens, place)
+            })
+        }
+        7 => state.stored(&store(&hashes[..1], None, &[], place)),
+        8 => {
+            let keys: Vec<u64> = hashes.iter().map(|hash| hash + 1000).collect();
+            state.stored(&StoreView {
+                keys: Some(&keys[..1]),
+                block_size: 2,
+                ..store(&hashes[..1], None, &[], place)
+            })
+        }
+        9 if variant.is_multiple_of(32) => {
+            state.cleared(Some(if hash % 2 == 0 { b"CPU" } else { b"GPU" }), None);
+            Ok(())
+        }
+        9..=11 => state.removed(&hashes, &place),
+        12 | 13 => {
+            let last: Vec<u64> = hashes.iter().rev().copied().collect();
+            state.removed(&last, &place)
+        }
+        _ => {
+            let some: Vec<u64> = hashes
+                .iter()
+                .filter(|&hash| hash % 5 != u64::from(variant % 5))
+                .copied()
+                .collect();
+            state.removed(&some, &place)
+        }
+    };
+    outcome.expect("within limits");
+}
+
+proptest! {
+    /// What is kept as it came is what it would be had every store been placed at once: the same copies of the same blocks, the same
+    /// twins in the same order, the same that waits and is dead; and so it stays whenever somebody looks.
+    #[test]
+    fn looking_late_is_looking_at_once(steps in prop::collection::vec(any::<Step>(), 1..250), looks in 1..40_usize) {
+        let (mut late, mut once) = (State::default(), State::default());
+        for (at, &taken) in steps.iter().enumerate() {
+            step(&mut late, taken);
+            step(&mut once, taken);
+            once.blocks.look_into_all();
+            let counts = |state: &State| (state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.named());
+            prop_assert_eq!(counts(&late), counts(&once));
+            if at % looks == 0 {
+                late.blocks.look_into_all();
+                prop_assert_eq!(telling::known(&late), telling::known(&once));
+                prop_assert_eq!(telling::ordered(&late), telling::ordered(&once));
+            }
+        }
+        prop_assert_eq!(telling::tell(&mut late).is_some(), telling::tell(&mut once).is_some());
+        prop_assert_eq!(telling::known(&late), telling::known(&once));
+        for state in [&mut late, &mut once] {
+            state.cleared(Some(b"GPU"), None);
+            state.cleared(Some(b"CPU"), None);
+            prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.bound()), (0, 0, 0, 0));
+        }
+        prop_assert!(late.bytes() < 8_192, "{} bytes", late.bytes());
+    }
+}
+
+/// Bytes of tokens and of a hash, of a block in these tests, and what is kept beside them at most.
+const BLOCK_BYTES: usize = 16 + 150;
+
+/// A state of so many chains of 512 blocks, of which only those are left that `stays` says of each place.
+fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
+    let mut state = State::default();
+    for first in (0..chains).map(|chain| chain << 9) {
+        let hashes: Vec<u64> = (first..first + 512).collect();
+        let tokens: Vec<u32> = hashes.iter().flat_map(|&hash| [hash as u32, 7]).collect();
+        state.stored(&store(&hashes, None, &tokens, GPU)).expect("within limits");
+        let gone: Vec<u64> = hashes.into_iter().filter(|&hash| !stays(hash - first)).collect();
+        state.removed(&gone, &GPU).expect("within limits");
+    }
+    state
+}
+
+/// One block of each store is left, at its beginning or with all its ancestors: memory is that of blocks that are needed, before and
+/// after somebody looked, and none when they are gone.
+#[test]
+fn memory_is_that_of_what_is_needed() {
+    for (last, needed) in [(0, 1), (15, 16), (63, 64), (64, 65), (200, 201)] {
+        let mut state = thinned(300, |at| at == last);
+        let blocks = &state.blocks;
+        assert_eq!((blocks.live(), blocks.live() + blocks.dead()), (300, 300 * needed));
+        let most = 300 * needed * BLOCK_BYTES + 65_536;
+        assert!(state.bytes() < most, "{needed}: {} bytes", state.bytes());
+        state.blocks.look_into_all();
+        assert!(state.bytes() < most, "{needed}: {} bytes", state.bytes());
+        let rest: Vec<u64> = (0..300).map(|chain| chain * 512 + last).collect();
+        state.removed(&rest, &GPU).expect("within limits");
+        assert!(state.blocks.dead() == 0 && state.bytes() < 8_192, "{} bytes", state.bytes());
+    }
+}
+
+/// Chains that grow block by block, many at once, and from one beginning: as little as long stores.
+#[test]
+fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
+    let mut state = State::default();
+    for length in 0..100 {
+        for chain in 1..50_u64 {
+            let hash = chain * 1000 + length;
+            let parent = if length > 0 { hash - 1 } else { 1000 };
+            let tokens = [hash as u32, 7];
+            state
+                .stored(&store(&[hash], (hash > 1000).then_some(parent), &tokens, GPU))
+                .expect("within limits");
+        }
+    }
+    assert_eq!(state.blocks.live(), 4900);
+    assert!(state.bytes() < 4900 * 70 + 16_384, "{} bytes", state.bytes());
+}
+
+/// Removals of one hash each are one event, wherever they are the same but for the hash, and nothing else is.
+#[test]
+fn removals_in_a_row_are_joined() {
+    let removal = |hash: u64, medium: u8| {
+        [
+            &[0x93, 0xAC][..],
+            b"BlockRemoved",
+            &[0x91, 0xCF],
+            &hash.to_be_bytes(),
+            &[0xA1, medium],
+        ]
+        .concat()
+    };
+    let small = [&[0x93, 0xAC][..], b"BlockRemoved", &[0x91, 7, 0xA1, b'a']].concat();
+    let clear = [&[0x91, 0xB0][..], b"AllBlocksCleared"].concat();
+    let (one, other) = (u64::MAX, 1 << 40);
+    let events = [
+        removal(one, b'a'),
+        removal(other, b'a'),
+        removal(one, b'a'),
+        removal(one, b'b'),
+        clear,
+        removal(one, b'b'),
+        removal(other, b'b'),
+        small.clone(),
+        small,
+        removal(other, b'a'),
+    ];
+    let payload = [&[0x92, 0x01, 0x9A][..], &events.concat()].concat();
+    let found = |schema: &Schema, payload: &[u8]| {
+        let mut scratch = kvevents_index::scan::Scratch::default();
+        scan(payload, schema, &mut scratch)?;
+        Some(
+            scratch
+                .events
+                .iter()
+                .map(|event| event.hashes.slice(&scratch.hashes).to_vec())
+                .collect::<Vec<_>>(),
+        )
+    };
+    let (plain, joining) = (read_all(), read_all().joining());
+    let all = found(&plain, &payload).expect("it is read");
+    let joined = found(&joining, &payload).expect("it is read");
+    assert_eq!(joined.concat(), all.concat());
+    assert_eq!(joined.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1, 0, 2, 1, 1, 1]);
+    for cut in 0..payload.len() {
+        assert_eq!(found(&joining, &payload[..cut]), None);
+    }
+    for at in 3..payload.len() {
+        let mut wrong = payload.clone();
+        wrong[at] ^= 0x41;
+        assert_eq!(
+            found(&joining, &wrong).map(|events| events.concat()),
+            found(&plain, &wrong).map(|events| events.concat())
+        );
+    }
+}
+
+/// How a group counts is told by a block of its own where no block is left, however the last one came.
+#[test]
+fn what_is_gone_has_taught() {
+    for hash in [37, 5] {
+        let (mut state, model) = (State::default(), Model::default());
+        put(&mut state, hash, CPU);
+        take(&mut state, hash, CPU);
+        let told = telling::tell(&mut state).expect("hashes are distinct");
+        assert!(
+            matches!(&told[..], [Told::Stored(store), Told::Removed(..)] if teaches(store)),
+            "{told:?}"
+        );
+        assert_eq!(applied(&told), model);
+    }
+}

@@ -1,0 +1,7 @@
+//! `kvevents._native`, and the parts of it that are plain Rust: token ids out of JSON, frames out of a connection's bytes.
+
+#[cfg(feature = "python")]
+mod python;
+
+pub mod lifting;
+pub mod zmtp;

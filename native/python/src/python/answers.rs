@@ -1,0 +1,192 @@
+//! What Python is given: matches, counters, events as the scanner reads them.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+use kvevents_index::matching::Hit;
+use kvevents_index::planes::LEVELS;
+use kvevents_index::scan::{Described, Kind, OwnedExtra, OwnedId};
+use kvevents_index::stream::Counters;
+
+/// What one worker holds of a prompt.
+#[pyclass(frozen, module = "kvevents.index")]
+pub(super) struct WorkerMatch {
+    hit: Hit,
+}
+
+#[pymethods]
+impl WorkerMatch {
+    /// Name of the engine.
+    #[getter]
+    fn source(&self) -> &str {
+        &self.hit.worker.source
+    }
+
+    /// Data-parallel rank.
+    #[getter]
+    fn rank(&self) -> i64 {
+        self.hit.worker.rank
+    }
+
+    /// Tokens of the longest prefix that it holds, on whatever tiers.
+    #[getter]
+    fn tokens(&self) -> u64 {
+        self.hit.tokens[LEVELS - 1]
+    }
+
+    /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory.
+    #[getter]
+    fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let tiers = PyDict::new(py);
+        for (name, tokens) in ["gpu", "cpu", "disk", "other"].iter().zip(self.hit.tokens) {
+            if *name != "other" || tokens > self.hit.tokens[LEVELS - 2] {
+                tiers.set_item(name, tokens)?;
+            }
+        }
+        Ok(tiers)
+    }
+
+    fn __repr__(&self) -> String {
+        let [gpu, cpu, disk, all] = self.hit.tokens;
+        let worker = &self.hit.worker;
+        format!(
+            "<WorkerMatch {} rank {}: {all} tokens, gpu {gpu}, cpu {cpu}, disk {disk}>",
+            worker.source, worker.rank
+        )
+    }
+}
+
+/// Workers that hold a beginning of a prompt.
+#[pyclass(frozen, module = "kvevents.index")]
+pub(super) struct Match {
+    pub(super) hits: Vec<Hit>,
+}
+
+#[pymethods]
+impl Match {
+    fn __len__(&self) -> usize {
+        self.hits.len()
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let items = self
+            .hits
+            .iter()
+            .map(|hit| Py::new(py, WorkerMatch { hit: hit.clone() }))
+            .collect::<PyResult<Vec<_>>>()?;
+        Ok(PyList::new(py, items)?.try_iter()?.into_any())
+    }
+
+    /// The worker with the longest prefix; of equal ones one with most on the fastest tiers. None without any hit.
+    #[getter]
+    fn best(&self) -> Option<WorkerMatch> {
+        let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);
+        self.hits.iter().max_by_key(rank).map(|hit| WorkerMatch { hit: hit.clone() })
+    }
+
+    /// What one worker holds, or None.
+    #[pyo3(signature = (source, rank=0))]
+    fn get(&self, source: &str, rank: i64) -> Option<WorkerMatch> {
+        let same = |hit: &&Hit| hit.worker.source == source && hit.worker.rank == rank;
+        self.hits.iter().find(same).map(|hit| WorkerMatch { hit: hit.clone() })
+    }
+
+    /// Per worker `(source, rank, gpu, cpu, disk, tokens)`, tiers cumulative: the same without an object for each.
+    fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let rows = PyList::empty(py);
+        for hit in &self.hits {
+            let [gpu, cpu, disk, all] = hit.tokens;
+            rows.append((&hit.worker.source, hit.worker.rank, gpu, cpu, disk, all))?;
+        }
+        Ok(rows)
+    }
+
+    fn __repr__(&self) -> String {
+        let each: Vec<String> = self
+            .hits
+            .iter()
+            .take(8)
+            .map(|hit| format!("{}/{}: {}", hit.worker.source, hit.worker.rank, hit.tokens[3]))
+            .collect();
+        let more = if self.hits.len() > 8 { ", ..." } else { "" };
+        format!("<Match of {} workers: {}{more}>", self.hits.len(), each.join(", "))
+    }
+}
+
+pub(super) fn counters<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
+    let (plain, rejected) = (PyDict::new(py), PyDict::new(py));
+    for ((kind, reason), count) in &counters.rejected {
+        rejected.set_item((kind, reason), count)?;
+    }
+    plain.set_item("rejected", rejected)?;
+    plain.set_item("unknown_removals", counters.unknown)?;
+    plain.set_item("orphans_dropped", counters.dropped)?;
+    plain.set_item("evicted", counters.evicted)?;
+    plain.set_item("duplicates", counters.duplicates)?;
+    plain.set_item("void", counters.void)?;
+    plain.set_item("gaps", counters.gaps)?;
+    Ok(plain)
+}
+
+pub(super) fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyDict>> {
+    let plain = PyDict::new(py);
+    let kind = match event.kind {
+        Kind::Stored => "BlockStored",
+        Kind::Removed => "BlockRemoved",
+        Kind::Cleared => "AllBlocksCleared",
+    };
+    plain.set_item("type", kind)?;
+    plain.set_item("block_hashes", &event.hashes)?;
+    plain.set_item("parent_block_hash", event.parent)?;
+    let tokens = PyList::empty(py);
+    if event.pairs {
+        for pair in event.tokens.chunks_exact(2) {
+            tokens.append((pair[0], pair[1]))?;
+        }
+    } else {
+        for token in &event.tokens {
+            tokens.append(token)?;
+        }
+    }
+    plain.set_item("token_ids", tokens)?;
+    plain.set_item("unkeyable", event.unkeyable)?;
+    plain.set_item("block_size", event.block_size)?;
+    plain.set_item("block_keys", &event.keys)?;
+    plain.set_item("lora_id", event.lora_id)?;
+    plain.set_item("medium", &event.medium)?;
+    plain.set_item("lora_name", &event.lora_name)?;
+    plain.set_item("group_idx", event.group)?;
+    plain.set_item("kv_cache_spec_kind", &event.spec_kind)?;
+    plain.set_item("kv_cache_spec_sliding_window", event.window)?;
+    plain.set_item("locality", &event.locality)?;
+    plain.set_item("ownership", &event.ownership)?;
+    plain.set_item("cache_salt", &event.cache_salt)?;
+    let extras = match &event.extra_keys {
+        None => None,
+        Some(found) => {
+            let extras = PyList::empty(py);
+            for (block, extra) in found {
+                extras.append((block, extra_of(py, extra)?))?;
+            }
+            Some(extras)
+        }
+    };
+    plain.set_item("extra_keys", extras)?;
+    Ok(plain)
+}
+
+fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyAny>> {
+    let id = |id: &OwnedId| -> PyResult<Bound<'py, PyAny>> {
+        Ok(match id {
+            OwnedId::Int(value) => value.into_pyobject(py)?.into_any(),
+            OwnedId::Text(text) => text.into_pyobject(py)?.into_any(),
+            OwnedId::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+        })
+    };
+    Ok(match extra {
+        OwnedExtra::Text(text) => text.into_pyobject(py)?.into_any(),
+        OwnedExtra::Int(value) => value.into_pyobject(py)?.into_any(),
+        OwnedExtra::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+        OwnedExtra::Pair(name, offset) => PyTuple::new(py, [id(name)?, offset.into_pyobject(py)?.into_any()])?.into_any(),
+    })
+}

@@ -1,0 +1,283 @@
+//! What Python gives: tokens, keys, namespaces, names of streams, files.
+
+use std::io::{self, Read};
+
+use pyo3::buffer::{ElementType, PyUntypedBuffer};
+use pyo3::exceptions::{PyAttributeError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+
+use kvevents_index::index::Scope;
+use kvevents_index::keys::{self, Item, Scheme};
+use kvevents_index::scan;
+
+/// Token ids of a caller: its own memory where that holds 32-bit numbers.
+pub(super) enum Tokens {
+    Shared(PyUntypedBuffer),
+    Owned(Vec<u32>),
+}
+
+impl Tokens {
+    pub(super) fn slice(&self) -> &[u32] {
+        match self {
+            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A caller that writes
+            // to it meanwhile gets the answer for some mix of old and new tokens; any 32 bits are a token.
+            Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
+            Self::Owned(tokens) => tokens,
+        }
+    }
+}
+
+fn kind_of(given: &Bound<'_, PyAny>) -> String {
+    given.get_type().name().map_or_else(|_| "?".into(), |name| name.to_string())
+}
+
+fn not_tokens(given: &Bound<'_, PyAny>) -> PyErr {
+    let kind = kind_of(given);
+    PyTypeError::new_err(format!(
+        "tokens are a list of integers, or a one-dimensional array or buffer of integers of 16 to 64 bits in this machine's byte order; \
+         not {kind}"
+    ))
+}
+
+/// The buffer of an object, and what it holds, if that is one row of integers wider than a byte. Those of another byte order are not
+/// looked at: PyO3 takes `>` for the order of this machine.
+fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType)> {
+    let buffer = PyUntypedBuffer::get(given).ok()?;
+    let kind = ElementType::from_format(buffer.format());
+    let (ElementType::SignedInteger { bytes } | ElementType::UnsignedInteger { bytes }) = kind else {
+        return None;
+    };
+    let foreign = matches!(buffer.format().to_bytes()[0], b'>' | b'!');
+    let plain = buffer.dimensions() == 1 && buffer.suboffsets().is_none() && buffer.item_size() == bytes;
+    (plain && bytes > 1 && !foreign).then_some((buffer, kind))
+}
+
+/// Copies such a buffer; None where a number does not fit.
+fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType) -> Option<Vec<T>>
+where
+    T: TryFrom<u16> + TryFrom<u32> + TryFrom<u64> + TryFrom<i16> + TryFrom<i32> + TryFrom<i64>,
+{
+    match kind {
+        ElementType::UnsignedInteger { bytes: 2 } => elements::<u16, T>(buffer),
+        ElementType::UnsignedInteger { bytes: 4 } => elements::<u32, T>(buffer),
+        ElementType::UnsignedInteger { bytes: 8 } => elements::<u64, T>(buffer),
+        ElementType::SignedInteger { bytes: 2 } => elements::<i16, T>(buffer),
+        ElementType::SignedInteger { bytes: 4 } => elements::<i32, T>(buffer),
+        ElementType::SignedInteger { bytes: 8 } => elements::<i64, T>(buffer),
+        _ => None,
+    }
+}
+
+fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer) -> Option<Vec<To>> {
+    let (start, stride) = (buffer.buf_ptr().cast::<u8>(), buffer.strides()[0]);
+    let element = |at: usize| {
+        // SAFETY: the buffer is held, has one dimension of `item_count` elements `stride` bytes apart, and each is as large as a `From`,
+        // which any bits are.
+        let value = unsafe { start.offset(stride * at as isize).cast::<From>().read_unaligned() };
+        To::try_from(value).ok()
+    };
+    (0..buffer.item_count()).map(element).collect()
+}
+
+pub(super) fn tokens_of(given: &Bound<'_, PyAny>) -> PyResult<Tokens> {
+    if let Ok(list) = given.cast::<PyList>() {
+        return listed(list.iter());
+    }
+    if let Ok(tuple) = given.cast::<PyTuple>() {
+        return listed(tuple.iter());
+    }
+    let (buffer, kind) = integers_of(given).ok_or_else(|| not_tokens(given))?;
+    if buffer.item_count() == 0 {
+        return Ok(Tokens::Owned(Vec::new()));
+    }
+    let shared = kind == ElementType::UnsignedInteger { bytes: 4 } && buffer.is_c_contiguous();
+    if shared && buffer.buf_ptr().cast::<u32>().is_aligned() {
+        return Ok(Tokens::Shared(buffer));
+    }
+    let refused = || PyOverflowError::new_err("a token is outside of 0 to 2**32 - 1");
+    copied(&buffer, kind).map(Tokens::Owned).ok_or_else(refused)
+}
+
+fn listed<'py>(items: impl ExactSizeIterator<Item = Bound<'py, PyAny>>) -> PyResult<Tokens> {
+    let mut tokens = Vec::with_capacity(items.len());
+    for (at, item) in items.enumerate() {
+        let refused = |_| PyTypeError::new_err(format!("token {at} is no integer from 0 to 2**32 - 1"));
+        tokens.push(item.extract().map_err(refused)?);
+    }
+    Ok(Tokens::Owned(tokens))
+}
+
+pub(super) fn keys_of(given: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    let found = match integers_of(given) {
+        Some((buffer, kind)) => copied(&buffer, kind),
+        None if PyUntypedBuffer::get(given).is_ok() => None,
+        None => given.extract().ok(),
+    };
+    let refused =
+        || PyTypeError::new_err("keys are integers from 0 to 2**64 - 1, in a list or a buffer of this machine's byte order");
+    found.ok_or_else(refused)
+}
+
+/// A stream or worker: `(source, rank)`, or the source alone for rank 0.
+#[derive(FromPyObject)]
+pub(super) enum Named<'py> {
+    Both(Bound<'py, PyString>, i64),
+    Source(Bound<'py, PyString>),
+}
+
+impl<'py> Named<'py> {
+    pub(super) fn of(given: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let refused = |_| {
+            let shown = given.repr().map_or_else(|_| kind_of(given), |text| text.to_string());
+            PyTypeError::new_err(format!(
+                "a stream is (source, rank), or its source alone for rank 0; not {shown:.80}"
+            ))
+        };
+        given.extract().map_err(refused)
+    }
+
+    pub(super) fn parts(&self) -> PyResult<(&str, i64)> {
+        match self {
+            Self::Both(source, rank) => Ok((source.to_str()?, *rank)),
+            Self::Source(source) => Ok((source.to_str()?, 0)),
+        }
+    }
+}
+
+pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> {
+    let Some(given) = namespace else { return Ok(Scope::default()) };
+    scope_in(given).map_err(|cause| {
+        let py = given.py();
+        if !(cause.is_instance_of::<PyAttributeError>(py)
+            || cause.is_instance_of::<PyTypeError>(py)
+            || cause.is_instance_of::<PyOverflowError>(py))
+        {
+            return cause;
+        }
+        // Without its values: a salt may be a secret of a tenant.
+        PyTypeError::new_err(format!(
+            "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
+             this {} is none: {}",
+            kind_of(given),
+            cause.value(py)
+        ))
+    })
+}
+
+fn scope_in(given: &Bound<'_, PyAny>) -> PyResult<Scope> {
+    let py = given.py();
+    let text = |name| given.getattr(name)?.extract::<Option<String>>();
+    let lora = given.getattr(pyo3::intern!(py, "lora"))?;
+    let lora = if lora.is_none() {
+        0
+    } else if let Ok(name) = lora.cast::<PyString>() {
+        keys::lora_name(name.to_str()?.as_bytes())
+    } else {
+        keys::lora_id(lora.extract()?)
+    };
+    let mut items = Vec::new();
+    for item in given.getattr(pyo3::intern!(py, "mm"))?.try_iter()? {
+        let item = item?;
+        let id = item.getattr(pyo3::intern!(py, "id"))?;
+        let (id, placeless) = if let Ok(text) = id.cast::<PyString>() {
+            (keys::item_text(text.to_str()?), false)
+        } else if let Ok(bytes) = id.cast::<PyBytes>() {
+            (keys::item_bytes(bytes.as_bytes()), false)
+        } else {
+            let number = id.call_method0(pyo3::intern!(py, "__index__"))?;
+            (number.bitand(u64::MAX)?.extract()?, true)
+        };
+        let (start, length) = (
+            item.getattr(pyo3::intern!(py, "start"))?.extract()?,
+            item.getattr(pyo3::intern!(py, "length"))?.extract()?,
+        );
+        items.push(Item {
+            id,
+            placeless,
+            start,
+            length,
+        });
+    }
+    let salt = text(pyo3::intern!(py, "salt"))?.map_or(0, |salt| keys::salt(salt.as_bytes()));
+    Ok(Scope {
+        model: text(pyo3::intern!(py, "model"))?,
+        lora,
+        salt,
+        items,
+    })
+}
+
+pub(super) fn scheme_of(block_size: i64, eagle: bool) -> PyResult<Scheme> {
+    match u32::try_from(block_size) {
+        Ok(size) if size > 0 => Ok(Scheme { size, eagle }),
+        _ => Err(PyValueError::new_err(format!(
+            "block_size is {block_size}; it must be from 1 to 2**32 - 1"
+        ))),
+    }
+}
+
+/// What a Python function reads, a mebibyte at a time.
+pub(super) struct Pieces {
+    read: Py<PyAny>,
+    piece: Vec<u8>,
+    at: usize,
+}
+
+impl Pieces {
+    pub(super) fn new(read: Py<PyAny>) -> Self {
+        Self {
+            read,
+            piece: Vec::new(),
+            at: 0,
+        }
+    }
+}
+
+impl Read for Pieces {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.at == self.piece.len() {
+            self.at = 0;
+            self.piece.clear();
+            let taken = Python::attach(|py| -> PyResult<()> {
+                let bytes = self.read.call1(py, (1 << 20,))?;
+                self.piece.extend_from_slice(bytes.bind(py).cast::<PyBytes>()?.as_bytes());
+                Ok(())
+            });
+            taken.map_err(io::Error::other)?;
+        }
+        let count = into.len().min(self.piece.len() - self.at);
+        into[..count].copy_from_slice(&self.piece[self.at..][..count]);
+        self.at += count;
+        Ok(count)
+    }
+}
+
+/// Limits as Python names them: for what peers send, and for what Python has read within those and spelled anew.
+pub(super) fn wire_limits_of(limits: [usize; 6]) -> (scan::Limits, scan::Limits) {
+    let [
+        max_payload_bytes,
+        max_events,
+        max_hashes,
+        max_fields,
+        max_free_bytes,
+        max_nesting,
+    ] = limits;
+    let peers = scan::Limits {
+        max_payload_bytes,
+        max_events,
+        max_hashes,
+        max_fields,
+        max_free_bytes,
+        max_nesting,
+    };
+    let none = usize::MAX;
+    let ours = scan::Limits {
+        max_payload_bytes: none,
+        max_events: none,
+        max_hashes: none,
+        max_free_bytes: none,
+        ..peers
+    };
+    (peers, ours)
+}
