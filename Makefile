@@ -36,6 +36,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cargo fmt --all --check --manifest-path native/Cargo.toml
+	cargo fmt --check --manifest-path benchmarks/native/Cargo.toml
 	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --workspace --all-targets --all-features -- -D warnings
 
 types: $(STAMP)
@@ -92,4 +93,4 @@ $(BENCH_STAMP): tools/setup $(STAMP)  # wrk, which asks the service
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target $(NATIVE)
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target benchmarks/native/target $(NATIVE)

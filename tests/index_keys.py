@@ -44,7 +44,7 @@ def local_hash(tokens: Sequence[int], seed: int, extras: Iterable[int] = ()) -> 
 
 
 def rolling(parent: int | None, local: int) -> int:
-    return local if parent is None else xxh3(struct.pack("<QQ", parent, local))
+    return local if parent is None else xxh3(struct.pack("<QQ", parent, local), 1337)
 
 
 def item_hash(item: str | int | bytes, offset: int) -> int:

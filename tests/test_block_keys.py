@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from itertools import combinations
 from typing import Any
 
@@ -11,46 +10,62 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_64_intdigest as xxh3
 
 from index_cases import namespace
 from index_keys import Scope, prompt_keys, prompt_locals
-from kvevents.index import MultiModal, Namespace, block_keys, local_hashes
+from kvevents.events import BlockStored, KVEventBatch
+from kvevents.index import MultiModal, Namespace, PrefixIndex, block_keys, chain_hashes, local_hashes
+from kvevents.wire import encode_batch
 from wire_cases import DATA
 
-VECTORS: dict[str, list[str]] = json.loads((DATA / "block-keys-xxh3.json").read_text())
+VECTORS: list[dict[str, Any]] = json.loads((DATA / "block-keys.json").read_text())
+CASES = {case["case"]: case for case in VECTORS}
+CRATES = ("dynamo-kv-router 1.6.1", "kv-index 2.0.0")
 TOKENS = list(range(1, 33))
-"""What the vectors are of, in blocks of 16."""
 
 
-def vector(name: str) -> list[int]:
-    return [int(value) for value in VECTORS[name]]
+def prompt_of(case: dict[str, Any]) -> list[int]:
+    return [(case["first"] + at * case["step"]) % 2**17 for at in range(case["tokens"])]
 
 
-@pytest.mark.parametrize(
-    ("name", "scope"),
-    [
-        ("local", Namespace()),
-        ("lora adapter-A", Namespace(lora="adapter-A")),
-        ("cache_namespace tenant-salt", Namespace(salt="tenant-salt")),
-        ("both", Namespace(lora="adapter-A", salt="tenant-salt")),
-        ("mm 0xDEADBEEF block0", Namespace(mm=[MultiModal(0xDEADBEEF, 0, 16)])),
-    ],
-)
-def test_local_hashes_are_those_of_dynamo(name: str, scope: Namespace) -> None:
-    assert local_hashes(TOKENS, 16, scope) == vector(name)
-    rolled = struct.pack("<QQ", *vector(name))
-    assert block_keys(TOKENS, 16, scope) == [vector(name)[0], xxh3(rolled)]
+def namespace_of(case: dict[str, Any]) -> Namespace:
+    items = [] if case["item"] is None else [MultiModal(case["item"], 0, case["block_size"])]
+    return Namespace(lora=case["lora"], salt=case["salt"], mm=items)
 
 
-def test_rolling_keys_are_those_of_dynamo() -> None:
-    assert block_keys(TOKENS, 16) == block_keys(np.array(TOKENS, dtype=np.uint32), 16) == vector("seq_seed0")
+@pytest.mark.parametrize("name", CASES)
+def test_keys_are_those_that_the_crates_of_other_routers_compute(name: str) -> None:
+    case = CASES[name]
+    prompt, size, scope = prompt_of(case), case["block_size"], namespace_of(case)
+    for crate in filter(case.__contains__, CRATES):
+        assert local_hashes(prompt, size, scope, eagle=case["eagle"]) == case[crate]["local"]
+        assert block_keys(prompt, size, scope, eagle=case["eagle"]) == case[crate]["rolling"]
+        assert chain_hashes(case[crate]["local"]) == case[crate]["rolling"]
 
 
-def test_eagle_windows_are_those_of_dynamo() -> None:
+@pytest.mark.parametrize("name", ["plain", "lora and salt", "chain", "blocks of 64"])
+@pytest.mark.parametrize("crate", CRATES)
+def test_keys_of_another_router_find_the_whole_prompt(name: str, crate: str) -> None:
+    case = CASES[name]
+    prompt, size = prompt_of(case), case["block_size"]
+    hashes = list(range(1, 1 + len(prompt) // size))
+    stored = BlockStored(hashes, None, prompt, size, None, "GPU", case["lora"], cache_salt=case["salt"])
+    index = PrefixIndex()
+    index.apply_payload(("engine", 0), 0, 0, encode_batch(KVEventBatch(1.0, [stored], 0)))
+    assert [hit.tokens for hit in index.match_keys(case[crate]["rolling"])] == [len(prompt)]
+    assert [hit.tokens for hit in index.match(prompt, namespace_of(case))] == [len(prompt)]
+
+
+def test_keys_of_a_buffer_are_those_of_a_list() -> None:
+    assert block_keys(np.array(TOKENS, dtype=np.uint32), 16) == block_keys(TOKENS, 16)
+
+
+def test_eagle_windows_end_with_the_first_token_of_the_next_block() -> None:
     """17 tokens a block, 16 of them its own."""
-    assert local_hashes([*TOKENS, 33], 16, eagle=True) == vector("eagle 1..33")
-    assert local_hashes(TOKENS, 16, eagle=True) == vector("eagle 1..33")[:1]
+    case = CASES["eagle"]
+    prompt, expected = prompt_of(case), case["dynamo-kv-router 1.6.1"]["local"]
+    assert local_hashes(prompt, 16, eagle=True) == expected
+    assert local_hashes(prompt[:-1], 16, eagle=True) == expected[:1]
 
 
 tokens = st.lists(st.integers(0, 3) | st.integers(0, 2**32 - 1), max_size=40)

@@ -1,7 +1,9 @@
 //! Block keys: the rolling hash over tokens that routers share.
 //!
-//! `local = XXH3-64(u32-LE tokens, seed)`, `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE)`, as in NVIDIA Dynamo 1.6,
-//! the SGLang gateway and Mooncake's RFC #1527. Namespaces change the seed: `1337 + XXH3(LoRA) + XXH3(salt, seed 1)`.
+//! `local = XXH3-64(u32-LE tokens, seed)`, `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE, seed 1337)`: the functions
+//! `compute_block_hash_for_seq` and `compute_seq_hash_for_block` of NVIDIA Dynamo (crate dynamo-kv-router 1.6.1, `protocols.rs`), and
+//! `compute_content_hash` and `chain_prefix_hash` of SMG (crate kv-index 2.0.0, `block.rs`). Namespaces change the seed of local hashes:
+//! `1337 + XXH3(LoRA) + XXH3(salt, seed 1)`.
 
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -111,7 +113,7 @@ pub fn chained(parent: u64, local: u64) -> u64 {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&parent.to_le_bytes());
     bytes[8..].copy_from_slice(&local.to_le_bytes());
-    xxh3_64(&bytes)
+    xxh3_64_with_seed(&bytes, SEED)
 }
 
 /// Turns local hashes into keys, in place; `parent` is the key of the block before them.

@@ -39,9 +39,10 @@ class Namespace:
 def block_keys(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
     """Rolling keys of the whole blocks of a prompt, unsigned 64 bits.
 
-    `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE)`: the scheme of NVIDIA Dynamo, the SGLang gateway and
-    Mooncake's RFC #1527. `tokens` as for `PrefixIndex.match`. With `eagle` a block covers one token more than `block_size`, as
-    SGLang's do. `block_size` is from 1 to 2**32 - 1. Raises `TypeError`, `ValueError` or `OverflowError` for other arguments.
+    `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE, seed 1337)`, `local` as in `local_hashes`: the scheme of
+    NVIDIA Dynamo (crate dynamo-kv-router 1.6.1) and of SMG, the SGLang gateway (crate kv-index 2.0.0). `tokens` as for
+    `PrefixIndex.match`. With `eagle` a block covers one token more than `block_size`, as SGLang's do. `block_size` is from 1
+    to 2**32 - 1. Raises `TypeError`, `ValueError` or `OverflowError` for other arguments.
     """
     return _native.hashes(tokens, block_size, namespace, eagle, True)
 
