@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Applied, PrefixIndex
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.kept import Numbered
@@ -21,7 +21,7 @@ from kvevents.stream import Batch, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing import FakeEngine, FakeTransport, VirtualClock
 from kvevents.testing.transport import FakeLink
-from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
+from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
 
 SIZE = 4
@@ -31,6 +31,9 @@ MANY_TURNS = 150
 
 TICK = 1e-6
 """Seconds between two batches at least."""
+
+FOREIGN = -1.0
+"""The time of batches that another engine has made."""
 
 Held = Counter[tuple[int, str]]
 
@@ -47,13 +50,17 @@ class Upstream:
         self.engine = engine
         self._clock = clock
         self.held: Held = Counter()
+        self._is_forged = False
         self.told: dict[float, Held] = {}
         """What it held after each batch, by the batch's time: no two are of the same."""
 
     def say(self, *events: KVEvent, lost: bool = False) -> int:
         """Publish a batch; `lost` keeps it from those who listen, until they ask."""
         self._note(*events)
-        return self.engine.publish(*events, lost=lost)
+        seq = self.engine.publish(*events, lost=lost)
+        if self._is_forged:
+            self.engine._buffer[-1] = (seq, encode_batch(KVEventBatch(FOREIGN, [block(50 + seq)])))
+        return seq
 
     def fail_to_say(self, *events: KVEvent, payload: bytes | None = None) -> None:
         """Nobody ever gets the batch; or bytes in its place, which nobody can read."""
@@ -85,6 +92,10 @@ class Upstream:
     def forget(self) -> None:
         """Its replay buffer is empty from here on."""
         self.engine._buffer.clear()
+
+    def forge(self) -> None:
+        """From now on replay has another engine's batches under its numbers: their times are `FOREIGN`."""
+        self._is_forged = True
 
     def _note(self, *events: KVEvent) -> None:
         for event in events:

@@ -95,6 +95,38 @@ def test_a_restart_of_the_upstream_is_a_clear_and_numbers_go_on(made: World) -> 
     assert not any(isinstance(each, Reset | Gap) for each in plain.seen)
 
 
+def test_a_doubt_is_told_before_the_batches_that_are_in_doubt(made: World) -> None:
+    """What replay has may be another engine's, before a live batch has confirmed it: nobody is EXACT about it for a moment."""
+    for number in range(3):
+        made.upstream.store(number + 1, lost=True)
+    made.begin()
+    consumer, seen = made.consumer(), list[tuple[str, int]]()
+
+    def look() -> None:
+        consumer.turn()
+        seen.append((consumer.trust.name, consumer.held.total()))
+
+    made.sent = look
+    made.turn(10)
+    assert seen[-1] == ("DEGRADED", 3)
+    assert [held for trust, held in seen if trust == "EXACT" and held] == []
+    exact(made, consumer)
+
+
+def test_a_doubt_is_told_before_the_batches_around_a_reset(made: World) -> None:
+    """What came before it, in the same turn, was in doubt; what comes after it is not all there yet."""
+    relay = made.begin()
+    made.upstream.store(1)
+    exact(made, consumer := made.consumer())
+    seen: list[str] = []
+    made.sent = lambda: (consumer.turn(), seen.append(consumer.trust.name))[0]
+    store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(3)]
+    batches = [RawBatch("u0", 0, life, 9, False, store[life]) for life in range(2)]
+    relay._warn(deliveries := [batches[0], Reset("u0", 0, 1, "another"), batches[1]])
+    relay._forward(deliveries)
+    assert seen == ["DEGRADED"] * 4
+
+
 def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None:
     made.begin()
     plain, ours = made.consumer(heeds=False), made.consumer()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.stream import RawBatch
-from relay_cases import Consumer, Held, Upstream, World, block, killing, world
+from relay_cases import FOREIGN, Consumer, Held, Upstream, World, block, killing, world
 from relay_journal_cases import Killed
 
 EXAMPLES: Final = 20
@@ -47,6 +47,7 @@ HARMFUL = st.one_of(
     st.tuples(st.just("settle")),
 )
 MISSING = st.tuples(st.just("fail to say"), UPSTREAM, NUMBER, st.sampled_from([None, b"\xc1"]))
+FORGED = st.tuples(st.just("forge"), UPSTREAM)
 RUSH = st.tuples(st.just("rush"), UPSTREAM, st.integers(4, 12))
 """More than half of what a buffer keeps, in one turn."""
 HISTORIES = st.lists(HARMLESS, max_size=40)
@@ -139,6 +140,10 @@ class Play:
         self.consumers.append(self.world.consumer(heeds=heeds))
 
 
+NEVER: Final[Held] = Counter({(-1, "GPU"): 1})
+"""What nobody ever holds."""
+
+
 class Witness:
     """Looks at a consumer after every message that it gets: what it has when it says EXACT is what its engine had then."""
 
@@ -160,6 +165,8 @@ class Witness:
         if not isinstance(delivery, RawBatch):
             return None
         batch = delivery.decode()
+        if batch.ts == FOREIGN:
+            return NEVER
         if batch.ts in self._world.upstream.told:
             return self._world.upstream.told[batch.ts]
         if batch.events == [AllBlocksCleared()]:
@@ -185,6 +192,7 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "answer": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", True),
     "settle": Play.settle,
     "rush": lambda play, which, count: [play.upstream(which).say(*chain(each % 6 + 1)) for each in range(count)],
+    "forge": lambda play, which: play.upstream(which).forge(),
     "fail to say": lambda play, which, number, payload: play.upstream(which).fail_to_say(*chain(number), payload=payload),
 }
 
@@ -227,9 +235,10 @@ def test_nobody_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], st
     history=[("rush", 0, 12), ("turn", 9), ("remove", 0, 4, "GPU", False), ("fail to say", 0, 5, b"\xc1"), ("rush", 0, 12)],
     steps=8,
 )
-@given(history=st.lists(st.one_of(HARMLESS, MISSING, RUSH, RUSH), max_size=40), steps=st.sampled_from([3, 8, 10_000]))
+@example(history=[("forge", 0), ("store", 0, 1, "GPU", True), ("turn", 3)], steps=10_000)
+@given(history=st.lists(st.one_of(HARMLESS, MISSING, FORGED, RUSH, RUSH), max_size=40), steps=st.sampled_from([3, 8, 10_000]))
 def test_nobody_is_exact_and_wrong_between_two_messages_of_a_turn(history: list[tuple[Any, ...]], steps: int) -> None:
-    """Nor at its end: at whatever batch of the engine's it says so."""
+    """Nor at its end: at whatever batch of the engine's it says so; and never behind another engine's, which replay had."""
     with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal") as made:
         play = Play(made, {"buffer_steps": steps})
         witness = Witness(made, play.consumers[0])

@@ -33,6 +33,11 @@ class Beats:
             self._at, self._told = now, told
             self._output.beat(trust, self._rank)
 
+    def warn(self, trust: Trust, now: float) -> None:
+        """When trust is less than the last one said, or nothing was said yet and it is not EXACT."""
+        if is_less(trust.name, "EXACT" if self._told is None else self._told[0]):
+            self.beat(trust, now)
+
     def _pause(self, news: tuple[str, str]) -> float:
         if self._told is None or is_less(news[0], self._told[0]):
             return 0.0

@@ -224,8 +224,10 @@ class Relay:
             raise ClosedError("a turn was broken off, and what it had received may be lost: close the relay, and begin another")
         self._broken_off = True
         deliveries = self._upstreams.receive(timeout)
-        self._begin(deliveries)
-        self._forward(deliveries)
+        if deliveries:
+            self._begin(deliveries)
+            self._warn(deliveries)
+            self._forward(deliveries)
         now = self._clock()
         if self._news or not deliveries or now >= self._tend_at:
             self._tend(now)
@@ -247,13 +249,18 @@ class Relay:
 
     def _begin(self, deliveries: list[RawDelivery]) -> None:
         """A new life begins with a clear: whoever has something of another one forgets it, and no hole comes first."""
-        if self._begun or not deliveries:
+        if self._begun:
             return
         self._begun = True
         payloads = [delivery.payload for delivery in deliveries if isinstance(delivery, RawBatch)]
         if payloads:
             self._spelling.note(payloads)
         self._output.say([AllBlocksCleared()], self._rank)
+
+    def _warn(self, deliveries: list[RawDelivery]) -> None:
+        """Say that trust is less before what is in doubt is sent: a consumer is EXACT until it hears of the doubt."""
+        is_reset = any(isinstance(delivery, Reset) for delivery in deliveries)
+        self._beats.warn(_SINCE_RESET if is_reset else self._upstreams.trust(), self._clock())
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
         """Batches in a row of one upstream together: most often that is all."""

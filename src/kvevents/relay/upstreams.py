@@ -64,7 +64,7 @@ class Upstreams:
 
     def trust(self) -> Trust:
         """The least of all; its reason names the upstreams that it is of."""
-        return least(self.statuses())
+        return _least({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
         """Each as its own stream has it, by ordinal."""
@@ -126,9 +126,15 @@ class Upstreams:
 
 def least(statuses: Sequence[StreamStatus]) -> Trust:
     """The least trust of several streams; its reason names those that it is of."""
-    worst = min((status.trust.name for status in statuses), key=_WORST_FIRST.index)
-    told = [f"{status.source} rank {status.rank}: {status.trust}" for status in statuses if status.trust.name == worst]
-    return Trust(worst, "" if worst == "EXACT" else "; ".join(told))
+    return _least({(status.source, status.rank): status.trust for status in statuses})
+
+
+def _least(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
+    worst = min((trust.name for trust in trusts.values()), key=_WORST_FIRST.index)
+    if worst == Trust.EXACT.name:
+        return Trust.EXACT
+    told = [f"{source} rank {rank}: {trust}" for (source, rank), trust in trusts.items() if trust.name == worst]
+    return Trust(worst, "; ".join(told))
 
 
 def is_less(trust: str, than: str) -> bool:
