@@ -15,7 +15,7 @@ from kvevents.events import BlockRemoved
 from kvevents.plane.ledger import Start
 from kvevents.plane.listening import MAX_REASON, Heard, Listener
 from kvevents.plane.records import Batched, Lost, Renewed, Trusting
-from kvevents.stream import Checkpoint, Source
+from kvevents.stream import Checkpoint, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.transport import FakeTransport
 from plane_cases import SECONDS
@@ -147,7 +147,7 @@ def test_one_that_never_began_closes_its_sockets() -> None:
     assert repr(listener._subscriber) == "<Subscriber closed>"
 
 
-def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once() -> None:
+def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those are looked at that something has happened to, whatever their number."""
     transport = FakeTransport()
     told: list[Heard] = []
@@ -175,14 +175,51 @@ def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once() ->
     turn()
     assert told == []
     engines[7].publish(BlockRemoved([1]))
+    looked_at: list[int] = []
+    look = subscriber.trust_changes
+
+    def noting() -> list[tuple[tuple[str, int], Trust]]:
+        looked_at.append(len(subscriber._hub._touched))
+        return look()
+
+    monkeypatch.setattr(subscriber, "trust_changes", noting)
     listener._look_at = float("inf")
     listener._turn()
-    assert len(subscriber._hub._touched) == 1
+    assert looked_at == [1]
     assert [type(each.record) for each in told] == [Batched]
     told.clear()
     engines[7].disconnect()
     turn()
     assert [each.record.key for each in told] == [("7", 0)]
+
+
+def test_less_trust_is_told_together_with_what_it_is_about() -> None:
+    """What replay has brought may be another engine's: whoever reads it must not be EXACT until the next look."""
+    transport = FakeTransport()
+    told: list[list[Heard]] = []
+    engine = transport.engine("tcp://engine:1", "tcp://engine:2")
+    subscriber = Subscriber(transport=transport, clock=transport.clock, decode=False)
+    listener = Listener("bridge", lambda heard: told.append(list(heard)), lambda: True, subscriber)
+    listener.follow(Source(engine.endpoint, engine.replay_endpoint, name="engine"), Start(None, 0), 1)
+    for _ in range(5):
+        engine.publish(BlockRemoved([1]))
+        listener._look_at = 0.0
+        listener._turn()
+    assert _trust_in([each for heard in told for each in heard])[-1] == "EXACT"
+    told.clear()
+    engine.publish(BlockRemoved([1]), lost=True)
+    engine.publish(BlockRemoved([2]))
+    listener._look_at = float("inf")
+    for _ in range(5):
+        listener._turn()
+    for heard in told:
+        replayed = [each for each in heard if isinstance(each.record, Batched) and each.record.replayed]
+        assert not replayed or _trust_in(heard), "nothing was said of trust"
+    assert told
+
+
+def _trust_in(heard: list[Heard]) -> list[str]:
+    return [each.record.trust for each in heard if isinstance(each.record, Trusting)]
 
 
 def test_a_thread_of_the_library_leaves_the_process_as_it_was() -> None:

@@ -229,6 +229,23 @@ def test_trust_is_said_behind_what_it_is_about() -> None:
     assert set(lane.ledger()[0].streams[KEY].told) == {"a", "b"}
 
 
+def test_less_trust_is_said_before_what_it_is_about_as_well() -> None:
+    """Readers are EXACT until they hear of it, and what it is about may take several pages."""
+    lane = Lane()
+    one = bridge("a", Join(*KEY, b""), batched(0), Trusting(*KEY, "a", "EXACT", "", {}))
+    assert write(lane, one)
+    for record in several(12)[1:]:
+        one.offer(record)
+    one.offer(Trusting(*KEY, "a", "DEGRADED", "unproven", {}))
+    while write(lane, one):
+        pass
+    found = [record for data in lane.pages[1:] if (page := decode_page(data)) for record in page.records]
+    assert isinstance(found[0], Trusting)
+    assert isinstance(found[-1], Trusting)
+    assert [type(record) for record in found[1:-1]] == [Batched] * 11
+    assert len(lane.pages) > 2
+
+
 def test_trust_of_a_life_that_ended_is_not_said() -> None:
     lane = Lane()
     one = bridge("a", Join(*KEY, b""), batched(0), Trusting(*KEY, "a", "EXACT", "", {}), Renewed(*KEY, 1, "restart"))

@@ -119,10 +119,16 @@ def test_a_doubt_is_told_before_the_batches_around_a_reset(made: World) -> None:
     made.upstream.store(1)
     exact(made, consumer := made.consumer())
     seen: list[str] = []
-    made.sent = lambda: (consumer.turn(), seen.append(consumer.trust.name))[0]
+
+    def look() -> None:
+        consumer.turn()
+        seen.append(consumer.trust.name)
+
+    made.sent = look
     store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(3)]
-    batches = [RawBatch("u0", 0, life, 9, False, store[life]) for life in range(2)]
-    relay._warn(deliveries := [batches[0], Reset("u0", 0, 1, "another"), batches[1]])
+    before, after = (RawBatch("u0", 0, life, 9, False, store[life]) for life in range(2))
+    deliveries: list[RawBatch | Reset | Gap] = [before, Reset("u0", 0, 1, "another"), after]
+    relay._warn(deliveries)
     relay._forward(deliveries)
     assert seen == ["DEGRADED"] * 4
 

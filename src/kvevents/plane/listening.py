@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 TURN_SECONDS: Final = 0.02
 """How long a turn waits for the network: orders and trust are at most so old."""
 LOOK_SECONDS: Final = 0.1
-"""Between two looks at the trust of the streams that something has happened to."""
+"""Between two looks at the trust of the streams that something has happened to, while nothing is delivered."""
 RECEIVE_QUEUE: Final = 256
 """Batches of one engine that may wait in its connection: about as many as are read of it in one turn."""
 PAUSE_SECONDS: Final = 0.02
@@ -134,7 +134,8 @@ class Listener(threading.Thread):
         if deliveries:
             heard += self._hear(deliveries)
         now = time.monotonic()
-        if now >= self._look_at or any(not isinstance(delivery, RawBatch) for delivery in deliveries):
+        # Together with deliveries, since trust may be less because of them: readers are EXACT until they hear of it.
+        if deliveries or now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             heard += self._trust()
         if heard:

@@ -42,6 +42,7 @@ from kvevents.plane.records import (
     extend_history,
 )
 from kvevents.stream import RawBatch
+from kvevents.stream.trust import rank_of
 
 RECORD_BYTES: Final = 96
 """Of a record beside its payload and its texts, at most."""
@@ -277,6 +278,9 @@ class Composer:
         if head is None:
             return [], room
         turn = _Turn(head, room)
+        if (warning := self._warning(key, own, head)) is not None:
+            turn.taken.append(warning)
+            turn.room -= _size(warning)
         for due, record, size in own.records:
             verdict = judge(turn.head, record)
             if turn.room <= 0 or len(turn.taken) >= count or (due > now and verdict is Verdict.NEXT):
@@ -304,6 +308,14 @@ class Composer:
             else:
                 self._settle(outcome)
         return turn.taken, turn.room
+
+    def _warning(self, key: Key, own: _Own, head: Head) -> Trusting | None:
+        """Less trust than was said last, before the records that it may be about; it is said behind them as well."""
+        standing = self.ledger.streams.get(key)
+        told = None if standing is None else standing.told.get(self._bridge)
+        if own.trusting is None or told is None or not own.records or not may_trust(head):
+            return None
+        return own.trusting if rank_of(own.trusting.trust) < rank_of(told.trust) else None
 
     def _add(self, turn: _Turn, record: StreamRecord, size: int, verdict: Verdict) -> bool:
         """Take one more record, which may be there already. Whether there was room for all of it."""

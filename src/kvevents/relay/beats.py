@@ -7,8 +7,8 @@ from typing import Final
 
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.relay.output import Output
-from kvevents.relay.upstreams import is_less
 from kvevents.stream import Trust
+from kvevents.stream.trust import rank_of
 
 AGAIN_SECONDS: Final = 0.5
 """Between two heartbeats at least, when trust changes quickly."""
@@ -35,11 +35,11 @@ class Beats:
 
     def warn(self, trust: Trust, now: float) -> None:
         """When trust is less than the last one said, or nothing was said yet and it is not EXACT."""
-        if is_less(trust.name, "EXACT" if self._told is None else self._told[0]):
+        if rank_of(trust.name) < rank_of("EXACT" if self._told is None else self._told[0]):
             self.beat(trust, now)
 
     def _pause(self, news: tuple[str, str]) -> float:
-        if self._told is None or is_less(news[0], self._told[0]):
+        if self._told is None or rank_of(news[0]) < rank_of(self._told[0]):
             return 0.0
         return self._every if news == self._told else min(self._every, AGAIN_SECONDS)
 

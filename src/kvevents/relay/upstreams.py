@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from kvevents.stream import Checkpoint, Doubt, Gap, RawBatch, Reset, Source, Trust, findings_of
 from kvevents.stream.deliveries import RawDelivery
+from kvevents.stream.trust import rank_of
 from kvevents.subscriber import ALWAYS_RECEIVING, StreamStatus, Subscriber, ZmqTransport
 from kvevents.subscriber.transport import Transport
 
@@ -16,8 +17,6 @@ log = logging.getLogger(__name__)
 
 Position: TypeAlias = tuple[int, int]
 """Incarnation and number of a batch of an upstream."""
-
-_WORST_FIRST: Final = ("STALE", "CONNECTING", "REPLAYING", "DEGRADED", "EXACT")
 
 
 class Upstreams:
@@ -130,16 +129,11 @@ def least(statuses: Sequence[StreamStatus]) -> Trust:
 
 
 def _least(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
-    worst = min((trust.name for trust in trusts.values()), key=_WORST_FIRST.index)
+    worst = min((trust.name for trust in trusts.values()), key=rank_of)
     if worst == Trust.EXACT.name:
         return Trust.EXACT
     told = [f"{source} rank {rank}: {trust}" for (source, rank), trust in trusts.items() if trust.name == worst]
     return Trust(worst, "; ".join(told))
-
-
-def is_less(trust: str, than: str) -> bool:
-    """Whether a state of trust is worse than another one."""
-    return _WORST_FIRST.index(trust) < _WORST_FIRST.index(than)
 
 
 def agreeing(checkpoint: Checkpoint, position: Position | None) -> Checkpoint:

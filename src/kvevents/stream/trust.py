@@ -79,3 +79,10 @@ class Trust:
 
 for _name in ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"):
     setattr(Trust, _name, Trust(_name))
+
+_RANKS: Final = {name: rank for rank, name in enumerate(("STALE", "CONNECTING", "REPLAYING", "DEGRADED", "EXACT"))}
+
+
+def rank_of(name: str) -> int:
+    """Orders the names of states, STALE first and EXACT last; -1 for a name of none."""
+    return _RANKS.get(name, -1)
