@@ -1,8 +1,8 @@
 //! How long the compactor takes for a payload: one with a store of so many blocks of 16 tokens, and one that removes as many, the
-//! median of many while the number of blocks stays the same; and beside it what scanning alone takes. Then how long it takes to tell all
-//! that is live, to spell it as payloads, and to fold those again.
+//! median of many while the number of blocks stays the same; and beside it what scanning alone takes. Then how long it takes to export all
+//! that is live, to encode it as payloads, and to apply those again.
 //!
-//! `cargo run --release --no-default-features --example compactor_timing`
+//! `cargo run --release -p kvevents-compaction --example compactor_timing`
 
 #[path = "../../index/src/scan/layouts.rs"]
 mod layouts;
@@ -118,10 +118,10 @@ fn main() {
         let mut scratch = Scratch::default();
         let (mut store, mut remove, mut alone) = (Vec::new(), Vec::new(), Vec::new());
         for (at, payload) in stores.iter().enumerate() {
-            let took = timed(|| assert!(compactor.fold(payload, &schema)));
+            let took = timed(|| assert!(compactor.apply(payload, &schema)));
             if at >= kept {
                 store.push(took);
-                remove.push(timed(|| assert!(compactor.fold(&removals[at - kept], &schema))));
+                remove.push(timed(|| assert!(compactor.apply(&removals[at - kept], &schema))));
                 alone.push(timed(|| assert!(scan(payload, &schema, &mut scratch).is_some())));
             }
         }
@@ -135,15 +135,15 @@ fn main() {
             compactor.bytes() as f64 / compactor.live() as f64,
         );
         let start = Instant::now();
-        let told = compactor.events().map_or(0, |told| told.len());
-        println!("  told in {told} events, {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
+        let events = compactor.events().map_or(0, |events| events.len());
+        println!("  exported in {events} events, {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
         let start = Instant::now();
         let payloads = compactor.payloads(8 << 20, 1.7e9).unwrap_or_default();
-        let spelled = start.elapsed().as_secs_f64() * 1e3;
+        let encoded = start.elapsed().as_secs_f64() * 1e3;
         let (mut again, start) = (Compactor::default(), Instant::now());
-        assert!(payloads.iter().all(|payload| again.fold(payload, &schema)) && again.live() == compactor.live());
+        assert!(payloads.iter().all(|payload| again.apply(payload, &schema)) && again.live() == compactor.live());
         println!(
-            "  spelled in {} bytes, {spelled:.1} ms; folded again, {:.1} ms",
+            "  encoded in {} bytes, {encoded:.1} ms; applied again, {:.1} ms",
             payloads.iter().map(Vec::len).sum::<usize>(),
             start.elapsed().as_secs_f64() * 1e3,
         );

@@ -1,128 +1,69 @@
-//! The blocks of a stream: those with copies, and those that only hold a place in a chain. How they come is here, how they go in a room
-//! below, and in another one those that nobody had to look into.
-
-mod leaving;
-mod stretches;
+//! The blocks of a stream as a tree: those with copies, and their ancestors without copies, whose tokens are needed to announce them.
 
 use std::collections::HashMap;
 
 use hashbrown::HashTable;
 
+use kvevents_index::contexts::Context;
 use kvevents_index::core::Secret;
+use kvevents_index::hashed;
 use kvevents_index::stream::MAX_SAME_HASH;
-use kvevents_index::table::{Spot, Stage, Table};
 
-use super::naming::{Identity, NO_SHELF, Namings, Spelled, Stamp};
-use super::shelf::Shelf;
-use stretches::Stretches;
+use super::announcements::Removable;
+use super::arena::{Arena, Record};
+use super::attributes::{AttributeTable, Attributes};
+use super::event::Namespace;
 
-pub use stretches::Fresh;
+/// In the place of a parent's number: the block has none.
+pub const ROOT: u32 = u32::MAX;
 
-/// No block: the root.
-pub const NONE: u32 = u32::MAX;
-
-/// One block.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Node {
-    /// The engine's hash.
-    pub hash: u64,
-    /// Its block key.
-    pub key: u64,
-    /// Manners in which there are copies; none of a dead ancestor.
-    pub mask: u64,
-    /// Number of the block before it, or `NONE`.
-    pub parent: u32,
-    /// Blocks that have it as their parent.
-    pub children: u32,
-    /// Number of its naming.
-    pub naming: u32,
-    /// Number of its tokens, if it has any.
-    pub slot: u32,
-    /// Blocks that came before it, modulo 2^32: in this order they are told.
-    pub born: u32,
-    /// The manner of its first store with tokens.
-    pub home: u8,
-}
-
-/// A block that is to be placed.
+/// A block that is to be stored.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
-pub struct Block<'a> {
+pub struct NewBlock<'a> {
     pub hash: u64,
     pub key: u64,
+    /// Number of its parent, or `ROOT`.
     pub parent: u32,
-    pub identity: Identity,
-    /// Number of its naming, which is retained meanwhile.
-    pub naming: u32,
-    /// As many as its scheme's window, or none with a key that was told.
+    pub context: Context,
+    pub namespace: &'a Namespace<'a>,
+    /// Those that its hash covers; none if it was announced by its key.
     pub tokens: &'a [u32],
-    pub manner: u8,
+    /// Number of its announcement.
+    pub announcement: u8,
 }
 
-/// Blocks, and tokens, of a chunk: as many as a span of pages has room for.
-const CHUNK_NODES: usize = 512;
-const CHUNK_TOKENS: usize = 6144;
-
-type Tokens = Shelf<u32, CHUNK_TOKENS>;
-
-/// What came of it.
+/// What became of a block that was to be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placed {
-    /// A block whose hash was unknown.
-    Fresh(u32),
-    /// Any other.
+pub enum Stored {
+    /// It is the only block with its hash that has copies.
+    New(u32),
+    /// There is one copy more of it, or of one block more with its hash.
     Known(u32),
-    /// There are too many with its hash.
+    /// Too many blocks have its hash.
     Refused,
-    /// There are as many blocks as numbers.
+    /// There are more blocks than numbers.
     Full,
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Blocks {
-    nodes: Shelf<Node, CHUNK_NODES>,
-    /// By the window of a scheme.
-    shelves: Vec<Tokens>,
+    arena: Arena,
+    attributes: AttributeTable,
     /// Blocks with copies, by hash.
-    table: Table,
-    /// Those without, by hash and key, and how many have a hash.
+    live: HashTable<u32>,
+    /// Blocks without copies, by hash and key.
     dead: HashTable<u32>,
-    dead_hashes: HashMap<u64, u32>,
-    /// Of hashes with several blocks all that have copies, the newest last.
-    several: HashMap<u64, Vec<u32>>,
-    /// Copies beyond the first.
-    copies: HashMap<(u32, u8), u32>,
-    extra: usize,
-    namings: Namings,
+    /// Blocks with copies that share their hash, the one that was stored last at the end.
+    same_hash: HashMap<u64, Vec<u32>>,
+    /// Copies beyond the first, by block and announcement.
+    extra_copies: HashMap<(u32, u8), u32>,
+    extra_count: usize,
     secret: Secret,
-    births: u64,
-    stretches: Stretches,
-    full: bool,
 }
 
-impl Default for Blocks {
-    fn default() -> Self {
-        let secret = Secret::new();
-        Self {
-            nodes: Shelf::new(1),
-            shelves: Vec::new(),
-            table: Table::dense(),
-            dead: HashTable::new(),
-            dead_hashes: HashMap::new(),
-            several: HashMap::new(),
-            copies: HashMap::new(),
-            extra: 0,
-            namings: Namings::default(),
-            secret,
-            births: 0,
-            stretches: Stretches::new(secret),
-            full: false,
-        }
-    }
-}
-
-/// Numbers of the bits that are set.
+/// Positions of the bits that are set.
 pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
         let bit = mask.trailing_zeros();
@@ -131,272 +72,197 @@ pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
     })
 }
 
+fn live_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
+    secret.place(arena.get(number).hash)
+}
+
+fn dead_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
+    let Record { hash, key, .. } = *arena.get(number);
+    secret.place(hash ^ key.rotate_left(32))
+}
+
 impl Blocks {
-    /// Blocks with copies.
+    /// How many blocks have copies.
     pub fn live(&self) -> usize {
-        self.table.len() + self.stretches.live()
+        self.live.len()
     }
 
-    /// Blocks without.
+    /// How many have none.
     pub fn dead(&self) -> usize {
-        self.dead.len() + self.stretches.dead()
+        self.dead.len()
     }
 
-    /// Whether there were more than numbers for them.
-    pub fn is_full(&self) -> bool {
-        self.full
+    /// Copies beyond the first of each block and announcement.
+    pub fn extra_copies(&self) -> usize {
+        self.extra_count
     }
 
-    /// Copies beyond the first of each block and manner.
-    pub fn extra(&self) -> usize {
-        self.extra
+    /// Bytes of names, salts and extra keys.
+    pub fn text_bytes(&self) -> usize {
+        self.attributes.text_bytes()
     }
 
-    /// Bytes of names and extra keys.
-    pub fn named(&self) -> usize {
-        self.namings.held()
-    }
-
-    /// Sizes of windows that have memory.
-    pub fn windows(&self) -> usize {
-        self.shelves.len()
+    /// Different numbers of tokens per block.
+    pub fn widths(&self) -> usize {
+        self.arena.widths()
     }
 
     /// Heap bytes.
     pub fn bytes(&self) -> usize {
-        self.nodes.bytes()
-            + self.shelves.iter().map(Shelf::bytes).sum::<usize>()
-            + self.shelves.capacity() * size_of::<Tokens>()
-            + self.table.bytes()
+        self.arena.bytes()
+            + self.attributes.bytes()
+            + self.live.allocation_size()
             + self.dead.allocation_size()
-            + self.dead_hashes.capacity() * (size_of::<(u64, u32)>() + 1)
-            + self.several.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
-            + self.several.values().map(|list| list.capacity() * 4).sum::<usize>()
-            + self.copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
-            + self.namings.bytes()
-            + self.stretches.bytes()
+            + self.same_hash.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
+            + self.same_hash.values().map(|list| list.capacity() * 4).sum::<usize>()
+            + self.extra_copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
     }
 
-    /// One more than the highest number, or more.
+    /// One more than the highest number in use, or more.
     pub fn bound(&self) -> usize {
-        self.nodes.bound()
+        self.arena.bound()
     }
 
-    /// Every block, dead ones too, by number.
+    /// Every block, by number.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
-        self.nodes.numbers()
+        self.arena.numbers()
     }
 
     /// The block `number`.
     #[inline]
-    pub fn get(&self, number: u32) -> &Node {
-        &self.nodes.get(number)[0]
+    pub fn get(&self, number: u32) -> &Record {
+        self.arena.get(number)
     }
 
+    /// What it has in common with others.
     #[inline]
-    fn get_mut(&mut self, number: u32) -> &mut Node {
-        &mut self.nodes.get_mut(number)[0]
+    pub fn attributes(&self, number: u32) -> &Attributes<'static> {
+        self.attributes.get(self.get(number).attributes)
     }
 
-    /// Who a block is.
-    pub fn identity(&self, number: u32) -> Identity {
-        self.namings.get(self.get(number).naming).identity
-    }
-
-    /// What is said of its namespace.
-    pub fn spelled(&self, number: u32) -> Spelled<'_> {
-        self.namings.get(self.get(number).naming).naming.view()
-    }
-
-    /// Its tokens; none of one that was told by its key.
+    /// Its tokens; none if it was announced by its key.
     pub fn tokens(&self, number: u32) -> &[u32] {
-        let node = self.get(number);
-        let shelf = self.shelves.get(self.namings.get(node.naming).shelf as usize);
-        shelf.map_or(&[], |shelf| shelf.get(node.slot))
+        self.arena.tokens(number)
     }
 
-    /// Copies in one manner.
-    pub fn count(&self, number: u32, manner: u8) -> u32 {
-        let held = (self.get(number).mask >> manner & 1) as u32;
-        held + self.copies.get(&(number, manner)).copied().unwrap_or(0)
+    /// Its copies in one announcement.
+    pub fn count(&self, number: u32, announcement: u8) -> u32 {
+        let first = (self.attributes(number).copies >> announcement & 1) as u32;
+        first + self.extra_copies.get(&(number, announcement)).copied().unwrap_or(0)
     }
 
-    /// Hashes with several blocks that have copies, the newest last.
-    pub fn several(&self) -> &HashMap<u64, Vec<u32>> {
-        &self.several
+    /// Blocks with copies that share their hash, the one that was stored last at the end.
+    pub fn same_hash(&self) -> &HashMap<u64, Vec<u32>> {
+        &self.same_hash
     }
 
     /// Blocks without copies.
-    pub fn each_dead(&self) -> impl Iterator<Item = u32> + '_ {
+    pub fn iter_dead(&self) -> impl Iterator<Item = u32> + '_ {
         self.dead.iter().copied()
     }
 
+    /// The block with copies that `hash` means: of several the one that was stored last.
     #[inline]
-    fn spot(&self, hash: u64) -> Spot {
-        Spot::from(self.secret.place(hash))
-    }
-
-    /// Asks for the memory that the tree is looked up in for these hashes.
-    #[inline]
-    pub fn prefetch<'a>(&self, hashes: impl Iterator<Item = &'a u64>) {
-        if !self.table.is_empty() {
-            hashes.for_each(|&hash| self.table.prefetch(self.spot(hash), Stage::Bucket));
-        }
-    }
-
-    /// Asks for the memory that the removal of these hashes needs.
-    #[inline]
-    pub fn prefetch_leaving(&self, hashes: &[u64]) {
-        if !self.stretches.is_empty() {
-            hashes.iter().for_each(|&hash| self.stretches.prefetch(hash));
-        }
-        self.prefetch(hashes.iter());
-    }
-
-    /// The block that `hash` means, in the tree.
-    #[inline]
-    pub fn seek(&mut self, hash: u64) -> Option<u32> {
-        self.look_into(hash);
-        self.newest(hash)
-    }
-
-    /// The block of the tree that `hash` means, the most recently stored one of several.
-    #[inline]
-    pub fn newest(&self, hash: u64) -> Option<u32> {
-        if !self.several.is_empty()
-            && let Some(list) = self.several.get(&hash)
+    pub fn find(&self, hash: u64) -> Option<u32> {
+        if !self.same_hash.is_empty()
+            && let Some(list) = self.same_hash.get(&hash)
         {
             return list.last().copied();
         }
-        self.table.find(self.spot(hash), |number| self.get(number).hash == hash)
+        let found = self
+            .live
+            .find(self.secret.place(hash), |&number| self.get(number).hash == hash);
+        found.copied()
     }
 
-    /// One copy more of a block.
-    #[inline]
-    pub fn place(&mut self, block: &Block<'_>) -> Placed {
-        self.look_into(block.hash);
-        self.place_in_tree(block)
-    }
+    // --- stores
 
-    #[inline]
-    fn place_in_tree(&mut self, block: &Block<'_>) -> Placed {
-        let spot = self.spot(block.hash);
-        let seat = self.table.seat(spot);
-        let (mut known, mut own) = (None, None);
-        self.table.for_each_match_at(seat, |number| {
-            let node = self.get(number);
-            if node.hash == block.hash {
-                known = Some(number);
-                if node.key == block.key && self.identity(number) == block.identity {
-                    own = known;
+    /// Adds one copy of a block.
+    pub fn store(&mut self, block: &NewBlock<'_>) -> Stored {
+        let place = self.secret.place(block.hash);
+        let mut has_hash = None;
+        for &number in self.live.iter_hash(place) {
+            let Record { hash, key, .. } = *self.get(number);
+            if hash == block.hash {
+                has_hash = Some(number);
+                if key == block.key && self.attributes(number).context == block.context {
+                    self.add_copy(number, block.announcement);
+                    self.make_latest(block.hash, number);
+                    return Stored::Known(number);
                 }
             }
-            own.is_none()
-        });
-        if let Some(number) = own {
-            self.copy(number, block.manner);
-            self.renew(block.hash, number);
-            return Placed::Known(number);
         }
-        if known.is_some() && self.several.get(&block.hash).is_some_and(|list| list.len() >= MAX_SAME_HASH) {
-            return Placed::Refused;
+        if has_hash.is_some()
+            && self
+                .same_hash
+                .get(&block.hash)
+                .is_some_and(|list| list.len() >= MAX_SAME_HASH)
+        {
+            return Stored::Refused;
         }
-        let Some(number) = self.revived(block).or_else(|| self.made(block)) else {
-            return Placed::Full;
+        let Some(number) = self.revive(block).or_else(|| self.insert(block)) else {
+            return Stored::Full;
         };
-        let (nodes, secret) = (&self.nodes, self.secret);
-        self.table
-            .insert_at(seat, spot, number, &|other: u32| secret.place(nodes.get(other)[0].hash));
-        match known {
-            None => Placed::Fresh(number),
-            Some(other) => {
-                self.several.entry(block.hash).or_insert_with(|| vec![other]).push(number);
-                Placed::Known(number)
-            }
-        }
+        let (arena, secret) = (&self.arena, self.secret);
+        hashed::reserve(&mut self.live, 1, |&other| live_place(arena, secret, other));
+        self.live
+            .insert_unique(place, number, |&other| live_place(arena, secret, other));
+        let Some(other) = has_hash else {
+            return Stored::New(number);
+        };
+        let list = self.same_hash.entry(block.hash).or_insert_with(|| vec![other]);
+        list.push(number);
+        Stored::Known(number)
     }
 
-    /// The number of a naming, to be released.
-    #[inline]
-    pub fn name(&mut self, identity: Identity, spelled: &Spelled<'_>) -> u32 {
-        let shelves = &mut self.shelves;
-        self.namings.retain(identity, spelled, || shelf_of(shelves, &identity))
+    fn retain(&mut self, block: &NewBlock<'_>) -> u32 {
+        self.attributes.retain(&Attributes {
+            context: block.context,
+            namespace: block.namespace.clone(),
+            copies: 1 << block.announcement,
+            origin: block.announcement,
+        })
     }
 
-    /// The same without looking, where it is still there with this salt: whether it is.
-    #[inline]
-    pub fn name_again(&mut self, known: Stamp, salt: u64) -> bool {
-        self.namings.retain_again(known, salt)
-    }
-
-    /// By what a naming is known again.
-    #[inline]
-    pub fn stamp(&self, number: u32) -> Stamp {
-        self.namings.stamp(number)
-    }
-
-    /// Gives back what `name` retained.
-    #[inline]
-    pub fn unname(&mut self, number: u32) {
-        self.namings.release(number);
-    }
-
-    fn made(&mut self, block: &Block<'_>) -> Option<u32> {
-        let mut slot = NONE;
-        if let Some(shelf) = self.shelves.get_mut(self.namings.get(block.naming).shelf as usize) {
-            slot = shelf.take()?;
-            shelf.get_mut(slot).copy_from_slice(block.tokens);
-        }
-        let number = self.nodes.take()?;
-        self.namings.add(block.naming);
-        *self.get_mut(number) = Node {
+    fn insert(&mut self, block: &NewBlock<'_>) -> Option<u32> {
+        let record = Record {
             hash: block.hash,
             key: block.key,
-            mask: 1 << block.manner,
             parent: block.parent,
             children: 0,
-            naming: block.naming,
-            slot,
-            born: self.births as u32,
-            home: block.manner,
+            attributes: self.retain(block),
         };
-        self.births += 1;
-        if block.parent != NONE {
-            self.get_mut(block.parent).children += 1;
+        let Some(number) = self.arena.insert(record, block.tokens) else {
+            self.attributes.release(record.attributes);
+            return None;
+        };
+        if block.parent != ROOT {
+            self.arena.get_mut(block.parent).children += 1;
         }
         Some(number)
     }
 
-    fn buried(&self, hash: u64, key: u64) -> u64 {
-        self.secret.place(hash ^ key.rotate_left(32))
-    }
-
-    /// A dead ancestor that is this block.
-    #[inline]
-    fn revived(&mut self, block: &Block<'_>) -> Option<u32> {
+    /// The ancestor without copies that is this block, now with one.
+    fn revive(&mut self, block: &NewBlock<'_>) -> Option<u32> {
         if self.dead.is_empty() {
             return None;
         }
-        let place = self.buried(block.hash, block.key);
-        let (nodes, namings) = (&self.nodes, &self.namings);
-        let same = |&number: &u32| {
-            let node = &nodes.get(number)[0];
-            node.hash == block.hash && node.key == block.key && namings.get(node.naming).identity == block.identity
+        let is_block = |&number: &u32| {
+            let Record { hash, key, .. } = *self.get(number);
+            hash == block.hash && key == block.key && self.attributes(number).context == block.context
         };
-        let number = self.dead.find_entry(place, same).ok()?.remove().0;
-        self.count_out(block.hash);
-        self.shrink_dead();
-        let node = self.get_mut(number);
-        (node.mask, node.home) = (1 << block.manner, block.manner);
+        let place = self.secret.place(block.hash ^ block.key.rotate_left(32));
+        let number = *self.dead.find(place, is_block)?;
+        self.remove_dead(number);
+        let attributes = self.retain(block);
+        let before = std::mem::replace(&mut self.arena.get_mut(number).attributes, attributes);
+        self.attributes.release(before);
         Some(number)
     }
 
-    /// Makes a block the newest of its hash.
-    fn renew(&mut self, hash: u64, number: u32) {
-        if self.several.is_empty() {
-            return;
-        }
-        if let Some(list) = self.several.get_mut(&hash)
+    /// Makes a block the one that its hash means.
+    fn make_latest(&mut self, hash: u64, number: u32) {
+        if let Some(list) = self.same_hash.get_mut(&hash)
             && let Some(at) = list.iter().rposition(|&other| other == number)
         {
             list.remove(at);
@@ -404,28 +270,130 @@ impl Blocks {
         }
     }
 
-    /// One copy more of a block that there is.
-    #[inline]
-    pub fn copy(&mut self, number: u32, manner: u8) {
-        let node = self.get_mut(number);
-        if node.mask >> manner & 1 == 0 {
-            node.mask |= 1 << manner;
+    /// Adds one copy of a block that has some.
+    pub fn add_copy(&mut self, number: u32, announcement: u8) {
+        let copies = self.attributes(number).copies;
+        if copies >> announcement & 1 == 0 {
+            self.set_copies(number, copies | 1 << announcement);
         } else {
-            *self.copies.entry((number, manner)).or_default() += 1;
-            self.extra += 1;
+            *self.extra_copies.entry((number, announcement)).or_default() += 1;
+            self.extra_count += 1;
         }
     }
-}
 
-/// The number of the shelf for tokens of such blocks.
-fn shelf_of(shelves: &mut Vec<Tokens>, identity: &Identity) -> u32 {
-    if identity.is_keyed() {
-        return NO_SHELF;
+    fn set_copies(&mut self, number: u32, copies: u64) {
+        let record = self.arena.get_mut(number);
+        record.attributes = self.attributes.replace_copies(record.attributes, copies);
     }
-    let window = identity.scheme.window();
-    let found = shelves.iter().position(|shelf| shelf.width() == window);
-    found.unwrap_or_else(|| {
-        shelves.push(Shelf::new(window));
-        shelves.len() - 1
-    }) as u32
+
+    // --- removals
+
+    /// Removes one copy from the oldest block of `hash` that has one on the plane; one at the exact location if there is one. Returns
+    /// whether there was a copy.
+    pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
+        let has_copy = |number: &u32| self.attributes(*number).copies & removable.plane != 0;
+        let found = match self.same_hash.get(&hash) {
+            Some(list) => list.iter().copied().find(has_copy),
+            None => self.find(hash).filter(has_copy),
+        };
+        let Some(number) = found else { return false };
+        let copies = self.attributes(number).copies;
+        let exact = copies & removable.exact;
+        let candidates = if exact != 0 { exact } else { copies & removable.plane };
+        let announcement = candidates.trailing_zeros() as u8;
+        if let Some(extra) = self.extra_copies.get_mut(&(number, announcement)) {
+            *extra -= 1;
+            self.extra_count -= 1;
+            if *extra == 0 {
+                self.extra_copies.remove(&(number, announcement));
+                self.shrink_extra_copies();
+            }
+        } else {
+            self.keep_copies(number, copies & !(1 << announcement));
+        }
+        true
+    }
+
+    /// Removes all copies in these announcements.
+    pub fn clear(&mut self, announcements: u64) {
+        let mut found: Vec<u32> = (self.live.iter().copied())
+            .filter(|&number| self.attributes(number).copies & announcements != 0)
+            .collect();
+        found.sort_unstable(); // so that equal histories take equal memory
+        for number in found {
+            let copies = self.attributes(number).copies;
+            for announcement in bits(copies & announcements) {
+                self.extra_count -= self.extra_copies.remove(&(number, announcement)).unwrap_or(0) as usize;
+            }
+            self.keep_copies(number, copies & !announcements);
+        }
+        self.shrink_extra_copies();
+    }
+
+    fn shrink_extra_copies(&mut self) {
+        let (length, capacity) = (self.extra_copies.len(), self.extra_copies.capacity());
+        if length == 0 {
+            self.extra_copies = HashMap::new();
+        } else if capacity > 64 && length * 4 < capacity {
+            self.extra_copies.shrink_to(length * 2);
+        }
+    }
+
+    /// Leaves a block no other copies than these; without any it is removed, or dead if there are blocks behind it.
+    fn keep_copies(&mut self, number: u32, copies: u64) {
+        if copies != 0 {
+            return self.set_copies(number, copies);
+        }
+        let Record { hash, children, .. } = *self.get(number);
+        let (arena, secret) = (&self.arena, self.secret);
+        if let Ok(found) = self.live.find_entry(secret.place(hash), |&other| other == number) {
+            found.remove();
+            hashed::shrink(&mut self.live, |&other| live_place(arena, secret, other));
+        }
+        if let Some(list) = self.same_hash.get_mut(&hash) {
+            list.retain(|&other| other != number);
+            if list.len() < 2 {
+                self.same_hash.remove(&hash);
+                if self.same_hash.is_empty() {
+                    self.same_hash = HashMap::new();
+                }
+            }
+        }
+        if children == 0 {
+            return self.free(number);
+        }
+        self.set_copies(number, 0);
+        let (arena, place) = (&self.arena, dead_place(&self.arena, secret, number));
+        hashed::reserve(&mut self.dead, 1, |&other| dead_place(arena, secret, other));
+        self.dead
+            .insert_unique(place, number, |&other| dead_place(arena, secret, other));
+    }
+
+    /// Removes a block, and the ancestors without copies that only it needed.
+    fn free(&mut self, mut number: u32) {
+        loop {
+            let Record { parent, attributes, .. } = *self.get(number);
+            self.arena.remove(number);
+            self.attributes.release(attributes);
+            if parent == ROOT {
+                return;
+            }
+            let record = self.arena.get_mut(parent);
+            record.children -= 1;
+            if record.children > 0 || self.attributes(parent).copies != 0 {
+                return;
+            }
+            self.remove_dead(parent);
+            number = parent;
+        }
+    }
+
+    fn remove_dead(&mut self, number: u32) {
+        let (arena, secret) = (&self.arena, self.secret);
+        let place = dead_place(arena, secret, number);
+        if let Ok(found) = self.dead.find_entry(place, |&other| other == number) {
+            found.remove();
+            hashed::shrink(&mut self.dead, |&other| dead_place(arena, secret, other));
+        }
+    }
 }

@@ -1,21 +1,17 @@
-//! The history of one stream, collapsed: payloads go in, and what is still live comes out as events.
+//! Collapses the history of one stream: payloads go in, and what is still live comes out as events.
 
+mod announcements;
+mod apply;
+mod arena;
+mod attributes;
 mod blocks;
-#[cfg(test)]
-#[path = "../../index/src/scan/cases.rs"]
-mod cases;
+mod encode;
+mod event;
+mod export;
+mod group_rules;
 #[cfg(test)]
 #[path = "../../index/src/scan/layouts.rs"]
 mod layouts;
-mod manners;
-mod naming;
-mod rules;
-mod shelf;
-mod slots;
-mod spelling;
-mod state;
-mod store;
-mod telling;
 #[cfg(test)]
 mod tests;
 
@@ -23,13 +19,13 @@ use kvevents_index::applying::Read;
 use kvevents_index::prefetch;
 use kvevents_index::scan::{Schema, Scratch, scan};
 
-use spelling::Sheets;
-use state::State;
+use apply::{Reason, State};
+use encode::PayloadWriter;
 
-pub use manners::MAX_MANNERS;
-pub use rules::MAX_GROUPS;
-pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_NAMED_BYTES, MAX_WAITING, MAX_WINDOWS};
-pub use store::{Place, Store, Told};
+pub use announcements::MAX_ANNOUNCEMENTS;
+pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_WAITING, MAX_WIDTHS};
+pub use event::{ExportedEvent, Location, Namespace, Store};
+pub use group_rules::MAX_GROUPS;
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -39,70 +35,70 @@ pub struct Compactor {
 }
 
 impl Compactor {
-    /// Takes one payload in. False, and nothing has changed, where the scanner does not read it.
-    pub fn fold(&mut self, payload: &[u8], schema: &Schema) -> bool {
-        let read = scan(payload, schema, &mut self.scratch).is_some();
-        if read && self.scratch.digests {
-            // Told as numbers, they would be other hashes to whoever keeps digests.
-            self.state.lose("digests");
-        } else if read {
+    /// Applies one payload. False, and nothing has changed, if the scanner does not read it.
+    pub fn apply(&mut self, payload: &[u8], schema: &Schema) -> bool {
+        let is_read = scan(payload, schema, &mut self.scratch).is_some();
+        if is_read && self.scratch.digests {
+            // Exported as numbers, they would be other hashes to consumers that keep digests.
+            self.state.invalidate("digests");
+        } else if is_read {
             let read = Read {
                 payload,
                 scratch: &self.scratch,
             };
-            for (event, &like) in self.scratch.events.iter().zip(&self.scratch.likes) {
-                self.state.event(&read, event, like);
-            }
+            self.scratch.events.iter().for_each(|event| self.state.apply(&read, event));
         }
         self.scratch.shrink();
-        read
+        is_read
     }
 
-    /// Takes payloads in up to the first one that is not read: how many.
-    pub fn fold_many(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
+    /// Applies payloads up to the first one that is not read. Returns how many were applied.
+    pub fn apply_many(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
         let mut next = payloads.iter().skip(1);
         let unread = payloads.iter().position(|payload| {
             next.next().into_iter().for_each(|next| prefetch::beginning(next));
-            !self.fold(payload, schema)
+            !self.apply(payload, schema)
         });
         unread.unwrap_or(payloads.len())
     }
 
-    /// What rebuilds the state after a clear of everything. None where that is not known, or cannot be said in events.
-    pub fn events(&mut self) -> Option<Vec<Told>> {
-        telling::tell(&mut self.state)
+    /// The events that rebuild the state after a clear of everything. None if it is invalid, or events cannot rebuild it.
+    pub fn events(&self) -> Option<Vec<ExportedEvent>> {
+        let mut events = Vec::new();
+        export::export(&self.state, |event| events.push(event))?;
+        Some(events)
     }
 
-    /// Notes that some of the stream was never seen; what is known is kept, and told.
-    pub fn miss(&mut self) {
-        self.state.partial = true;
+    /// The same as payloads of at most `limit` bytes; the first event is a clear of everything.
+    pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
+        let mut writer = PayloadWriter::new(limit, ts);
+        export::export(&self.state, |event| writer.add(&event))?;
+        Some(writer.finish())
+    }
+
+    /// Takes note that some of the stream was never seen. What is known is kept, and exported.
+    pub fn mark_partial(&mut self) {
+        self.state.is_partial = true;
     }
 
     /// Whether some of the stream was never seen since the last clear of everything.
-    pub fn partial(&self) -> bool {
-        self.state.partial
+    pub fn is_partial(&self) -> bool {
+        self.state.is_partial
     }
 
-    /// The same as payloads of at most `limit` bytes for `fold`, by limits of ours; the first event is a clear of everything.
-    pub fn payloads(&mut self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
-        let mut sheets = Sheets::new(limit, ts);
-        telling::tell_to(&mut self.state, |event| sheets.take(&event))?;
-        Some(sheets.finish())
-    }
-
-    /// Forgets everything.
+    /// Drops everything.
     pub fn clear(&mut self) {
         self.state = State::default();
     }
 
-    /// Gives up until the stream is cleared: what was sent is not all there was.
-    pub fn lose(&mut self, reason: &'static str) {
-        self.state.lose(reason);
+    /// Drops everything, and whatever comes until the stream is cleared.
+    pub fn invalidate(&mut self, reason: Reason) {
+        self.state.invalidate(reason);
     }
 
-    /// What there was too much of, or what else `lose` was told; nothing is kept until the stream is cleared.
-    pub fn lost(&self) -> Option<&'static str> {
-        self.state.lost
+    /// Why nothing is kept until the stream is cleared: what there was too much of, or what `invalidate` was called with.
+    pub fn invalid_reason(&self) -> Option<Reason> {
+        self.state.invalid
     }
 
     /// Blocks with at least one copy.
@@ -110,7 +106,7 @@ impl Compactor {
         self.state.blocks.live()
     }
 
-    /// Blocks kept, dead ancestors and orphans too.
+    /// Blocks that are kept, dead ancestors and orphans too.
     pub fn nodes(&self) -> usize {
         self.state.blocks.live() + self.state.blocks.dead() + self.state.waiting.len()
     }

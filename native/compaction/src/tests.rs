@@ -1,67 +1,67 @@
 //! The compactor against a model that a reader can check by eye: one block per hash, and its whole history.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
 use super::*;
 use kvevents_index::scan::Limits;
-use state::State;
-use store::{PlaceView, Store, StoreView};
 
-const GPU: PlaceView<'static> = PlaceView {
-    medium: Some(b"GPU"),
-    locality: None,
-    ownership: None,
-    group: None,
-};
-const CPU: PlaceView<'static> = PlaceView {
-    medium: Some(b"CPU"),
-    ..GPU
-};
+static GPU: Location<'static> = at(b"GPU");
+static CPU: Location<'static> = at(b"CPU");
 
-fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], place: PlaceView<'a>) -> StoreView<'a> {
-    StoreView {
-        hashes,
-        parent,
-        tokens,
-        pairs: false,
-        unkeyable: false,
-        keys: None,
-        block_size: if tokens.is_empty() { 0 } else { 2 },
-        place,
-        kind: None,
-        window: None,
-        lora_id: None,
-        lora_name: None,
-        cache_salt: None,
-        extra_keys: None,
+const fn at(medium: &[u8]) -> Location<'_> {
+    Location {
+        medium: Some(Cow::Borrowed(medium)),
+        locality: None,
+        ownership: None,
+        group: None,
     }
 }
 
-/// Blocks that are told by their keys.
+fn store<'a>(hashes: &'a [u64], parent: Option<u64>, tokens: &'a [u32], location: &Location<'a>) -> Store<'a> {
+    Store {
+        hashes: hashes.into(),
+        parent,
+        tokens: tokens.into(),
+        block_size: if tokens.is_empty() { 0 } else { 2 },
+        location: location.clone(),
+        ..Store::default()
+    }
+}
+
+fn exported(state: &State) -> Option<Vec<ExportedEvent>> {
+    let mut events = Vec::new();
+    export::export(state, |event| events.push(event))?;
+    Some(events)
+}
+
+/// Blocks that are announced by their keys.
 fn is_keyed(hash: u64) -> bool {
     hash.is_multiple_of(5)
 }
 
 /// A block tree in which hash 1 + n has the parent n / 2, and its own tokens, or a key.
-fn put(state: &mut State, hash: u64, place: PlaceView<'_>) {
+fn put(state: &mut State, hash: u64, location: &Location<'_>) {
     if is_keyed(hash) {
         let (hashes, keys) = ([hash], [1000 + hash]);
-        let keyed = StoreView {
-            keys: Some(&keys),
+        let keyed = Store {
+            keys: Some(Cow::Borrowed(&keys)),
             block_size: 2,
-            ..store(&hashes, Some(hash / 2), &[], place)
+            ..store(&hashes, Some(hash / 2), &[], location)
         };
-        return state.stored(&keyed).expect("within limits");
+        return state.store(&keyed).expect("within limits");
     }
     let parent = (hash > 1).then_some(hash / 2);
     let tokens = [hash as u32, 7];
-    state.stored(&store(&[hash], parent, &tokens, place)).expect("within limits");
+    state
+        .store(&store(&[hash], parent, &tokens, location))
+        .expect("within limits");
 }
 
-fn take(state: &mut State, hash: u64, place: PlaceView<'_>) {
-    state.removed(&[hash], &place).expect("within limits");
+fn take(state: &mut State, hash: u64, location: &Location<'_>) {
+    state.remove(&[hash], location).expect("within limits");
 }
 
 /// Copies by hash and medium, and what waits in the order in which it came.
@@ -102,20 +102,20 @@ impl Model {
     }
 }
 
-/// A block that is there, for a moment, only to say how its group counts: nothing with tokens is left that would.
-fn teaches(store: &Store) -> bool {
-    store.keys.as_deref().map_or(store.tokens == [0, 0], |keys| keys == [0])
+/// A block that is stored, and removed, only to say how its group counts: nothing with tokens is left that would.
+fn says_rule(store: &Store) -> bool {
+    store.keys.as_deref().map_or(*store.tokens == [0, 0], |keys| keys == [0])
 }
 
-/// What a consumer without any past knows after these events.
-fn applied(told: &[Told]) -> Model {
+/// What a consumer that starts with nothing knows after these events.
+fn applied(events: &[ExportedEvent]) -> Model {
     let mut model = Model::default();
-    let mut left = told;
+    let mut left = events;
     while let [event, rest @ ..] = left {
         left = rest;
         match (event, rest) {
-            (Told::Stored(store), [Told::Removed(hashes, place), ..]) if teaches(store) => {
-                assert_eq!((&store.hashes, &store.place), (hashes, place));
+            (ExportedEvent::Stored(store), [ExportedEvent::Removed(hashes, location), ..]) if says_rule(store) => {
+                assert_eq!((&*store.hashes, &store.location), (&hashes[..], location));
                 assert!(!model.knows(hashes[0]) && model.waiting.iter().all(|(hash, _)| hash / 2 != hashes[0]));
                 left = &rest[1..];
                 continue;
@@ -123,8 +123,8 @@ fn applied(told: &[Told]) -> Model {
             _ => {}
         }
         match event {
-            Told::Stored(store) => {
-                let gpu = store.place.view() == GPU;
+            ExportedEvent::Stored(store) => {
+                let gpu = store.location == GPU;
                 for (at, &hash) in store.hashes.iter().enumerate() {
                     if let Some(keys) = &store.keys {
                         assert_eq!((keys[at], store.parent, store.tokens.len()), (1000 + hash, None, 0));
@@ -137,7 +137,7 @@ fn applied(told: &[Told]) -> Model {
                     model.put(hash, gpu);
                 }
             }
-            Told::Removed(hashes, place) => hashes.iter().for_each(|&hash| model.take(hash, place.view() == GPU)),
+            ExportedEvent::Removed(hashes, location) => hashes.iter().for_each(|&hash| model.take(hash, *location == GPU)),
         }
     }
     model
@@ -155,12 +155,12 @@ fn read_all() -> Schema {
     Schema::new(&layouts::layouts(), limits).expect("the layouts are known")
 }
 
-/// Folds what is told, spelled in payloads of at most `limit` bytes.
-fn refolded(told: &[Told], limit: usize) -> Compactor {
-    let (mut compactor, schema, mut sheets) = (Compactor::default(), read_all(), Sheets::new(limit, 1.5));
-    told.iter().for_each(|event| sheets.take(event));
-    for payload in sheets.finish() {
-        assert!(compactor.fold(&payload, &schema), "{payload:02x?}");
+/// Applies events, encoded as payloads of at most `limit` bytes.
+fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
+    let (mut compactor, schema, mut writer) = (Compactor::default(), read_all(), PayloadWriter::new(limit, 1.5));
+    events.iter().for_each(|event| writer.add(event));
+    for payload in writer.finish() {
+        assert!(compactor.apply(&payload, &schema), "{payload:02x?}");
         let single = scan(&payload, &schema, &mut compactor.scratch).is_some() && compactor.scratch.events.len() == 1;
         assert!(payload.len() <= limit || (single && compactor.scratch.events[0].hashes.length <= 1));
         assert_eq!(compactor.scratch.ts, 1.5);
@@ -169,28 +169,28 @@ fn refolded(told: &[Told], limit: usize) -> Compactor {
 }
 
 proptest! {
-    /// Any stores and removals of a tree, some by keys: what is told leads a consumer to exactly what the model knows, and afterwards nothing is
+    /// Any stores and removals of a tree, some by keys: what is exported leads a consumer to exactly what the model knows, and afterwards nothing is
     /// kept of what is gone.
     #[test]
-    fn what_is_told_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
+    fn what_is_exported_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
         let (mut state, mut model) = (State::default(), Model::default());
         for (hash, gpu, what) in steps {
-            let place = if gpu { GPU } else { CPU };
+            let location = if gpu { &GPU } else { &CPU };
             if what < 3 {
-                put(&mut state, hash, place);
+                put(&mut state, hash, location);
                 model.put(hash, gpu);
             } else {
-                take(&mut state, hash, place);
+                take(&mut state, hash, location);
                 model.take(hash, gpu);
             }
         }
-        let told = telling::tell(&mut state).expect("hashes are distinct");
+        let events = exported(&state).expect("hashes are distinct");
         for limit in [1, 90, 200, 1 << 20] {
-            let mut again = refolded(&told, limit);
+            let again = refolded(&events, limit);
             prop_assert_eq!(again.live(), state.blocks.live());
-            prop_assert_eq!(again.events(), Some(told.clone()));
+            prop_assert_eq!(again.events(), Some(events.clone()));
         }
-        let mut found = applied(&told);
+        let mut found = applied(&events);
         let mut expected = model.clone();
         found.waiting.sort_unstable();
         expected.waiting.sort_unstable();
@@ -198,43 +198,43 @@ proptest! {
         let live: std::collections::BTreeSet<u64> = model.live.keys().map(|(hash, _)| *hash).collect();
         prop_assert_eq!(state.blocks.live(), live.len());
         for ((hash, gpu), count) in &model.live {
-            (0..*count).for_each(|_| take(&mut state, *hash, if *gpu { GPU } else { CPU }));
+            (0..*count).for_each(|_| take(&mut state, *hash, if *gpu { &GPU } else { &CPU }));
         }
         for (hash, gpu) in &model.waiting {
-            take(&mut state, *hash, if *gpu { GPU } else { CPU });
+            take(&mut state, *hash, if *gpu { &GPU } else { &CPU });
         }
         prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len()), (0, 0, 0));
         prop_assert!(state.bytes() < 8_192 && state.blocks.bound() == 0, "{} bytes", state.bytes());
     }
 }
 
-/// A chain is one event; what was removed before its end is told, and taken away again.
+/// A chain is one event; what was removed before its end is stored, and removed again.
 #[test]
-fn a_chain_is_told_as_one_run_with_its_dead_ancestors() {
+fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
     let mut state = State::default();
     for hash in [1, 2, 4, 8] {
-        put(&mut state, hash, GPU);
+        put(&mut state, hash, &GPU);
     }
-    take(&mut state, 1, GPU);
-    take(&mut state, 2, GPU);
-    let told = telling::tell(&mut state).expect("hashes are distinct");
-    let stored: Vec<_> = (told.iter())
+    take(&mut state, 1, &GPU);
+    take(&mut state, 2, &GPU);
+    let events = exported(&state).expect("hashes are distinct");
+    let stored: Vec<_> = (events.iter())
         .filter_map(|event| match event {
-            Told::Stored(store) => Some((store.hashes.clone(), store.parent)),
-            Told::Removed(..) => None,
+            ExportedEvent::Stored(store) => Some((store.hashes.to_vec(), store.parent)),
+            ExportedEvent::Removed(..) => None,
         })
         .collect();
     assert_eq!(stored, [(vec![1, 2], None), (vec![4, 8], Some(2))]);
-    assert_eq!(told.last(), Some(&Told::Removed(vec![2, 1], Place::of(&GPU))));
+    assert_eq!(events.last(), Some(&ExportedEvent::Removed(vec![2, 1], GPU.clone())));
 }
 
-/// Equal hashes under different parents: children follow the newest, a removal takes the oldest, and so they are told.
+/// Equal hashes under different parents: children follow the newest, a removal takes the oldest, and so they are exported.
 #[test]
-fn twins_are_told_with_their_children_in_the_order_in_which_they_came() {
+fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
     let mut state = State::default();
     let mut put = |hash, parent, token| {
         state
-            .stored(&store(&[hash], parent, &[token, 7], GPU))
+            .store(&store(&[hash], parent, &[token, 7], &GPU))
             .expect("within limits");
     };
     put(1, None, 1);
@@ -243,32 +243,32 @@ fn twins_are_told_with_their_children_in_the_order_in_which_they_came() {
     put(10, Some(9), 6);
     put(9, Some(2), 5);
     put(11, Some(9), 6);
-    let told = telling::tell(&mut state).expect("they came in an order that can be told");
-    let order: Vec<u64> = (told.iter())
+    let events = exported(&state).expect("their order can be exported");
+    let order: Vec<u64> = (events.iter())
         .flat_map(|event| match event {
-            Told::Stored(store) => store.hashes.clone(),
-            Told::Removed(hashes, _) => hashes.clone(),
+            ExportedEvent::Stored(store) => store.hashes.to_vec(),
+            ExportedEvent::Removed(hashes, _) => hashes.clone(),
         })
         .collect();
-    let at = |hash| order.iter().position(|&other| other == hash).expect("it is told");
-    let second = order.iter().rposition(|&other| other == 9).expect("it is told");
+    let at = |hash| order.iter().position(|&other| other == hash).expect("it is exported");
+    let second = order.iter().rposition(|&other| other == 9).expect("it is exported");
     assert!(at(9) < at(10) && at(10) < second && second < at(11), "{order:?}");
 }
 
-/// Beyond a limit nothing is kept or told, until the stream clears everything.
+/// Beyond a limit nothing is kept or exported until the stream clears everything.
 #[test]
 fn too_many_orphans_are_lost_until_a_clear() {
     let mut state = State::default();
     let hashes: Vec<u64> = (10..11 + MAX_WAITING as u64).collect();
     let tokens = vec![7; 2 * hashes.len()];
-    assert_eq!(state.stored(&store(&hashes, Some(5), &tokens, GPU)), Err("orphans"));
-    state.lose("orphans");
-    assert!(telling::tell(&mut state).is_none() && state.bytes() < 8_192);
-    put(&mut state, 1, GPU);
-    assert_eq!((state.blocks.live(), state.lost), (0, Some("orphans")));
-    state.cleared(None, None);
-    put(&mut state, 1, GPU);
-    assert_eq!(telling::tell(&mut state).map(|told| told.len()), Some(1));
+    assert_eq!(state.store(&store(&hashes, Some(5), &tokens, &GPU)), Err("orphans"));
+    state.invalidate("orphans");
+    assert!(exported(&state).is_none() && state.bytes() < 8_192);
+    put(&mut state, 1, &GPU);
+    assert_eq!((state.blocks.live(), state.invalid), (0, Some("orphans")));
+    state.clear(None, None);
+    put(&mut state, 1, &GPU);
+    assert_eq!(exported(&state).map(|events| events.len()), Some(1));
 }
 
 /// What the scanner does not read changes nothing.
@@ -276,84 +276,91 @@ fn too_many_orphans_are_lost_until_a_clear() {
 fn a_payload_that_is_not_read_changes_nothing() {
     let schema = Schema::new(&layouts::layouts(), Limits::default()).expect("the layouts are known");
     let mut compactor = Compactor::default();
-    assert!(compactor.fold(b"\x92\x01\x90", &schema));
+    assert!(compactor.apply(b"\x92\x01\x90", &schema));
     for payload in [&b""[..], b"\x92\x01", b"\x92\x01\x91\x91\xA1x", b"\xC1"] {
-        assert!(!compactor.fold(payload, &schema));
+        assert!(!compactor.apply(payload, &schema));
     }
     assert_eq!((compactor.live(), compactor.events()), (0, Some(Vec::new())));
 }
 
 /// Every field that a store can have, numbers of every width, and a chain that is cut into several payloads.
 #[test]
-fn what_is_spelled_is_read_again() {
+fn what_is_encoded_is_read_again() {
     let widths = [0, 1 << 7, 1 << 8, 1 << 16, u64::from(u32::MAX), 1 << 32, u64::MAX];
     let hashes: Vec<u64> = widths.iter().flat_map(|&width| [width, width ^ 5]).collect();
     let tokens: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7]).collect();
     let pairs: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7, 7, 8]).collect();
     let extra: &[u8] = &[&[0x9E, 0xC0, 0x92, 0xA4][..], b"salt", &[0x92, 0xA1, b'i', 3], &[0xC0; 12]].concat();
     let long = [b'n'; 40];
-    let place = PlaceView {
-        medium: Some("STÖRAGE".as_bytes()),
-        locality: Some(b"REMOTE"),
-        ownership: Some(&long),
+    let location = Location {
+        locality: Some(Cow::Borrowed(b"REMOTE")),
+        ownership: Some(Cow::Borrowed(&long)),
         group: Some(-3),
+        ..at("STÖRAGE".as_bytes())
     };
-    let rich = StoreView {
-        lora_id: Some(i64::MIN),
-        lora_name: Some(b"lora"),
-        cache_salt: Some(b"tenant"),
-        extra_keys: Some(extra),
-        kind: Some(b"mla_attention"),
+    let rich = Store {
+        namespace: Namespace {
+            lora_id: Some(i64::MIN),
+            lora_name: Some(Cow::Borrowed(b"lora")),
+            cache_salt: Some(Cow::Borrowed(b"tenant")),
+            extra_keys: None,
+        },
+        extra_keys: Some(Cow::Borrowed(extra)),
+        kind: Some(Cow::Borrowed(b"mla_attention")),
         window: Some(-1),
-        ..store(&hashes, None, &tokens, place)
+        ..store(&hashes, None, &tokens, &location)
     };
-    let eagle = StoreView {
+    let eagle = Store {
         pairs: true,
-        ..store(&hashes, Some(3), &pairs, GPU)
+        ..store(&hashes, Some(3), &pairs, &GPU)
     };
     for view in [
-        store(&hashes, None, &tokens, CPU),
+        store(&hashes, None, &tokens, &CPU),
         rich,
         eagle,
-        store(&hashes, Some(77), &tokens, GPU),
+        store(&hashes, Some(77), &tokens, &GPU),
     ] {
         let mut state = State::default();
-        state.stored(&view).expect("within limits");
-        state.removed(&hashes[..5], &view.place).expect("within limits");
-        let told = telling::tell(&mut state).expect("hashes are distinct");
+        state.store(&view).expect("within limits");
+        state.remove(&hashes[..5], &view.location).expect("within limits");
+        let events = exported(&state).expect("hashes are distinct");
         for limit in (1..400).step_by(7).chain([1 << 20]) {
-            assert_eq!(refolded(&told, limit).events().as_ref(), Some(&told));
+            assert_eq!(refolded(&events, limit).events().as_ref(), Some(&events));
         }
     }
 }
 
-/// Blocks of keys come alone and are told together; a child with tokens goes on from such a key, and is told behind it.
+/// Blocks with keys are stored alone and exported together; a child with tokens goes on from such a key, and is exported after it.
 #[test]
-fn blocks_of_keys_are_told_together() {
+fn blocks_with_keys_are_exported_together() {
     let mut state = State::default();
-    let keyed = |hashes, keys| StoreView {
-        keys: Some(keys),
+    let keyed = |hashes, keys| Store {
+        keys: Some(Cow::Borrowed(keys)),
         block_size: 1 << 31,
-        ..store(hashes, Some(77), &[], GPU)
+        ..store(hashes, Some(77), &[], &GPU)
     };
-    state.stored(&keyed(&[1, 2], &[11, 12])).expect("within limits");
-    state.stored(&store(&[3], Some(1), &[5, 6], GPU)).expect("within limits");
-    state.stored(&keyed(&[4], &[14])).expect("within limits");
-    state.removed(&[1], &GPU).expect("within limits");
+    state.store(&keyed(&[1, 2], &[11, 12])).expect("within limits");
+    state.store(&store(&[3], Some(1), &[5, 6], &GPU)).expect("within limits");
+    state.store(&keyed(&[4], &[14])).expect("within limits");
+    state.remove(&[1], &GPU).expect("within limits");
     for malformed in [
         keyed(&[8], &[1, 2]),
-        StoreView {
-            tokens: &[1],
+        Store {
+            tokens: Cow::Borrowed(&[1]),
             ..keyed(&[8], &[1])
         },
     ] {
-        state.stored(&malformed).expect("nothing comes of it");
+        state.store(&malformed).expect("nothing comes of it");
     }
-    let told = telling::tell(&mut state).expect("hashes are distinct");
-    let stored: Vec<_> = (told.iter())
+    let events = exported(&state).expect("hashes are distinct");
+    let stored: Vec<_> = (events.iter())
         .filter_map(|event| match event {
-            Told::Stored(store) => Some((store.hashes.clone(), store.parent, store.keys.clone())),
-            Told::Removed(..) => None,
+            ExportedEvent::Stored(store) => Some((
+                store.hashes.to_vec(),
+                store.parent,
+                store.keys.as_deref().map(<[u64]>::to_vec),
+            )),
+            ExportedEvent::Removed(..) => None,
         })
         .collect();
     let expected = [
@@ -363,44 +370,44 @@ fn blocks_of_keys_are_told_together() {
     ];
     assert_eq!(stored, expected);
     let local = kvevents_index::keys::local(&[5, 6], kvevents_index::keys::seed(0, 0));
-    let child = state.blocks.seek(3).expect("it is live");
-    assert_eq!(state.blocks.get(child).key, kvevents_index::keys::chained(11, local));
-    state.removed(&[2, 3, 4], &GPU).expect("within limits");
-    assert_eq!((state.blocks.bound(), state.blocks.windows()), (0, 0));
-    let taught = telling::tell(&mut state).expect("nothing is live");
+    let child = state.blocks.find(3).expect("it is live");
+    assert_eq!({ state.blocks.get(child).key }, kvevents_index::keys::chained(11, local));
+    state.remove(&[2, 3, 4], &GPU).expect("within limits");
+    assert_eq!((state.blocks.bound(), state.blocks.widths()), (0, 0));
+    let taught = exported(&state).expect("nothing is live");
     assert!(
-        matches!(&taught[..], [Told::Stored(one), Told::Removed(..)] if one.keys == Some(vec![0]) && one.tokens.is_empty())
+        matches!(&taught[..], [ExportedEvent::Stored(one), ExportedEvent::Removed(..)] if one.keys.as_deref() == Some(&[0][..]) && one.tokens.is_empty())
     );
 }
 
-/// Known blocks are told though others were never seen, and a clear of everything makes it whole.
+/// Known blocks are exported though others were never seen, and a clear of everything makes it whole.
 #[test]
 fn what_is_missed_is_known_until_everything_is_cleared() {
     let mut compactor = Compactor::default();
-    put(&mut compactor.state, 1, GPU);
-    assert!(!compactor.partial());
-    compactor.miss();
-    put(&mut compactor.state, 2, GPU);
-    assert_eq!((compactor.partial(), compactor.live()), (true, 2));
-    assert_eq!(compactor.events().map(|told| told.len()), Some(1));
-    compactor.state.cleared(Some(b"CPU"), None);
-    compactor.lose("orphans");
-    assert_eq!((compactor.partial(), compactor.lost()), (true, Some("orphans")));
-    compactor.state.cleared(None, None);
-    assert_eq!((compactor.partial(), compactor.lost()), (false, None));
-    compactor.miss();
+    put(&mut compactor.state, 1, &GPU);
+    assert!(!compactor.is_partial());
+    compactor.mark_partial();
+    put(&mut compactor.state, 2, &GPU);
+    assert_eq!((compactor.is_partial(), compactor.live()), (true, 2));
+    assert_eq!(compactor.events().map(|events| events.len()), Some(1));
+    compactor.state.clear(Some(b"CPU"), None);
+    compactor.invalidate("orphans");
+    assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (true, Some("orphans")));
+    compactor.state.clear(None, None);
+    assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (false, None));
+    compactor.mark_partial();
     compactor.clear();
-    assert!(!compactor.partial());
+    assert!(!compactor.is_partial());
 }
 
 /// Something that happens to a cache, in small numbers.
 type Step = (u8, u8, u8, u8);
 
-/// Has both of two states take a step in which stores are long, and hashes come again: in other places, with other tokens, in the
-/// middle of others, behind what is gone.
+/// Has a state take a step in which stores are long, and hashes come again: at other locations, with other tokens, in the middle of
+/// others, behind what is gone.
 fn step(state: &mut State, (what, hash, count, variant): Step) {
     let first = u64::from(hash) * 8;
-    let place = if variant.is_multiple_of(11) { CPU } else { GPU };
+    let location = if variant.is_multiple_of(11) { &CPU } else { &GPU };
     let count = u64::from(count) % if variant.is_multiple_of(3) { 150 } else { 3 } + 1;
     let hashes: Vec<u64> = (first..first + count).collect();
     let outcome = match what % 16 {
@@ -412,28 +419,31 @@ fn step(state: &mut State, (what, hash, count, variant): Step) {
             };
             let salt = if variant.is_multiple_of(13) { 9 } else { 7 };
             let tokens: Vec<u32> = hashes.iter().flat_map(|&hash| [hash as u32, salt]).collect();
-            state.stored(&StoreView {
-                lora_id: (variant % 17 == 0).then_some(1),
-                ..store(&hashes, parent, &tokens, place)
+            state.store(&Store {
+                namespace: Namespace {
+                    lora_id: (variant % 17 == 0).then_some(1),
+                    ..Namespace::default()
+                },
+                ..store(&hashes, parent, &tokens, location)
             })
         }
-        7 => state.stored(&store(&hashes[..1], None, &[], place)),
+        7 => state.store(&store(&hashes[..1], None, &[], location)),
         8 => {
             let keys: Vec<u64> = hashes.iter().map(|hash| hash + 1000).collect();
-            state.stored(&StoreView {
-                keys: Some(&keys[..1]),
+            state.store(&Store {
+                keys: Some(Cow::Borrowed(&keys[..1])),
                 block_size: 2,
-                ..store(&hashes[..1], None, &[], place)
+                ..store(&hashes[..1], None, &[], location)
             })
         }
         9 if variant.is_multiple_of(32) => {
-            state.cleared(Some(if hash % 2 == 0 { b"CPU" } else { b"GPU" }), None);
+            state.clear(Some(if hash % 2 == 0 { b"CPU" } else { b"GPU" }), None);
             Ok(())
         }
-        9..=11 => state.removed(&hashes, &place),
+        9..=11 => state.remove(&hashes, location),
         12 | 13 => {
             let last: Vec<u64> = hashes.iter().rev().copied().collect();
-            state.removed(&last, &place)
+            state.remove(&last, location)
         }
         _ => {
             let some: Vec<u64> = hashes
@@ -441,38 +451,43 @@ fn step(state: &mut State, (what, hash, count, variant): Step) {
                 .filter(|&hash| hash % 5 != u64::from(variant % 5))
                 .copied()
                 .collect();
-            state.removed(&some, &place)
+            state.remove(&some, location)
         }
     };
     outcome.expect("within limits");
 }
 
 proptest! {
-    /// What is kept as it came is what it would be had every store been placed at once: the same copies of the same blocks, the same
-    /// twins in the same order, the same that waits and is dead; and so it stays whenever somebody looks.
+    /// Whatever comes: an empty state to which the exported events are applied has the same copies of the same blocks, and the same
+    /// twins in the same order. Nothing is kept of what is cleared.
     #[test]
-    fn looking_late_is_looking_at_once(steps in prop::collection::vec(any::<Step>(), 1..250), looks in 1..40_usize) {
-        let (mut late, mut once) = (State::default(), State::default());
+    fn what_is_exported_rebuilds_the_same_blocks(steps in prop::collection::vec(any::<Step>(), 1..250), every in 1..40_usize) {
+        let mut state = State::default();
         for (at, &taken) in steps.iter().enumerate() {
-            step(&mut late, taken);
-            step(&mut once, taken);
-            once.blocks.look_into_all();
-            let counts = |state: &State| (state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.named());
-            prop_assert_eq!(counts(&late), counts(&once));
-            if at % looks == 0 {
-                late.blocks.look_into_all();
-                prop_assert_eq!(telling::known(&late), telling::known(&once));
-                prop_assert_eq!(telling::ordered(&late), telling::ordered(&once));
+            step(&mut state, taken);
+            let blocks = &state.blocks;
+            prop_assert_eq!(blocks.numbers().count(), blocks.live() + blocks.dead());
+            if at % every != 0 {
+                continue;
             }
+            let Some(events) = exported(&state) else { continue };
+            let mut rebuilt = State::default();
+            for event in &events {
+                let outcome = match event {
+                    ExportedEvent::Stored(store) => rebuilt.store(store),
+                    ExportedEvent::Removed(hashes, location) => rebuilt.remove(hashes, location),
+                };
+                prop_assert_eq!(outcome, Ok(()));
+            }
+            let counts = |state: &State| (state.blocks.live(), state.blocks.dead(), state.waiting.len());
+            prop_assert_eq!(counts(&rebuilt), counts(&state));
+            prop_assert_eq!(export::copies_of(&rebuilt), export::copies_of(&state));
+            prop_assert_eq!(export::twin_keys(&rebuilt.blocks), export::twin_keys(&state.blocks));
         }
-        prop_assert_eq!(telling::tell(&mut late).is_some(), telling::tell(&mut once).is_some());
-        prop_assert_eq!(telling::known(&late), telling::known(&once));
-        for state in [&mut late, &mut once] {
-            state.cleared(Some(b"GPU"), None);
-            state.cleared(Some(b"CPU"), None);
-            prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.bound()), (0, 0, 0, 0));
-        }
-        prop_assert!(late.bytes() < 8_192, "{} bytes", late.bytes());
+        state.clear(Some(b"GPU"), None);
+        state.clear(Some(b"CPU"), None);
+        prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.bound()), (0, 0, 0, 0));
+        prop_assert!(state.bytes() < 8_192, "{} bytes", state.bytes());
     }
 }
 
@@ -485,15 +500,15 @@ fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     for first in (0..chains).map(|chain| chain << 9) {
         let hashes: Vec<u64> = (first..first + 512).collect();
         let tokens: Vec<u32> = hashes.iter().flat_map(|&hash| [hash as u32, 7]).collect();
-        state.stored(&store(&hashes, None, &tokens, GPU)).expect("within limits");
+        state.store(&store(&hashes, None, &tokens, &GPU)).expect("within limits");
         let gone: Vec<u64> = hashes.into_iter().filter(|&hash| !stays(hash - first)).collect();
-        state.removed(&gone, &GPU).expect("within limits");
+        state.remove(&gone, &GPU).expect("within limits");
     }
     state
 }
 
-/// One block of each store is left, at its beginning or with all its ancestors: memory is that of blocks that are needed, before and
-/// after somebody looked, and none when they are gone.
+/// One block of each store is left, at its beginning or with all its ancestors: memory is that of blocks that are needed, and none
+/// when they are gone.
 #[test]
 fn memory_is_that_of_what_is_needed() {
     for (last, needed) in [(0, 1), (15, 16), (63, 64), (64, 65), (200, 201)] {
@@ -502,10 +517,8 @@ fn memory_is_that_of_what_is_needed() {
         assert_eq!((blocks.live(), blocks.live() + blocks.dead()), (300, 300 * needed));
         let most = 300 * needed * BLOCK_BYTES + 65_536;
         assert!(state.bytes() < most, "{needed}: {} bytes", state.bytes());
-        state.blocks.look_into_all();
-        assert!(state.bytes() < most, "{needed}: {} bytes", state.bytes());
         let rest: Vec<u64> = (0..300).map(|chain| chain * 512 + last).collect();
-        state.removed(&rest, &GPU).expect("within limits");
+        state.remove(&rest, &GPU).expect("within limits");
         assert!(state.blocks.dead() == 0 && state.bytes() < 8_192, "{} bytes", state.bytes());
     }
 }
@@ -520,7 +533,7 @@ fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
             let parent = if length > 0 { hash - 1 } else { 1000 };
             let tokens = [hash as u32, 7];
             state
-                .stored(&store(&[hash], (hash > 1000).then_some(parent), &tokens, GPU))
+                .store(&store(&[hash], (hash > 1000).then_some(parent), &tokens, &GPU))
                 .expect("within limits");
         }
     }
@@ -558,7 +571,7 @@ fn removals_in_a_row_are_joined() {
     ];
     let payload = [&[0x92, 0x01, 0x9A][..], &events.concat()].concat();
     let found = |schema: &Schema, payload: &[u8]| {
-        let mut scratch = kvevents_index::scan::Scratch::default();
+        let mut scratch = Scratch::default();
         scan(payload, schema, &mut scratch)?;
         Some(
             scratch
@@ -586,18 +599,18 @@ fn removals_in_a_row_are_joined() {
     }
 }
 
-/// How a group counts is told by a block of its own where no block is left, however the last one came.
+/// How a group counts is said by a block of its own if no block is left, however the last one was stored.
 #[test]
-fn what_is_gone_has_taught() {
+fn rules_outlive_their_blocks() {
     for hash in [37, 5] {
         let (mut state, model) = (State::default(), Model::default());
-        put(&mut state, hash, CPU);
-        take(&mut state, hash, CPU);
-        let told = telling::tell(&mut state).expect("hashes are distinct");
+        put(&mut state, hash, &CPU);
+        take(&mut state, hash, &CPU);
+        let events = exported(&state).expect("hashes are distinct");
         assert!(
-            matches!(&told[..], [Told::Stored(store), Told::Removed(..)] if teaches(store)),
-            "{told:?}"
+            matches!(&events[..], [ExportedEvent::Stored(store), ExportedEvent::Removed(..)] if says_rule(store)),
+            "{events:?}"
         );
-        assert_eq!(applied(&told), model);
+        assert_eq!(applied(&events), model);
     }
 }

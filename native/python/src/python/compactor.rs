@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
-use kvevents_compaction::{Compactor as Core, Place, Store, Told};
+use kvevents_compaction::{Compactor as Core, ExportedEvent, Location, Store};
 use kvevents_index::keys;
 use kvevents_index::scan::{SECONDS, Schema};
 
@@ -50,14 +50,14 @@ impl Compactor {
     #[pyo3(signature = (payload, respelled=false))]
     fn fold(&self, payload: &[u8], respelled: bool) -> bool {
         let schema = if respelled { &self.ours } else { &self.peers };
-        self.core.lock().fold(payload, schema)
+        self.core.lock().apply(payload, schema)
     }
 
     /// Takes payloads of numbered batches in up to the first one that is not read, other threads running meanwhile where that takes
     /// long.
     fn fold_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<usize> {
         let payloads = payloads_of(batches)?;
-        let fold = || self.core.lock().fold_many(&payloads, &self.peers);
+        let fold = || self.core.lock().apply_many(&payloads, &self.peers);
         if payloads.iter().map(|payload| payload.len()).sum::<usize>() < BRIEF {
             return Ok(fold());
         }
@@ -70,8 +70,9 @@ impl Compactor {
 
     /// What rebuilds the state after a clear, or None.
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
-        let told = py.detach(|| self.core.lock().events());
-        told.map(|told| told.iter().map(|event| plain(py, event)).collect())
+        let events = py.detach(|| self.core.lock().events());
+        events
+            .map(|events| events.iter().map(|event| plain(py, event)).collect())
             .transpose()
     }
 
@@ -89,7 +90,7 @@ impl Compactor {
 
     /// Notes that some of the stream was never seen.
     fn miss(&self) {
-        self.core.lock().miss();
+        self.core.lock().mark_partial();
     }
 
     /// Forgets everything.
@@ -101,13 +102,13 @@ impl Compactor {
     fn lose(&self, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
         let reason = known.ok_or_else(|| PyValueError::new_err("reason is batches, payloads or digests"))?;
-        self.core.lock().lose(reason);
+        self.core.lock().invalidate(reason);
         Ok(())
     }
 
     #[getter]
     fn partial(&self) -> bool {
-        self.core.lock().partial()
+        self.core.lock().is_partial()
     }
 
     #[getter]
@@ -127,7 +128,7 @@ impl Compactor {
 
     #[getter]
     fn lost(&self) -> Option<&'static str> {
-        self.core.lock().lost()
+        self.core.lock().invalid_reason()
     }
 }
 
@@ -156,16 +157,16 @@ fn payloads_of<'a>(batches: &'a Bound<'_, PyList>) -> PyResult<Vec<&'a [u8]>> {
     Ok(payloads)
 }
 
-fn plain<'py>(py: Python<'py>, told: &Told) -> PyResult<Bound<'py, PyTuple>> {
-    match told {
-        Told::Stored(store) => stored(py, store),
-        Told::Removed(hashes, place) => {
-            let Place {
+fn plain<'py>(py: Python<'py>, event: &ExportedEvent) -> PyResult<Bound<'py, PyTuple>> {
+    match event {
+        ExportedEvent::Stored(store) => stored(py, store),
+        ExportedEvent::Removed(hashes, location) => {
+            let Location {
                 medium,
                 locality,
                 ownership,
                 group,
-            } = place;
+            } = location;
             (
                 "removed",
                 hashes,
@@ -179,26 +180,26 @@ fn plain<'py>(py: Python<'py>, told: &Told) -> PyResult<Bound<'py, PyTuple>> {
     }
 }
 
-fn stored<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyTuple>> {
+fn stored<'py>(py: Python<'py>, store: &Store<'_>) -> PyResult<Bound<'py, PyTuple>> {
     let head = (
         "stored",
-        &store.hashes,
+        &store.hashes[..],
         store.parent,
         PyBytes::new(py, keys::bytes_of(&store.tokens)),
         store.pairs,
         store.block_size,
-        store.lora_id,
+        store.namespace.lora_id,
     );
     let place = (
-        text(store.place.medium.as_deref()),
-        text(store.lora_name.as_deref()),
+        text(store.location.medium.as_deref()),
+        text(store.namespace.lora_name.as_deref()),
         store.extra_keys.as_deref().map(|raw| PyBytes::new(py, raw)),
-        store.place.group,
+        store.location.group,
         text(store.kind.as_deref()),
         store.window,
-        text(store.place.locality.as_deref()),
-        text(store.place.ownership.as_deref()),
-        text(store.cache_salt.as_deref()),
+        text(store.location.locality.as_deref()),
+        text(store.location.ownership.as_deref()),
+        text(store.namespace.cache_salt.as_deref()),
         store.keys.as_deref(),
     );
     let joined = head

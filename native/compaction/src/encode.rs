@@ -1,17 +1,17 @@
-//! Events that are told, as payloads that `Compactor::fold` reads again.
+//! Exported events as payloads that `Compactor::apply` reads again.
 //!
-//! They are map events in the names of `kvevents.events`, without what is nil. Where an event does not fit in a payload any more it is
-//! cut between two blocks, of which the first is then the parent of the second.
+//! They are map events in the names of `kvevents.events`, without what is nil. An event that does not fit in a payload is cut between
+//! two blocks, of which the first one is then the parent of the second.
 
-use super::store::{Place, Store, Told, entries, joined};
+use super::event::{ExportedEvent, Location, Store, join_extra_keys, split_extra_keys};
 
 /// Bytes of `[ts, [`, and the most that a number or the length of an array takes.
 const HEAD: usize = 1 + 9 + ARRAY;
 const NUMBER: usize = 9;
 const ARRAY: usize = 5;
 
-/// Payloads that are written one after the other.
-pub struct Sheets {
+/// Writes payloads one after the other.
+pub struct PayloadWriter {
     limit: usize,
     ts: f64,
     done: Vec<Vec<u8>>,
@@ -19,67 +19,66 @@ pub struct Sheets {
     events: u32,
 }
 
-impl Sheets {
-    /// Payloads of at most `limit` bytes, but for one block that takes more. A clear of everything is the first event.
+impl PayloadWriter {
+    /// For payloads of at most `limit` bytes, unless one block takes more. The first event is a clear of everything.
     pub fn new(limit: usize, ts: f64) -> Self {
-        let mut sheets = Self {
+        let mut writer = Self {
             limit,
             ts,
             done: Vec::new(),
             out: head(ts),
             events: 0,
         };
-        sheets.event(|out| map(out, 1, "AllBlocksCleared"));
-        sheets
+        writer.write(|out| map(out, 1, "AllBlocksCleared"));
+        writer
     }
 
-    /// The next event.
-    pub fn take(&mut self, event: &Told) {
+    /// Adds an event.
+    pub fn add(&mut self, event: &ExportedEvent) {
         match event {
-            Told::Stored(store) => self.stored(store),
-            Told::Removed(hashes, place) => self.removed(hashes, place),
+            ExportedEvent::Stored(store) => self.add_store(store),
+            ExportedEvent::Removed(hashes, location) => self.add_removal(hashes, location),
         }
     }
 
     /// All payloads.
     pub fn finish(mut self) -> Vec<Vec<u8>> {
-        self.turn();
+        self.end_payload();
         self.done
     }
 
-    fn turn(&mut self) {
+    fn end_payload(&mut self) {
         let mut full = std::mem::replace(&mut self.out, head(self.ts));
         full[HEAD - 4..HEAD].copy_from_slice(&self.events.to_be_bytes());
         self.events = 0;
         self.done.push(full);
     }
 
-    fn event(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
+    fn write(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
         write(&mut self.out);
         self.events += 1;
     }
 
     /// Writes an event if there is room for all of it.
-    fn fits(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> bool {
+    fn try_write(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> bool {
         let start = self.out.len();
-        write(&mut self.out);
+        self.write(write);
         let fits = self.out.len() <= self.limit;
-        if fits {
-            self.events += 1;
-        } else {
+        if !fits {
             self.out.truncate(start);
+            self.events -= 1;
         }
         fits
     }
 
-    /// How many blocks from `first` on still fit beside what an event takes without any; one at least, in a payload of its own if need
-    /// be.
-    fn room(&mut self, first: usize, count: usize, shell: usize, cost: impl Fn(usize) -> usize) -> usize {
+    /// The end of the blocks from `first` on that fit in an event that takes `overhead` bytes without any. There is at least one, in a
+    /// payload of its own if need be.
+    fn fitting(&mut self, first: usize, count: usize, overhead: usize, bytes_of: impl Fn(usize) -> usize) -> usize {
         loop {
-            let mut left = self.limit.checked_sub(self.out.len() + shell);
+            let mut left = self.limit.checked_sub(self.out.len() + overhead);
             let mut end = first;
             while end < count
-                && let Some(less) = left.and_then(|left| left.checked_sub(cost(end)))
+                && let Some(less) = left.and_then(|left| left.checked_sub(bytes_of(end)))
             {
                 (left, end) = (Some(less), end + 1);
             }
@@ -87,121 +86,120 @@ impl Sheets {
             if fits || self.events == 0 {
                 return end.max(count.min(first + 1));
             }
-            self.turn();
+            self.end_payload();
         }
     }
 
-    fn stored(&mut self, store: &Store) {
-        let mut extras = Vec::new();
-        let _ = entries(store.extra_keys.as_deref(), &mut extras);
-        let blocks = Blocks {
+    fn add_store(&mut self, store: &Store<'_>) {
+        let blocks = StoreWriter {
             store,
-            extras,
-            each: store.tokens.len() / store.hashes.len().max(1),
+            extra_keys: split_extra_keys(store.extra_keys.as_deref()).unwrap_or_default(),
+            width: store.tokens.len() / store.hashes.len().max(1),
         };
         let (mut first, count) = (0, store.hashes.len());
-        if self.fits(|out| blocks.spell(0, count, out)) {
+        if self.try_write(|out| blocks.write(0, count, out)) {
             return;
         }
-        let shell = blocks.shell();
+        let overhead = blocks.overhead();
         while first == 0 || first < count {
-            let end = self.room(first, count, shell, |at| blocks.cost(at));
-            self.event(|out| blocks.spell(first, end, out));
+            let end = self.fitting(first, count, overhead, |at| blocks.bytes_of(at));
+            self.write(|out| blocks.write(first, end, out));
             first = end.max(1);
         }
     }
 
-    fn removed(&mut self, hashes: &[u64], place: &Place) {
-        if self.fits(|out| removal(hashes, place, out)) {
+    fn add_removal(&mut self, hashes: &[u64], location: &Location<'_>) {
+        if self.try_write(|out| write_removal(hashes, location, out)) {
             return;
         }
-        let mut shell = Vec::new();
-        removal(&[], place, &mut shell);
+        let mut empty = Vec::new();
+        write_removal(&[], location, &mut empty);
         let mut first = 0;
         while first < hashes.len() {
-            let end = self.room(first, hashes.len(), shell.len() + ARRAY, |at| number_bytes(hashes[at]));
-            self.event(|out| removal(&hashes[first..end], place, out));
+            let overhead = empty.len() + ARRAY;
+            let end = self.fitting(first, hashes.len(), overhead, |at| number_bytes(hashes[at]));
+            self.write(|out| write_removal(&hashes[first..end], location, out));
             first = end;
         }
     }
 }
 
-/// A store, a part at a time.
-struct Blocks<'a> {
-    store: &'a Store,
-    extras: Vec<Option<&'a [u8]>>,
+/// Writes a store, or some of its blocks.
+struct StoreWriter<'a> {
+    store: &'a Store<'a>,
+    extra_keys: Vec<Option<&'a [u8]>>,
     /// Numbers that are the tokens of one block.
-    each: usize,
+    width: usize,
 }
 
-impl<'a> Blocks<'a> {
+impl<'a> StoreWriter<'a> {
     fn tokens(&self, first: usize, end: usize) -> &'a [u32] {
-        &self.store.tokens[first * self.each..end * self.each]
+        &self.store.tokens[first * self.width..end * self.width]
     }
 
-    /// Bytes of an event of no blocks, about.
-    fn shell(&self) -> usize {
+    /// Bytes of an event of no blocks, at most.
+    fn overhead(&self) -> usize {
         let mut out = Vec::new();
-        self.spell(0, 0, &mut out);
+        self.write(0, 0, &mut out);
         out.len() + 4 * ARRAY + NUMBER + "extra_keys ".len()
     }
 
     /// Bytes of one block.
-    fn cost(&self, at: usize) -> usize {
+    fn bytes_of(&self, at: usize) -> usize {
         let tokens: usize = self.tokens(at, at + 1).iter().map(|&token| number_bytes(token.into())).sum();
-        let pairs = if self.store.pairs { self.each / 2 } else { 0 };
-        let extra = self.extras.get(at).map_or(0, |extra| extra.map_or(1, <[u8]>::len));
+        let pairs = if self.store.pairs { self.width / 2 } else { 0 };
+        let extra_keys = self.extra_keys.get(at).map_or(0, |keys| keys.map_or(1, <[u8]>::len));
         let key = self.store.keys.as_ref().map_or(0, |keys| number_bytes(keys[at]));
-        number_bytes(self.store.hashes[at]) + tokens + pairs + key + extra
+        number_bytes(self.store.hashes[at]) + tokens + pairs + key + extra_keys
     }
 
-    /// Blocks from `first` to before `end`, as an event.
-    fn spell(&self, first: usize, end: usize, out: &mut Vec<u8>) {
+    /// Writes an event of the blocks from `first` to before `end`.
+    fn write(&self, first: usize, end: usize, out: &mut Vec<u8>) {
         let store = self.store;
-        let parent = if first > 0 && self.each > 0 {
+        let parent = if first > 0 && self.width > 0 {
             Some(store.hashes[first - 1])
         } else {
             store.parent
         };
-        let extra = joined(self.extras.get(first..end).unwrap_or_default().iter().copied());
+        let extra_keys = join_extra_keys(self.extra_keys.get(first..end).unwrap_or_default().iter().copied());
         let mut fields = Fields::open(out, "BlockStored");
-        fields.key("block_hashes");
-        hashes(fields.out, &store.hashes[first..end]);
-        fields.key("parent_block_hash");
+        fields.hashes("block_hashes", &store.hashes[first..end]);
+        fields.name("parent_block_hash");
         match parent {
             Some(hash) => number(fields.out, hash),
             None => fields.out.push(0xC0),
         }
-        fields.key("token_ids");
+        fields.name("token_ids");
         tokens(fields.out, self.tokens(first, end), store.pairs);
-        fields.key("block_size");
+        fields.name("block_size");
         number(fields.out, store.block_size);
-        fields.integer("lora_id", store.lora_id);
-        fields.text("lora_name", store.lora_name.as_deref());
-        fields.raw("extra_keys", extra.as_deref());
-        fields.place(&store.place);
+        fields.integer("lora_id", store.namespace.lora_id);
+        fields.text("lora_name", store.namespace.lora_name.as_deref());
+        if let Some(raw) = extra_keys {
+            fields.name("extra_keys");
+            fields.out.extend_from_slice(&raw);
+        }
+        fields.location(&store.location);
         fields.text("kv_cache_spec_kind", store.kind.as_deref());
         fields.integer("kv_cache_spec_sliding_window", store.window);
-        fields.text("cache_salt", store.cache_salt.as_deref());
+        fields.text("cache_salt", store.namespace.cache_salt.as_deref());
         if let Some(keys) = &store.keys {
-            fields.key("block_keys");
-            hashes(fields.out, &keys[first..end]);
+            fields.hashes("block_keys", &keys[first..end]);
         }
         fields.close();
     }
 }
 
-fn removal(gone: &[u64], place: &Place, out: &mut Vec<u8>) {
+fn write_removal(hashes: &[u64], location: &Location<'_>, out: &mut Vec<u8>) {
     let mut fields = Fields::open(out, "BlockRemoved");
-    fields.key("block_hashes");
-    hashes(fields.out, gone);
-    fields.place(place);
+    fields.hashes("block_hashes", hashes);
+    fields.location(location);
     fields.close();
 }
 
 // --- msgpack
 
-/// Fields of a map event, which are counted as they are written.
+/// Writes the fields of a map event, and counts them.
 struct Fields<'a> {
     out: &'a mut Vec<u8>,
     start: usize,
@@ -219,21 +217,27 @@ impl<'a> Fields<'a> {
         self.out[self.start + 2] = self.count;
     }
 
-    fn key(&mut self, name: &str) {
+    fn name(&mut self, name: &str) {
         text(self.out, name.as_bytes());
         self.count += 1;
     }
 
+    fn hashes(&mut self, name: &str, values: &[u64]) {
+        self.name(name);
+        array(self.out, values.len());
+        values.iter().for_each(|&value| number(self.out, value));
+    }
+
     fn text(&mut self, name: &str, value: Option<&[u8]>) {
         if let Some(value) = value {
-            self.key(name);
+            self.name(name);
             text(self.out, value);
         }
     }
 
     fn integer(&mut self, name: &str, value: Option<i64>) {
         if let Some(value) = value {
-            self.key(name);
+            self.name(name);
             match u64::try_from(value) {
                 Ok(value) => number(self.out, value),
                 Err(_) => {
@@ -244,18 +248,11 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn raw(&mut self, name: &str, value: Option<&[u8]>) {
-        if let Some(value) = value {
-            self.key(name);
-            self.out.extend_from_slice(value);
-        }
-    }
-
-    fn place(&mut self, place: &Place) {
-        self.text("medium", place.medium.as_deref());
-        self.integer("group_idx", place.group);
-        self.text("locality", place.locality.as_deref());
-        self.text("ownership", place.ownership.as_deref());
+    fn location(&mut self, location: &Location<'_>) {
+        self.text("medium", location.medium.as_deref());
+        self.integer("group_idx", location.group);
+        self.text("locality", location.locality.as_deref());
+        self.text("ownership", location.ownership.as_deref());
     }
 }
 
@@ -308,6 +305,7 @@ fn number_bytes(value: u64) -> usize {
 
 #[inline]
 fn number(out: &mut Vec<u8>, value: u64) {
+    // Arrays of fixed length: to copy as many bytes as a variable says takes several times as long.
     match value {
         0..=0x7F => out.push(value as u8),
         0x80..=0xFF => out.extend_from_slice(&[0xCC, value as u8]),
@@ -324,11 +322,6 @@ fn number(out: &mut Vec<u8>, value: u64) {
             out.extend_from_slice(&value.to_be_bytes());
         }
     }
-}
-
-fn hashes(out: &mut Vec<u8>, values: &[u64]) {
-    array(out, values.len());
-    values.iter().for_each(|&value| number(out, value));
 }
 
 /// Token ids, or under EAGLE pairs of them.

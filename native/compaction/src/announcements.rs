@@ -1,0 +1,159 @@
+//! How copies of blocks were announced: where, and as blocks of which kind of group.
+
+use std::borrow::Cow;
+
+use kvevents_index::planes::{Plane, tier};
+
+use super::event::{Location, Store, Text};
+
+/// Different announcements that a stream may use: the bits of a block's copies. Engines use a handful.
+pub const MAX_ANNOUNCEMENTS: usize = 64;
+
+/// Whether blocks of this kind of group are keyed by their tokens.
+pub fn is_dense(kind: Option<&[u8]>) -> bool {
+    matches!(
+        kind,
+        None | Some(b"full_attention" | b"mla_attention" | b"sink_full_attention")
+    )
+}
+
+/// The window of a sliding-window group.
+pub fn window_of(kind: Option<&[u8]>, window: Option<i64>) -> Option<i64> {
+    window.filter(|&window| window > 0 && kind == Some(b"sliding_window"))
+}
+
+/// What stores have in common whose copies are counted together.
+#[derive(Clone, Debug)]
+pub struct Announcement {
+    /// Where the copies are.
+    pub location: Location<'static>,
+    /// Which copies removals and clears take for the same.
+    pub plane: Plane,
+    /// Kind of attention of the group.
+    pub kind: Text<'static>,
+    /// Its window.
+    pub window: Option<i64>,
+    /// The block size of a store without tokens; None of one with tokens or keys.
+    pub tokenless_size: Option<u64>,
+}
+
+/// Announcements that a removal is about, as bits.
+#[derive(Clone, Copy, Debug)]
+pub struct Removable {
+    /// Those at exactly its location.
+    pub exact: u64,
+    /// Those at any location on the same plane.
+    pub plane: u64,
+}
+
+/// All announcements that a stream has used, by number.
+#[derive(Debug, Default)]
+pub struct Announcements {
+    all: Vec<Announcement>,
+    /// The number that was asked for last.
+    last: usize,
+}
+
+fn plane_of(location: &Location<'_>) -> Plane {
+    let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    Plane {
+        tier: tier(&text(&location.medium).unwrap_or_default()),
+        locality: text(&location.locality),
+        ownership: text(&location.ownership),
+        group: location.group.unwrap_or(0),
+    }
+}
+
+impl Announcement {
+    #[inline]
+    fn is_of(&self, store: &Store<'_>, tokenless_size: Option<u64>) -> bool {
+        self.tokenless_size == tokenless_size
+            && self.window == store.window
+            && self.kind == store.kind
+            && self.location == store.location
+    }
+}
+
+impl Announcements {
+    /// One of them.
+    pub fn get(&self, number: u8) -> &Announcement {
+        &self.all[usize::from(number)]
+    }
+
+    /// The number of a store's announcement. None if there are too many.
+    #[inline]
+    pub fn number_of(&mut self, store: &Store<'_>, tokenless_size: Option<u64>) -> Option<u8> {
+        let is_last = self.all.get(self.last).is_some_and(|last| last.is_of(store, tokenless_size));
+        if !is_last {
+            let found = self.all.iter().position(|known| known.is_of(store, tokenless_size));
+            self.last = match found {
+                Some(number) => number,
+                None => self.add(store, tokenless_size)?,
+            };
+        }
+        Some(self.last as u8)
+    }
+
+    #[cold]
+    fn add(&mut self, store: &Store<'_>, tokenless_size: Option<u64>) -> Option<usize> {
+        if self.all.len() >= MAX_ANNOUNCEMENTS {
+            return None;
+        }
+        self.all.push(Announcement {
+            location: store.location.to_static(),
+            plane: plane_of(&store.location),
+            kind: store.kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
+            window: store.window,
+            tokenless_size,
+        });
+        Some(self.all.len() - 1)
+    }
+
+    fn select(&self, is_meant: impl Fn(&Announcement) -> bool) -> u64 {
+        let numbers = (0..self.all.len()).filter(|&number| is_meant(&self.all[number]));
+        numbers.fold(0, |bits, number| bits | 1 << number)
+    }
+
+    /// Announcements with tokens or keys, as bits.
+    pub fn dense(&self) -> u64 {
+        self.select(|known| known.tokenless_size.is_none())
+    }
+
+    /// What a removal at `location` takes.
+    pub fn removable(&self, location: &Location<'_>) -> Removable {
+        let exact = self.select(|known| known.location == *location);
+        let plane = match self.all.get(exact.trailing_zeros() as usize) {
+            Some(known) => Cow::Borrowed(&known.plane),
+            None => Cow::Owned(plane_of(location)),
+        };
+        Removable {
+            exact,
+            plane: self.select(|known| known.plane == *plane),
+        }
+    }
+
+    /// What a clear of a tier, or of a group, takes, as bits.
+    pub fn clearable(&self, medium: Option<&[u8]>, group: Option<i64>) -> u64 {
+        let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
+        self.select(|Announcement { plane, .. }| {
+            tier.as_ref().is_none_or(|tier| *tier == plane.tier) && group.is_none_or(|group| group == plane.group)
+        })
+    }
+
+    /// Numbers in an order that does not depend on which was used first: the fastest tier leads.
+    pub fn ranked(&self) -> Vec<u8> {
+        let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
+        numbers.sort_by_key(|&number| {
+            let known = self.get(number);
+            let group = (known.plane.level(), known.plane.group);
+            (group, &known.location, &known.kind, known.window, known.tokenless_size)
+        });
+        numbers
+    }
+
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        let texts = |known: &Announcement| 2 * known.location.bytes() + known.kind.as_ref().map_or(0, |kind| kind.len());
+        self.all.iter().map(texts).sum::<usize>() + self.all.capacity() * size_of::<Announcement>()
+    }
+}

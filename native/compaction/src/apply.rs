@@ -1,0 +1,363 @@
+//! Applies events to what is kept of a stream: as the index does it, with everything that a snapshot has to say again.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+
+use kvevents_index::applying::{Read, extras_at, extras_of};
+use kvevents_index::contexts::Context;
+use kvevents_index::keys::{self, Scheme};
+use kvevents_index::planes::Rule;
+use kvevents_index::scan::{Event, Kind};
+use kvevents_index::waiting::{Queue, Waiting, Weight};
+
+use super::announcements::{Announcements, is_dense, window_of};
+use super::blocks::{Blocks, NewBlock, ROOT, Stored};
+use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
+use super::group_rules::{GroupRules, rule_of};
+
+/// Blocks with copies: at 16 tokens a block about 2 GB.
+pub const MAX_LIVE: usize = 1 << 24;
+/// Blocks and hashes that wait for a parent that was never seen, or for tokens.
+pub const MAX_WAITING: usize = 1 << 16;
+/// Dead ancestors beyond as many as there are blocks with copies.
+pub const MAX_DEAD: usize = 1 << 16;
+/// Copies beyond the first, beyond as many as there are blocks with copies.
+pub const MAX_EXTRA: usize = 1 << 20;
+/// Bytes of LoRA names, salts and extra keys, each counted once.
+pub const MAX_TEXT_BYTES: usize = 64 << 20;
+/// Different numbers of tokens per block, each of which has memory of its own.
+pub const MAX_WIDTHS: usize = 64;
+
+/// Why a state is invalid: what there was too much of, or what was not seen.
+pub type Reason = &'static str;
+
+/// A block with tokens, apart from its hashes.
+#[derive(Clone, Debug)]
+pub struct Content<'a> {
+    /// Those that its hash covers.
+    pub tokens: Cow<'a, [u32]>,
+    /// Hashes of its extra keys.
+    pub extras: Vec<u64>,
+    /// How its tokens were cut.
+    pub scheme: Scheme,
+    /// What its LoRA adds to the seed.
+    pub lora: u64,
+    /// What its own salt adds to the seed; None if it has its parent's.
+    pub salt: Option<u64>,
+    /// What is said of its namespace.
+    pub namespace: Namespace<'a>,
+}
+
+impl Weight for Content<'static> {
+    fn bytes(&self) -> usize {
+        self.tokens.len() * 4 + self.extras.len() * 8 + self.namespace.bytes()
+    }
+}
+
+/// What is kept of one stream.
+#[derive(Debug, Default)]
+pub struct State {
+    /// Its blocks.
+    pub blocks: Blocks,
+    /// How they were announced.
+    pub announcements: Announcements,
+    /// How its groups count.
+    pub group_rules: GroupRules,
+    /// Copies of blocks whose parents, or tokens, are unknown. Their planes are numbers of announcements.
+    pub waiting: Queue<Content<'static>>,
+    /// Why nothing is kept until everything is cleared.
+    pub invalid: Option<Reason>,
+    /// Whether some of the stream was never seen.
+    pub is_partial: bool,
+    /// Extra keys of the last store, kept to spare allocations.
+    extras: Vec<(usize, u64)>,
+}
+
+impl State {
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        self.blocks.bytes() + self.announcements.bytes() + self.group_rules.bytes() + self.waiting.bytes()
+    }
+
+    /// Applies one event of a payload.
+    pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
+        let outcome = match event.kind {
+            Kind::Stored => self.store(&store_of(read, event)),
+            Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
+            Kind::Cleared => {
+                self.clear(read.bytes(event.medium), event.group);
+                Ok(())
+            }
+        };
+        if let Err(reason) = outcome {
+            self.invalidate(reason);
+        }
+    }
+
+    /// Drops everything until everything is cleared, except for how groups count.
+    pub fn invalidate(&mut self, reason: Reason) {
+        *self = Self {
+            group_rules: std::mem::take(&mut self.group_rules),
+            invalid: Some(reason),
+            is_partial: self.is_partial,
+            ..Self::default()
+        };
+    }
+
+    fn check_limits(&self) -> Result<(), Reason> {
+        let live = self.blocks.live();
+        let limits = [
+            (live, MAX_LIVE, "blocks"),
+            (self.waiting.len(), MAX_WAITING, "orphans"),
+            (self.blocks.dead(), live + MAX_DEAD, "dead ancestors"),
+            (self.blocks.extra_copies(), live + MAX_EXTRA, "copies"),
+            (self.blocks.text_bytes(), MAX_TEXT_BYTES, "bytes of names and extra keys"),
+            (self.blocks.widths(), MAX_WIDTHS, "block sizes"),
+        ];
+        let above = limits.iter().find(|(found, limit, _)| found > limit);
+        above.map_or(Ok(()), |(_, _, what)| Err(*what))
+    }
+
+    // --- stores
+
+    /// Applies a store.
+    pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        let window = window_of(store.kind.as_deref(), store.window);
+        if window.is_none() && !is_dense(store.kind.as_deref()) {
+            return self.learn(store, Rule::Unknown);
+        }
+        if window.is_some() || (store.tokens.is_empty() && store.keys.is_none()) {
+            if let Some(rule) = rule_of(store) {
+                self.learn(store, rule)?;
+            }
+            return self.store_without_tokens(store);
+        }
+        let size = u32::try_from(store.block_size).ok().filter(|&size| size > 0);
+        let Some(size) = size.filter(|&size| is_consistent(store, size)) else {
+            return Ok(());
+        };
+        self.learn(store, Rule::Dense)?;
+        if self.invalid.is_some() || store.hashes.is_empty() {
+            return Ok(());
+        }
+        let announcement = self.announcements.number_of(store, None).ok_or("announcements")?;
+        match &store.keys {
+            Some(keys) => self.store_with_keys(&store.hashes, keys, size, announcement)?,
+            None => self.store_with_tokens(store, size, announcement)?,
+        }
+        self.check_limits()
+    }
+
+    fn learn(&mut self, store: &Store<'_>, rule: Rule) -> Result<(), Reason> {
+        self.group_rules.learn(store, rule).ok_or("groups")
+    }
+
+    /// A store that only says where blocks are.
+    fn store_without_tokens(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        if self.invalid.is_some() || store.hashes.is_empty() {
+            return Ok(());
+        }
+        let announcement = self.announcements.number_of(store, Some(store.block_size));
+        let announcement = announcement.ok_or("announcements")?;
+        for &hash in store.hashes.iter() {
+            match self.blocks.find(hash) {
+                Some(number) => self.blocks.add_copy(number, announcement),
+                None => self.wait(hash, announcement, hash, None),
+            }
+        }
+        self.check_limits()
+    }
+
+    /// A store of keys, which stand for the namespace and all that is before a block.
+    fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
+        for (&hash, &key) in hashes.iter().zip(keys) {
+            let stored = self.blocks.store(&NewBlock {
+                hash,
+                key,
+                parent: ROOT,
+                context: Context::keyed(size),
+                namespace: &Namespace::default(),
+                tokens: &[],
+                announcement,
+            });
+            match stored {
+                Stored::New(number) => self.link(hash, number)?,
+                Stored::Known(_) => {}
+                Stored::Refused => break,
+                Stored::Full => return Err("blocks"),
+            }
+        }
+        Ok(())
+    }
+
+    fn store_with_tokens(&mut self, store: &Store<'_>, size: u32, announcement: u8) -> Result<(), Reason> {
+        let lora = match (&store.namespace.lora_name, store.namespace.lora_id) {
+            (Some(name), _) => keys::lora_name(name),
+            (None, Some(id)) => keys::lora_id(id),
+            (None, None) => 0,
+        };
+        let is_root = store.parent.is_none();
+        let mut extras = std::mem::take(&mut self.extras);
+        let lora_name = store.namespace.lora_name.as_deref();
+        let bare_salt = extras_of(store.extra_keys.as_deref(), lora_name, is_root, &mut extras);
+        let extra_keys = split_extra_keys(store.extra_keys.as_deref()).ok_or("nested extra keys")?;
+        let own_salt = store.namespace.cache_salt.as_deref().map(keys::salt);
+        let mut content = Content {
+            tokens: Cow::default(),
+            extras: Vec::new(),
+            scheme: Scheme {
+                size,
+                eagle: store.pairs,
+            },
+            lora,
+            salt: own_salt.or(is_root.then_some(bare_salt.unwrap_or(0))),
+            namespace: store.namespace.clone(),
+        };
+        let mut awaited = store.parent;
+        let mut parent = if is_root { Some(ROOT) } else { None };
+        for (at, &hash) in store.hashes.iter().enumerate() {
+            content.tokens = tokens_of(store, at, size as usize);
+            content.extras.clear();
+            content.extras.extend(extras_at(&extras, at));
+            content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
+            // As long as no parent is known, each block is asked for by its hash; from then on each is the parent of the next.
+            let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
+            let Some(above) = known else {
+                self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
+                awaited = Some(hash);
+                continue;
+            };
+            parent = match self.store_behind(above, hash, announcement, &mut content) {
+                Stored::Known(number) => Some(number),
+                Stored::New(number) => {
+                    self.link(hash, number)?;
+                    Some(number)
+                }
+                Stored::Refused => break,
+                Stored::Full => return Err("blocks"),
+            };
+        }
+        self.extras = extras;
+        Ok(())
+    }
+
+    /// Adds one copy of a block whose parent is known.
+    fn store_behind(&mut self, parent: u32, hash: u64, announcement: u8, content: &mut Content<'_>) -> Stored {
+        let above = (parent != ROOT).then(|| (self.blocks.get(parent).key, self.blocks.attributes(parent).context.salt));
+        let context = Context {
+            scheme: content.scheme,
+            lora: content.lora,
+            salt: content.salt.or(above.map(|(_, salt)| salt)).unwrap_or(0),
+        };
+        let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
+        self.blocks.store(&NewBlock {
+            hash,
+            key: above.map_or(local, |(key, _)| keys::chained(key, local)),
+            parent,
+            context,
+            namespace: &content.namespace,
+            tokens: &content.tokens,
+            announcement,
+        })
+    }
+
+    fn wait(&mut self, hash: u64, announcement: u8, awaited: u64, content: Option<Content<'static>>) {
+        let waiting = Waiting {
+            hash,
+            plane: announcement.into(),
+            awaited,
+            content,
+        };
+        self.waiting.push(waiting, usize::MAX);
+    }
+
+    /// Stores what waited for a block, and what waited for that, the nearest first.
+    fn link(&mut self, hash: u64, number: u32) -> Result<(), Reason> {
+        if self.waiting.is_empty() {
+            return Ok(());
+        }
+        let mut linked = VecDeque::from([(hash, number)]);
+        while let Some((hash, number)) = linked.pop_front() {
+            for item in self.waiting.take_awaiting(hash) {
+                let announcement = item.plane as u8;
+                let Some(mut content) = item.content else {
+                    self.blocks.add_copy(number, announcement);
+                    continue;
+                };
+                match self.store_behind(number, item.hash, announcement, &mut content) {
+                    Stored::New(number) => linked.push_back((item.hash, number)),
+                    Stored::Known(_) | Stored::Refused => {}
+                    Stored::Full => return Err("blocks"),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // --- removals
+
+    /// Applies a removal. One of a group of which nothing is known removes nothing.
+    pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
+        if self.invalid.is_some() || self.group_rules.get(location.group.unwrap_or(0)) == Some(Rule::Unknown) {
+            return Ok(());
+        }
+        let removable = self.announcements.removable(location);
+        for &hash in hashes {
+            if !self.blocks.remove(hash, removable) && !self.waiting.is_empty() {
+                self.waiting
+                    .remove_where(hash, |announcement| removable.plane >> announcement & 1 != 0);
+            }
+        }
+        self.check_limits()
+    }
+
+    /// Applies a clear of everything, or of a tier or a group.
+    pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) {
+        if medium.is_none() && group.is_none() {
+            *self = Self {
+                group_rules: std::mem::take(&mut self.group_rules),
+                // Too many groups are not forgotten with their blocks.
+                invalid: self.invalid.filter(|&reason| reason == "groups"),
+                ..Self::default()
+            };
+            return;
+        }
+        let announcements = self.announcements.clearable(medium, group);
+        self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
+        self.blocks.clear(announcements);
+    }
+}
+
+impl Content<'_> {
+    fn to_static(&self) -> Content<'static> {
+        Content {
+            tokens: Cow::Owned(self.tokens.to_vec()),
+            extras: self.extras.clone(),
+            scheme: self.scheme,
+            lora: self.lora,
+            salt: self.salt,
+            namespace: self.namespace.to_static(),
+        }
+    }
+}
+
+/// Whether a store has as many tokens, or keys, as its blocks take, and they can be keyed.
+fn is_consistent(store: &Store<'_>, size: u32) -> bool {
+    match &store.keys {
+        Some(keys) => store.tokens.is_empty() && keys.len() == store.hashes.len(),
+        None => {
+            let tokens = (store.tokens.len() >> u32::from(store.pairs)) as u64;
+            !store.unkeyable && Some(tokens) == u64::from(size).checked_mul(store.hashes.len() as u64)
+        }
+    }
+}
+
+/// Tokens that the hash of block `at` covers.
+fn tokens_of<'a>(store: &'a Store<'_>, at: usize, size: usize) -> Cow<'a, [u32]> {
+    if !store.pairs {
+        return store.tokens[at * size..][..size].into();
+    }
+    let pairs = &store.tokens[at * size * 2..][..size * 2];
+    let first = pairs.iter().step_by(2);
+    first.chain(pairs.last()).copied().collect()
+}

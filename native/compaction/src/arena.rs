@@ -1,0 +1,275 @@
+//! Blocks by number: a record of fixed size for each, and its tokens. Blocks with equally many tokens share chunks of memory.
+
+/// Bits of a number that select the slot in a chunk.
+const SLOT_BITS: u32 = 8;
+/// Blocks of a chunk at most.
+const SLOTS: usize = 1 << SLOT_BITS;
+/// Tokens of a chunk, unless a single block has more.
+const CHUNK_TOKENS: usize = 8192;
+/// Bits of a word of `Chunk::free`.
+const WORD: usize = u64::BITS as usize;
+
+/// What is kept of one block besides its tokens. Packed, because there is one for each block: 28 bytes in the place of 32.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C, packed(4))]
+pub struct Record {
+    /// The engine's hash.
+    pub hash: u64,
+    /// Its block key.
+    pub key: u64,
+    /// Number of the block before it, or `ROOT`.
+    pub parent: u32,
+    /// How many blocks have it as their parent.
+    pub children: u32,
+    /// Number of its attributes.
+    pub attributes: u32,
+}
+
+#[derive(Debug, Default)]
+struct Chunk {
+    records: Box<[Record]>,
+    tokens: Box<[u32]>,
+    /// Tokens per block.
+    width: usize,
+    /// A bit for each free slot.
+    free: [u64; SLOTS / WORD],
+    used: usize,
+}
+
+/// Chunks with free slots for blocks of `width` tokens. Blocks are added to the last one, which alone may be empty.
+#[derive(Debug)]
+struct Open {
+    width: usize,
+    chunks: Vec<u32>,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Arena {
+    chunks: Vec<Chunk>,
+    open: Vec<Open>,
+    /// Numbers of chunks without memory.
+    vacant: Vec<u32>,
+    used: usize,
+    chunk_bytes: usize,
+}
+
+impl Chunk {
+    fn new(width: usize) -> Self {
+        let slots = (CHUNK_TOKENS / width.max(1)).clamp(1, SLOTS);
+        let mut free = [0; SLOTS / WORD];
+        (0..slots).for_each(|slot| free[slot / WORD] |= 1 << (slot % WORD));
+        Self {
+            records: vec![Record::default(); slots].into(),
+            tokens: vec![0; slots * width].into(),
+            width,
+            free,
+            used: 0,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        size_of_val(&*self.records) + size_of_val(&*self.tokens)
+    }
+
+    fn is_full(&self) -> bool {
+        self.used == self.records.len()
+    }
+
+    fn is_free(&self, slot: usize) -> bool {
+        self.free[slot / WORD] >> (slot % WORD) & 1 != 0
+    }
+}
+
+fn split(number: u32) -> (usize, usize) {
+    (number as usize >> SLOT_BITS, number as usize % SLOTS)
+}
+
+impl Arena {
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        let lists: usize = self.open.iter().map(|open| open.chunks.capacity()).sum();
+        self.chunk_bytes
+            + self.chunks.capacity() * size_of::<Chunk>()
+            + self.open.capacity() * size_of::<Open>()
+            + (lists + self.vacant.capacity()) * size_of::<u32>()
+    }
+
+    /// One more than the highest number in use, or more.
+    pub fn bound(&self) -> usize {
+        self.chunks.len() << SLOT_BITS
+    }
+
+    /// How many different numbers of tokens per block there have been since it was empty.
+    pub fn widths(&self) -> usize {
+        self.open.len()
+    }
+
+    /// Numbers in use, ascending.
+    pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
+        self.chunks.iter().enumerate().flat_map(|(at, chunk)| {
+            let used = (0..chunk.records.len()).filter(|&slot| !chunk.is_free(slot));
+            used.map(move |slot| (at << SLOT_BITS | slot) as u32)
+        })
+    }
+
+    /// The record of a block.
+    #[inline]
+    pub fn get(&self, number: u32) -> &Record {
+        let (chunk, slot) = split(number);
+        &self.chunks[chunk].records[slot]
+    }
+
+    /// The same to be changed.
+    #[inline]
+    pub fn get_mut(&mut self, number: u32) -> &mut Record {
+        let (chunk, slot) = split(number);
+        &mut self.chunks[chunk].records[slot]
+    }
+
+    /// The tokens of a block.
+    #[inline]
+    pub fn tokens(&self, number: u32) -> &[u32] {
+        let (chunk, slot) = split(number);
+        let chunk = &self.chunks[chunk];
+        &chunk.tokens[slot * chunk.width..][..chunk.width]
+    }
+
+    /// Adds a block. Returns its number, or None if all numbers are in use.
+    #[inline]
+    pub fn insert(&mut self, record: Record, tokens: &[u32]) -> Option<u32> {
+        let width = tokens.len();
+        let open = match self.open.iter().position(|open| open.width == width) {
+            Some(found) => found,
+            None => {
+                self.open.push(Open {
+                    width,
+                    chunks: Vec::new(),
+                });
+                self.open.len() - 1
+            }
+        };
+        let at = match self.open[open].chunks.last() {
+            Some(&at) => at as usize,
+            None => self.add_chunk(open)?,
+        };
+        let chunk = &mut self.chunks[at];
+        let word = chunk.free.iter().position(|&bits| bits != 0)?;
+        let slot = word * WORD + chunk.free[word].trailing_zeros() as usize;
+        chunk.free[word] &= chunk.free[word] - 1;
+        chunk.records[slot] = record;
+        chunk.tokens[slot * width..][..width].copy_from_slice(tokens);
+        chunk.used += 1;
+        self.used += 1;
+        if chunk.is_full() {
+            self.open[open].chunks.pop();
+        }
+        Some((at << SLOT_BITS | slot) as u32)
+    }
+
+    #[cold]
+    fn add_chunk(&mut self, open: usize) -> Option<usize> {
+        let at = match self.vacant.pop() {
+            Some(at) => at as usize,
+            // The highest numbers are not used: one of them is `ROOT`.
+            None if self.chunks.len() + 1 >= 1 << (u32::BITS - SLOT_BITS) => return None,
+            None => {
+                self.chunks.push(Chunk::default());
+                self.chunks.len() - 1
+            }
+        };
+        let Open { width, chunks } = &mut self.open[open];
+        self.chunks[at] = Chunk::new(*width);
+        self.chunk_bytes += self.chunks[at].bytes();
+        chunks.push(at as u32);
+        Some(at)
+    }
+
+    /// Removes a block, and gives back the memory of chunks that are empty.
+    pub fn remove(&mut self, number: u32) {
+        self.used -= 1;
+        if self.used == 0 {
+            *self = Self::default();
+            return;
+        }
+        let (at, slot) = split(number);
+        let chunk = &mut self.chunks[at];
+        let was_full = chunk.is_full();
+        chunk.free[slot / WORD] |= 1 << (slot % WORD);
+        chunk.used -= 1;
+        let (width, is_empty) = (chunk.width, chunk.used == 0);
+        let open = self.open.iter_mut().find(|open| open.width == width);
+        let Some(Open { chunks, .. }) = open else { return };
+        if was_full {
+            chunks.insert(chunks.len().saturating_sub(1), at as u32);
+        }
+        if is_empty && chunks.last() != Some(&(at as u32)) {
+            chunks.retain(|&other| other as usize != at);
+            self.chunk_bytes -= self.chunks[at].bytes();
+            self.chunks[at] = Chunk::default();
+            self.vacant.push(at as u32);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks keep what is written to them while others come and go, and memory goes with the last one.
+    #[test]
+    fn blocks_are_apart() {
+        let (mut arena, mut kept, mut random) = (Arena::default(), Vec::new(), 7_usize);
+        let widths = [0, 1, 3, 17, 5000, 9000];
+        for value in 0..12_000_u32 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            if random >> 61 < 5 && value < 10_000 {
+                let width = widths[(random >> 40) % widths.len()];
+                let record = Record {
+                    hash: value.into(),
+                    ..Record::default()
+                };
+                let number = arena.insert(record, &vec![value; width]).expect("there are numbers");
+                kept.push((number, value, width));
+            } else if !kept.is_empty() {
+                let (number, value, width) = kept.swap_remove((random >> 20) % kept.len());
+                check(&arena, number, value, width);
+                arena.remove(number);
+            }
+        }
+        let mut numbers: Vec<u32> = kept.iter().map(|(number, ..)| *number).collect();
+        numbers.sort_unstable();
+        assert!(arena.numbers().eq(numbers.iter().copied()) && arena.used == numbers.len());
+        assert_eq!(arena.widths(), widths.len());
+        let held: usize = arena.chunks.iter().map(Chunk::bytes).sum();
+        assert_eq!(arena.chunk_bytes, held);
+        for (number, value, width) in kept {
+            check(&arena, number, value, width);
+            arena.remove(number);
+        }
+        assert_eq!((arena.bytes(), arena.used, arena.bound()), (0, 0, 0));
+    }
+
+    fn check(arena: &Arena, number: u32, value: u32, width: usize) {
+        assert_eq!({ arena.get(number).hash }, u64::from(value));
+        let tokens = arena.tokens(number);
+        assert!(tokens.len() == width && tokens.iter().all(|&token| token == value));
+    }
+
+    /// Chunks that are emptied one after the other give back their memory, all but one.
+    #[test]
+    fn empty_chunks_have_no_memory() {
+        let mut arena = Arena::default();
+        let numbers: Vec<u32> = (0..40 * SLOTS as u32)
+            .filter_map(|value| arena.insert(Record::default(), &[value; 16]))
+            .collect();
+        let whole = arena.bytes();
+        numbers[1..].iter().for_each(|&number| arena.remove(number));
+        assert!(arena.bytes() < whole / 10, "{} of {whole} bytes", arena.bytes());
+        let again: Vec<u32> = (1..numbers.len() as u32)
+            .filter_map(|value| arena.insert(Record::default(), &[value; 16]))
+            .collect();
+        assert_eq!(again.len(), numbers.len() - 1);
+        assert!(arena.bytes() < whole + 1024, "{} of {whole} bytes", arena.bytes());
+    }
+}

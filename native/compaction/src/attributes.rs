@@ -1,0 +1,146 @@
+//! What many blocks have in common, kept once for all of them.
+
+use std::hash::{BuildHasher, RandomState};
+
+use hashbrown::HashTable;
+
+use kvevents_index::contexts::Context;
+
+use super::event::Namespace;
+
+/// What blocks have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Attributes<'a> {
+    /// Block size, LoRA and salt, its own or its parent's: together with hash and key they identify a block.
+    pub context: Context,
+    /// What an engine said of the namespace.
+    pub namespace: Namespace<'a>,
+    /// A bit for each announcement in which there are copies; none if the block is only the ancestor of others.
+    pub copies: u64,
+    /// Number of the announcement that stored it first.
+    pub origin: u8,
+}
+
+#[derive(Debug)]
+struct Entry {
+    attributes: Attributes<'static>,
+    users: u32,
+}
+
+/// The attributes of all blocks, by number.
+#[derive(Debug, Default)]
+pub struct AttributeTable {
+    entries: Vec<Option<Entry>>,
+    free: Vec<u32>,
+    lookup: HashTable<u32>,
+    state: RandomState,
+    /// The number that was asked for last.
+    last: u32,
+    /// Bytes of texts and extra keys.
+    text_bytes: usize,
+}
+
+fn find(entries: &[Option<Entry>], number: u32) -> Option<&Attributes<'static>> {
+    let entry = entries.get(number as usize).and_then(Option::as_ref);
+    entry.map(|entry| &entry.attributes)
+}
+
+impl AttributeTable {
+    /// Attributes in use.
+    #[inline]
+    pub fn get(&self, number: u32) -> &Attributes<'static> {
+        find(&self.entries, number).expect("attributes in use are in the table")
+    }
+
+    /// The number of some attributes, for one more block.
+    #[inline]
+    pub fn retain(&mut self, wanted: &Attributes<'_>) -> u32 {
+        if find(&self.entries, self.last) != Some(wanted) {
+            self.last = self.find_or_insert(wanted);
+        }
+        if let Some(Some(entry)) = self.entries.get_mut(self.last as usize) {
+            entry.users += 1;
+        }
+        self.last
+    }
+
+    fn find_or_insert(&mut self, wanted: &Attributes<'_>) -> u32 {
+        let (entries, state) = (&self.entries, &self.state);
+        let hash = state.hash_one(wanted);
+        if let Some(&number) = self.lookup.find(hash, |&number| find(entries, number) == Some(wanted)) {
+            return number;
+        }
+        let number = self.free.pop().unwrap_or(entries.len() as u32);
+        self.lookup.insert_unique(hash, number, |&other| {
+            find(entries, other).map_or(0, |other| state.hash_one(other))
+        });
+        let attributes = Attributes {
+            namespace: wanted.namespace.to_static(),
+            ..*wanted
+        };
+        self.text_bytes += attributes.namespace.bytes();
+        let entry = Some(Entry { attributes, users: 0 });
+        match self.entries.get_mut(number as usize) {
+            Some(place) => *place = entry,
+            None => self.entries.push(entry),
+        }
+        number
+    }
+
+    /// One block less has these attributes.
+    #[inline]
+    pub fn release(&mut self, number: u32) {
+        let Some(Some(entry)) = self.entries.get_mut(number as usize) else {
+            return;
+        };
+        entry.users -= 1;
+        if entry.users == 0 {
+            self.remove(number);
+        }
+    }
+
+    #[cold]
+    fn remove(&mut self, number: u32) {
+        let Some(Entry { attributes, .. }) = self.entries[number as usize].take() else {
+            return;
+        };
+        self.text_bytes -= attributes.namespace.bytes();
+        if let Ok(found) = self
+            .lookup
+            .find_entry(self.state.hash_one(&attributes), |&other| other == number)
+        {
+            found.remove();
+        }
+        self.free.push(number);
+        if self.lookup.is_empty() {
+            *self = Self {
+                state: self.state.clone(),
+                ..Self::default()
+            };
+        }
+    }
+
+    /// One block less has the attributes `number`, and one more has the same with other copies. Returns the number of those.
+    pub fn replace_copies(&mut self, number: u32, copies: u64) -> u32 {
+        let attributes = Attributes {
+            copies,
+            ..self.get(number).clone()
+        };
+        let other = self.retain(&attributes);
+        self.release(number);
+        other
+    }
+
+    /// Bytes of texts and extra keys.
+    pub fn text_bytes(&self) -> usize {
+        self.text_bytes
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.text_bytes
+            + self.entries.capacity() * size_of::<Option<Entry>>()
+            + self.free.capacity() * size_of::<u32>()
+            + self.lookup.allocation_size()
+    }
+}

@@ -1,0 +1,189 @@
+//! Events with everything that a snapshot has to say again: borrowed from a payload, or owned where they are exported.
+
+use std::borrow::Cow;
+
+use kvevents_index::applying::Read;
+use kvevents_index::scan::{Event, Reader};
+
+/// Levels of containers in the extra keys of one block.
+const EXTRA_NESTING: usize = 4;
+
+/// A text as it is on the wire.
+pub type Text<'a> = Option<Cow<'a, [u8]>>;
+
+fn owned(text: &Text<'_>) -> Text<'static> {
+    text.as_ref().map(|bytes| Cow::Owned(bytes.to_vec()))
+}
+
+fn borrowed<'a>(text: &'a Text<'_>) -> Text<'a> {
+    text.as_deref().map(Cow::Borrowed)
+}
+
+/// Where copies of blocks are, as an event says it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[allow(missing_docs)]
+pub struct Location<'a> {
+    pub medium: Text<'a>,
+    pub locality: Text<'a>,
+    pub ownership: Text<'a>,
+    pub group: Option<i64>,
+}
+
+impl Location<'_> {
+    /// The same with texts of its own.
+    pub fn to_static(&self) -> Location<'static> {
+        Location {
+            medium: owned(&self.medium),
+            locality: owned(&self.locality),
+            ownership: owned(&self.ownership),
+            group: self.group,
+        }
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        let texts = [&self.medium, &self.locality, &self.ownership];
+        texts.into_iter().flatten().map(|text| text.len()).sum()
+    }
+}
+
+/// What an event says of the namespace of a block.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub struct Namespace<'a> {
+    pub lora_id: Option<i64>,
+    pub lora_name: Text<'a>,
+    pub cache_salt: Text<'a>,
+    /// Msgpack: the list of this block's extra keys.
+    pub extra_keys: Text<'a>,
+}
+
+impl Namespace<'_> {
+    /// The same with texts of its own.
+    pub fn to_static(&self) -> Namespace<'static> {
+        Namespace {
+            lora_id: self.lora_id,
+            lora_name: owned(&self.lora_name),
+            cache_salt: owned(&self.cache_salt),
+            extra_keys: owned(&self.extra_keys),
+        }
+    }
+
+    /// The same without extra keys.
+    pub fn without_extra_keys(&self) -> Namespace<'_> {
+        Namespace {
+            lora_id: self.lora_id,
+            lora_name: borrowed(&self.lora_name),
+            cache_salt: borrowed(&self.cache_salt),
+            extra_keys: None,
+        }
+    }
+
+    /// Heap bytes.
+    pub fn bytes(&self) -> usize {
+        let texts = [&self.lora_name, &self.cache_salt, &self.extra_keys];
+        texts.into_iter().flatten().map(|text| text.len() + 16).sum()
+    }
+}
+
+/// A store; fields as in `scan::Event`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Store<'a> {
+    pub hashes: Cow<'a, [u64]>,
+    pub parent: Option<u64>,
+    /// Under EAGLE pairs, one after the other.
+    pub tokens: Cow<'a, [u32]>,
+    pub pairs: bool,
+    pub unkeyable: bool,
+    /// In the place of tokens.
+    pub keys: Option<Cow<'a, [u64]>>,
+    pub block_size: u64,
+    pub location: Location<'a>,
+    /// Kind of attention of the group.
+    pub kind: Text<'a>,
+    /// Its window.
+    pub window: Option<i64>,
+    /// Extra keys apart.
+    pub namespace: Namespace<'a>,
+    /// Msgpack: per block a list or nil.
+    pub extra_keys: Text<'a>,
+}
+
+/// One event of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "nearly all events are stores")]
+pub enum ExportedEvent {
+    /// Blocks, each the parent of the next.
+    Stored(Store<'static>),
+    /// Hashes that are to be removed again.
+    Removed(Vec<u64>, Location<'static>),
+}
+
+/// The location that an event of a payload is about.
+pub fn location_of<'a>(read: &'a Read<'_>, event: &Event) -> Location<'a> {
+    let text = |span| read.bytes(span).map(Cow::Borrowed);
+    Location {
+        medium: text(event.medium),
+        locality: text(event.locality),
+        ownership: text(event.ownership),
+        group: event.group,
+    }
+}
+
+/// A store of a payload.
+pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
+    let text = |span| read.bytes(span).map(Cow::Borrowed);
+    Store {
+        hashes: event.hashes.slice(&read.scratch.hashes).into(),
+        parent: event.parent,
+        tokens: event.tokens.slice(&read.scratch.tokens).into(),
+        pairs: event.pairs,
+        unkeyable: event.unkeyable,
+        keys: event.keyed.then(|| event.keys.slice(&read.scratch.hashes).into()),
+        block_size: event.block_size,
+        location: location_of(read, event),
+        kind: text(event.spec_kind),
+        window: event.window,
+        namespace: Namespace {
+            lora_id: event.lora_id,
+            lora_name: text(event.lora_name),
+            cache_salt: text(event.cache_salt),
+            extra_keys: None,
+        },
+        extra_keys: text(event.extra_keys),
+    }
+}
+
+/// The extra keys of each block; none for nil. None if `raw` is nested too deeply.
+pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
+    let mut found = Vec::new();
+    let Some(raw) = raw else { return Some(found) };
+    let mut reader = Reader::new(raw, 0);
+    for _ in 0..reader.array()? {
+        let start = reader.at;
+        found.push(if reader.nil() {
+            None
+        } else {
+            reader.skip(EXTRA_NESTING)?;
+            Some(&raw[start..reader.at])
+        });
+    }
+    Some(found)
+}
+
+/// Extra keys of several blocks as those of one event; None if all are nil.
+pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>> + Clone) -> Option<Vec<u8>> {
+    if blocks.clone().all(|block| block.is_none()) {
+        return None;
+    }
+    let count = blocks.len() as u32;
+    let mut raw = match count {
+        0..=15 => vec![0x90 | count as u8],
+        _ => [&[0xDD][..], &count.to_be_bytes()].concat(),
+    };
+    for block in blocks {
+        raw.extend_from_slice(block.unwrap_or(&[0xC0]));
+    }
+    Some(raw)
+}

@@ -1,0 +1,283 @@
+//! The events that rebuild a state after a clear.
+//!
+//! Blocks are exported in runs, each block the parent of the next. A run whose parent has a hash of its own can come at any time
+//! after it. If several blocks share a hash ("twins"), the last one is meant as a parent, so all children of one are exported before
+//! the next one; each twin is exported alone, in the order in which they were stored. Dead ancestors are stored as if they had a copy,
+//! which the last events remove again; among twins they come first, since a removal takes the oldest. A history can be made up for
+//! which no such order is right, so where there are twins the events are applied to an empty state, and nothing is exported if that
+//! comes out different.
+
+mod order;
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use kvevents_index::contexts::Context;
+use kvevents_index::planes::Rule;
+use kvevents_index::waiting::Waiting;
+
+use super::apply::{Content, State};
+use super::blocks::{Blocks, ROOT, bits};
+use super::event::{ExportedEvent, Namespace, Store, join_extra_keys};
+use super::group_rules::{GroupRules, rule_of};
+
+use order::{Runs, Twins};
+
+/// Calls `emit` with the events that rebuild `state` after a clear. None if events cannot rebuild it.
+pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> {
+    if state.invalid.is_some() {
+        return None;
+    }
+    let twins = Twins::new(&state.blocks);
+    if twins.is_empty() {
+        Exporter::new(state, &mut emit).run(&twins);
+        return Some(());
+    }
+    let mut events = Vec::new();
+    Exporter::new(state, &mut |event| events.push(event)).run(&twins);
+    rebuilds(&events, state).then(|| events.into_iter().for_each(emit))
+}
+
+struct Exporter<'a> {
+    state: &'a State,
+    emit: &'a mut dyn FnMut(ExportedEvent),
+    /// Announcements in the order in which copies are exported: a state that was rebuilt is exported in equal words.
+    ranked: Vec<u8>,
+    /// What the exported stores say of how groups count.
+    exported_rules: GroupRules,
+    /// Hashes of copies that the state does not have, and their announcements.
+    surplus: Vec<(u64, u8)>,
+}
+
+impl<'a> Exporter<'a> {
+    fn new(state: &'a State, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
+        Self {
+            state,
+            emit,
+            ranked: state.announcements.ranked(),
+            exported_rules: GroupRules::default(),
+            surplus: Vec::new(),
+        }
+    }
+
+    fn run(mut self, twins: &Twins) {
+        for run in Runs::new(&self.state.blocks, twins) {
+            self.export_run(&run, twins.contain(self.state.blocks.get(run[0]).hash));
+        }
+        self.remove_surplus();
+        self.export_waiting();
+        self.export_rules();
+    }
+
+    fn export_store(&mut self, store: Store<'static>) {
+        if let Some(rule) = rule_of(&store) {
+            let _ = self.exported_rules.learn(&store, rule);
+        }
+        (self.emit)(ExportedEvent::Stored(store));
+    }
+
+    /// Exports all copies of a run.
+    fn export_run(&mut self, run: &[u32], is_twin: bool) {
+        let blocks = &self.state.blocks;
+        let attributes = blocks.attributes(run[0]);
+        let with_tokens = attributes.copies & self.state.announcements.dense();
+        let first = (self.ranked.iter().copied())
+            .find(|announcement| with_tokens >> announcement & 1 != 0)
+            .unwrap_or(attributes.origin);
+        let store = self.store_of(run, first);
+        if with_tokens == 0 {
+            let hashes = store.hashes.iter().rev();
+            self.surplus.extend(hashes.map(|&hash| (hash, first)));
+        }
+        let mut copies = Vec::new();
+        for &announcement in self.ranked.iter().filter(|&number| attributes.copies >> number & 1 != 0) {
+            let count = blocks.count(run[0], announcement) - u32::from(announcement == first);
+            if count > 0 {
+                let copy = if with_tokens >> announcement & 1 != 0 && !is_twin {
+                    self.announced(announcement, store.clone())
+                } else {
+                    let hashes = run.iter().map(|&number| blocks.get(number).hash).collect();
+                    self.store_without_tokens(hashes, announcement)
+                };
+                copies.extend(std::iter::repeat_n(copy, count as usize));
+            }
+        }
+        self.export_store(store);
+        copies.into_iter().for_each(|copy| self.export_store(copy));
+    }
+
+    fn store_of(&self, run: &[u32], announcement: u8) -> Store<'static> {
+        let blocks = &self.state.blocks;
+        let head = *blocks.get(run[0]);
+        let attributes = blocks.attributes(run[0]);
+        let scheme = attributes.context.scheme;
+        let mut tokens = Vec::with_capacity(run.len() * blocks.tokens(run[0]).len() * (1 + usize::from(scheme.eagle)));
+        for &number in run {
+            push_tokens(&mut tokens, blocks.tokens(number), scheme.eagle);
+        }
+        let keys = || run.iter().map(|&number| blocks.get(number).key).collect();
+        let extra_keys = |&number: &u32| blocks.attributes(number).namespace.extra_keys.as_deref();
+        let store = Store {
+            hashes: run.iter().map(|&number| blocks.get(number).hash).collect(),
+            parent: (head.parent != ROOT).then(|| blocks.get(head.parent).hash),
+            tokens: tokens.into(),
+            pairs: scheme.eagle,
+            keys: attributes.context.is_keyed().then(keys),
+            block_size: scheme.size.into(),
+            namespace: attributes.namespace.without_extra_keys().to_static(),
+            extra_keys: join_extra_keys(run.iter().map(extra_keys)).map(Cow::Owned),
+            ..Store::default()
+        };
+        self.announced(announcement, store)
+    }
+
+    /// A store as `announcement` has it.
+    fn announced(&self, announcement: u8, store: Store<'static>) -> Store<'static> {
+        let known = self.state.announcements.get(announcement);
+        Store {
+            location: known.location.clone(),
+            kind: known.kind.clone(),
+            window: known.window,
+            ..store
+        }
+    }
+
+    fn store_without_tokens(&self, hashes: Vec<u64>, announcement: u8) -> Store<'static> {
+        let store = Store {
+            hashes: hashes.into(),
+            block_size: self.state.announcements.get(announcement).tokenless_size.unwrap_or(0),
+            ..Store::default()
+        };
+        self.announced(announcement, store)
+    }
+
+    /// Removes what was stored only for the sake of other blocks.
+    fn remove_surplus(&mut self) {
+        let surplus = std::mem::take(&mut self.surplus);
+        for copies in surplus.chunk_by(|one, other| one.1 == other.1) {
+            let hashes = copies.iter().map(|(hash, _)| *hash).collect();
+            let location = self.state.announcements.get(copies[0].1).location.clone();
+            (self.emit)(ExportedEvent::Removed(hashes, location));
+        }
+    }
+
+    fn export_waiting(&mut self) {
+        let items: Vec<&Waiting<Content<'static>>> = self.state.waiting.iter().collect();
+        for run in items.chunk_by(|one, other| is_continued(one, other)) {
+            let announcement = run[0].plane as u8;
+            let hashes: Vec<u64> = run.iter().map(|item| item.hash).collect();
+            let Some(head) = &run[0].content else {
+                self.export_store(self.store_without_tokens(hashes, announcement));
+                continue;
+            };
+            let contents = run.iter().filter_map(|item| item.content.as_ref());
+            let mut tokens = Vec::new();
+            for content in contents.clone() {
+                push_tokens(&mut tokens, &content.tokens, head.scheme.eagle);
+            }
+            let extra_keys: Vec<Option<&[u8]>> = contents.map(|content| content.namespace.extra_keys.as_deref()).collect();
+            let store = Store {
+                hashes: hashes.into(),
+                parent: Some(run[0].awaited),
+                tokens: tokens.into(),
+                pairs: head.scheme.eagle,
+                block_size: head.scheme.size.into(),
+                namespace: head.namespace.without_extra_keys().to_static(),
+                extra_keys: join_extra_keys(extra_keys.into_iter()).map(Cow::Owned),
+                ..Store::default()
+            };
+            self.export_store(self.announced(announcement, store));
+        }
+    }
+
+    /// Says how groups count, where no exported store has said so.
+    fn export_rules(&mut self) {
+        for known in self.state.group_rules.iter() {
+            if self.exported_rules.get(known.group) == Some(known.rule) {
+                continue;
+            }
+            let mut store = known.example.clone();
+            if known.rule != Rule::Dense {
+                self.export_store(store);
+                continue;
+            }
+            // Only a block says so: one that is removed at once.
+            let hash = self.unused_hash();
+            store.hashes = vec![hash].into();
+            if let Some(keys) = &mut store.keys {
+                *keys = vec![0].into();
+            } else {
+                store.tokens = vec![0; store.block_size as usize * (1 + usize::from(store.pairs))].into();
+            }
+            let location = store.location.clone();
+            self.export_store(store);
+            (self.emit)(ExportedEvent::Removed(vec![hash], location));
+        }
+    }
+
+    fn unused_hash(&self) -> u64 {
+        let is_unused = |hash: &u64| self.state.blocks.find(*hash).is_none() && !self.state.waiting.names(*hash);
+        (1..).find(is_unused).unwrap_or(0)
+    }
+}
+
+/// Whether what waits can be exported in one event.
+fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
+    let namespace = |content: &Content<'_>| -> Namespace<'static> { content.namespace.without_extra_keys().to_static() };
+    one.plane == other.plane
+        && match (&one.content, &other.content) {
+            (None, None) => true,
+            (Some(before), Some(after)) => {
+                other.awaited == one.hash && before.scheme == after.scheme && namespace(before) == namespace(after)
+            }
+            _ => false,
+        }
+}
+
+/// Under EAGLE as pairs, each token with the next.
+fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
+    if is_eagle {
+        out.extend(tokens.windows(2).flatten());
+    } else {
+        out.extend_from_slice(tokens);
+    }
+}
+
+// --- twins
+
+/// Whether these events, after a clear, lead to what a consumer would know by `state`.
+fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
+    let mut rebuilt = State::default();
+    let applied = events.iter().try_for_each(|event| match event {
+        ExportedEvent::Stored(store) => rebuilt.store(store),
+        ExportedEvent::Removed(hashes, location) => rebuilt.remove(hashes, location),
+    });
+    let waiting = |state: &State| -> Vec<(u64, u64)> { state.waiting.iter().map(|item| (item.hash, item.awaited)).collect() };
+    applied.is_ok()
+        && copies_of(&rebuilt) == copies_of(state)
+        && twin_keys(&rebuilt.blocks) == twin_keys(&state.blocks)
+        && waiting(&rebuilt) == waiting(state)
+}
+
+/// Hash, key and context of a block, and digest and group of a plane.
+pub(super) type Copy = (u64, u64, Context, u64, i64);
+
+/// Copies by what a consumer distinguishes blocks and planes by.
+pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
+    let mut found = HashMap::new();
+    for number in state.blocks.numbers() {
+        let (record, attributes) = (*state.blocks.get(number), state.blocks.attributes(number));
+        for announcement in bits(attributes.copies) {
+            let plane = &state.announcements.get(announcement).plane;
+            let copy = (record.hash, record.key, attributes.context, plane.digest(), plane.group);
+            *found.entry(copy).or_default() += state.blocks.count(number, announcement);
+        }
+    }
+    found
+}
+
+/// Keys of twins with copies in their order.
+pub(super) fn twin_keys(blocks: &Blocks) -> HashMap<u64, Vec<u64>> {
+    let keys = |list: &Vec<u32>| list.iter().map(|&number| blocks.get(number).key).collect();
+    blocks.same_hash().iter().map(|(&hash, list)| (hash, keys(list))).collect()
+}

@@ -1,0 +1,200 @@
+//! In which runs blocks are exported, and in which order.
+
+use std::collections::HashMap;
+
+use crate::blocks::{Blocks, ROOT, bits};
+
+/// Blocks without tokens that one event stores.
+const MAX_KEYED: usize = 4096;
+
+/// Blocks that share their hash with others, dead ones too, in the order in which they are to be exported.
+pub struct Twins(HashMap<u64, Vec<u32>>);
+
+impl Twins {
+    /// Of all blocks.
+    pub fn new(blocks: &Blocks) -> Self {
+        let mut all: HashMap<u64, Vec<u32>> = HashMap::new();
+        for number in blocks.iter_dead() {
+            all.entry(blocks.get(number).hash).or_default().push(number);
+        }
+        for (hash, list) in &mut all {
+            if list.len() > 1 {
+                list.sort_by_cached_key(|&number| (depth(blocks, number), blocks.get(number).key));
+            }
+            if !blocks.same_hash().contains_key(hash) {
+                list.extend(blocks.find(*hash));
+            }
+        }
+        for (&hash, list) in blocks.same_hash() {
+            all.entry(hash).or_default().extend(list);
+        }
+        all.retain(|_, list| list.len() > 1);
+        Self(all)
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether several blocks have this hash.
+    pub fn contain(&self, hash: u64) -> bool {
+        self.0.contains_key(&hash)
+    }
+}
+
+fn depth(blocks: &Blocks, number: u32) -> usize {
+    let above = |&at: &u32| Some(blocks.get(at).parent).filter(|&parent| parent != ROOT);
+    std::iter::successors(Some(number), above).count()
+}
+
+/// Iterates over the runs, in an order in which parents come first.
+pub struct Runs<'a> {
+    blocks: &'a Blocks,
+    twins: &'a Twins,
+    /// By block the first of its children.
+    first_child: Vec<u32>,
+    /// By block the next child of its parent.
+    next_sibling: Vec<u32>,
+    /// How many blocks must be exported before a twin, besides its parent.
+    blockers: HashMap<u32, usize>,
+    /// By block the twins that it blocks.
+    blocked: HashMap<u32, Vec<u32>>,
+    /// Twins whose parents are exported, and that are blocked.
+    held: Vec<u32>,
+    /// Blocks that runs can begin with, the next one last.
+    ready: Vec<u32>,
+}
+
+impl<'a> Runs<'a> {
+    /// Of all blocks.
+    pub fn new(blocks: &'a Blocks, twins: &'a Twins) -> Self {
+        let mut runs = Self {
+            blocks,
+            twins,
+            first_child: vec![ROOT; blocks.bound()],
+            next_sibling: vec![ROOT; blocks.bound()],
+            blockers: HashMap::new(),
+            blocked: HashMap::new(),
+            held: Vec::new(),
+            ready: Vec::new(),
+        };
+        // By their hashes, so that the order does not depend on how the state came about.
+        let mut numbers: Vec<(u64, u64, u32)> = (blocks.numbers())
+            .map(|number| (blocks.get(number).hash, blocks.get(number).key, number))
+            .collect();
+        numbers.sort_unstable();
+        let mut first_root = ROOT;
+        for &(.., number) in numbers.iter().rev() {
+            let first = match blocks.get(number).parent {
+                ROOT => &mut first_root,
+                parent => &mut runs.first_child[parent as usize],
+            };
+            runs.next_sibling[number as usize] = std::mem::replace(first, number);
+        }
+        let mut lists: Vec<_> = twins.0.iter().collect();
+        lists.sort_unstable();
+        for pair in lists.iter().flat_map(|(_, list)| list.windows(2)) {
+            runs.block(pair[0], pair[1]);
+        }
+        let roots: Vec<u32> = runs.siblings(first_root).collect();
+        runs.add_heads(roots);
+        runs
+    }
+
+    /// Has `later` come after `earlier` and its children.
+    fn block(&mut self, earlier: u32, later: u32) {
+        let children: Vec<u32> = self.children(earlier).filter(|&child| child != later).collect();
+        for before in std::iter::once(earlier).chain(children) {
+            *self.blockers.entry(later).or_default() += 1;
+            self.blocked.entry(before).or_default().push(later);
+        }
+    }
+
+    fn children(&self, number: u32) -> impl Iterator<Item = u32> + '_ {
+        self.siblings(self.first_child[number as usize])
+    }
+
+    fn siblings(&self, first: u32) -> impl Iterator<Item = u32> + '_ {
+        let some = |number: u32| (number != ROOT).then_some(number);
+        std::iter::successors(some(first), move |&at| some(self.next_sibling[at as usize]))
+    }
+
+    /// Adds blocks whose parents are exported; the first one is to be the next.
+    fn add_heads(&mut self, heads: Vec<u32>) {
+        for head in heads.into_iter().rev() {
+            if self.blockers.get(&head).is_some_and(|&left| left > 0) {
+                self.held.push(head);
+            } else {
+                self.ready.push(head);
+            }
+        }
+    }
+
+    /// Takes note that a block is exported. Only the first one of a run blocks twins.
+    fn unblock(&mut self, head: u32) {
+        for later in self.blocked.remove(&head).unwrap_or_default() {
+            let Some(left) = self.blockers.get_mut(&later) else { continue };
+            *left -= 1;
+            if *left == 0
+                && let Some(at) = self.held.iter().rposition(|&held| held == later)
+            {
+                self.held.remove(at);
+                self.ready.push(later);
+            }
+        }
+    }
+
+    /// A block and those behind it that one event stores with it; after one that has a key, those that come next.
+    fn run_from(&mut self, head: u32) -> Vec<u32> {
+        let mut run = vec![head];
+        if self.twins.contain(self.blocks.get(head).hash) {
+            return run;
+        }
+        if self.blocks.attributes(head).context.is_keyed() {
+            while let Some(&next) = self.ready.last()
+                && run.len() < MAX_KEYED
+                && self.is_continued(head, next)
+            {
+                run.extend(self.ready.pop());
+            }
+            return run;
+        }
+        let mut last = head;
+        while let Some(next) = self.children(last).find(|&child| self.is_continued(last, child)) {
+            run.push(next);
+            last = next;
+        }
+        run
+    }
+
+    /// Whether one event can store both blocks.
+    fn is_continued(&self, one: u32, other: u32) -> bool {
+        let blocks = self.blocks;
+        let (before, after) = (blocks.attributes(one), blocks.attributes(other));
+        let is_alike = std::ptr::eq(before, after)
+            || (before.copies == after.copies
+                && (before.copies != 0 || before.origin == after.origin)
+                && before.context == after.context
+                && before.namespace.without_extra_keys() == after.namespace.without_extra_keys());
+        let counts_alike = || bits(before.copies).all(|number| blocks.count(one, number) == blocks.count(other, number));
+        is_alike && !self.twins.contain(blocks.get(other).hash) && (blocks.extra_copies() == 0 || counts_alike())
+    }
+}
+
+impl Iterator for Runs<'_> {
+    type Item = Vec<u32>;
+
+    fn next(&mut self) -> Option<Vec<u32>> {
+        // If all blocks that are left block each other no order is right: any is as good, and is verified later.
+        let head = self.ready.pop().or_else(|| self.held.pop())?;
+        let run = self.run_from(head);
+        let next_in_run = run.iter().skip(1).map(Some).chain([None]);
+        let heads: Vec<u32> = (run.iter().zip(next_in_run))
+            .flat_map(|(&number, next)| self.children(number).filter(move |child| Some(child) != next))
+            .collect();
+        self.add_heads(heads);
+        self.unblock(head);
+        Some(run)
+    }
+}

@@ -1,0 +1,87 @@
+//! How the groups of a stream count towards a prefix, and the stores that said so.
+
+use std::borrow::Cow;
+
+use kvevents_index::planes::Rule;
+
+use super::announcements::{is_dense, window_of};
+use super::event::Store;
+
+/// Groups whose rules are known. Engines have one, or a few.
+pub const MAX_GROUPS: usize = 64;
+
+/// The rule of one group.
+#[derive(Clone, Debug)]
+pub struct GroupRule {
+    /// The group.
+    pub group: i64,
+    /// Its rule.
+    pub rule: Rule,
+    /// The store that said so, without its blocks.
+    pub example: Store<'static>,
+}
+
+/// The rules of all groups, as they were said last.
+#[derive(Clone, Debug, Default)]
+pub struct GroupRules(Vec<GroupRule>);
+
+/// What a store says of its group, if anything. Its blocks might be refused all the same.
+pub fn rule_of(store: &Store<'_>) -> Option<Rule> {
+    match window_of(store.kind.as_deref(), store.window) {
+        Some(window) if store.block_size > 0 => {
+            let blocks = (window as u64 - 1).div_ceil(store.block_size);
+            Some(Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)))
+        }
+        Some(_) => None,
+        None if !is_dense(store.kind.as_deref()) => Some(Rule::Unknown),
+        None if store.tokens.is_empty() && store.keys.is_none() => None,
+        None => Some(Rule::Dense),
+    }
+}
+
+impl GroupRules {
+    /// The rule of a group.
+    #[inline]
+    pub fn get(&self, group: i64) -> Option<Rule> {
+        let known = self.0.iter().find(|known| known.group == group);
+        known.map(|known| known.rule)
+    }
+
+    /// Takes note of what a store says of its group. None if there are too many groups.
+    #[inline]
+    pub fn learn(&mut self, store: &Store<'_>, rule: Rule) -> Option<()> {
+        let group = store.location.group.unwrap_or(0);
+        match self.0.iter().position(|known| known.group == group) {
+            Some(at) if self.0[at].rule == rule => {}
+            Some(at) => self.0[at] = GroupRule::new(group, store, rule),
+            None if self.0.len() >= MAX_GROUPS => return None,
+            None => self.0.push(GroupRule::new(group, store, rule)),
+        }
+        Some(())
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = &GroupRule> {
+        self.0.iter()
+    }
+
+    /// Heap bytes, about.
+    pub fn bytes(&self) -> usize {
+        self.0.capacity() * size_of::<GroupRule>()
+    }
+}
+
+impl GroupRule {
+    fn new(group: i64, store: &Store<'_>, rule: Rule) -> Self {
+        let example = Store {
+            location: store.location.to_static(),
+            kind: store.kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
+            window: store.window,
+            block_size: store.block_size,
+            pairs: store.pairs,
+            keys: store.keys.as_ref().map(|_| Cow::default()),
+            ..Store::default()
+        };
+        Self { group, rule, example }
+    }
+}
