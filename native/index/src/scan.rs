@@ -6,7 +6,6 @@
 
 mod describe;
 mod extra;
-mod models;
 mod reader;
 mod schema;
 #[cfg(test)]
@@ -21,7 +20,6 @@ pub use extra::{Extra, Id, extra_keys};
 pub use reader::{Int, Reader};
 pub use schema::{Limits, Schema};
 
-use models::{Model, Models, Places};
 use schema::Layout;
 
 /// What a field of an event is to the index.
@@ -73,21 +71,6 @@ impl Span {
         Some(Self {
             start: NonZeroU32::new(u32::try_from(start).ok()?)?,
             length: u32::try_from(end - start).ok()?,
-        })
-    }
-
-    #[inline]
-    fn start(self) -> usize {
-        self.start.get() as usize
-    }
-
-    /// As far behind `to` as it is behind `from`.
-    #[inline]
-    fn moved(self, from: usize, to: usize) -> Option<Self> {
-        let start = u32::try_from(self.start() - from + to).ok()?;
-        Some(Self {
-            start: NonZeroU32::new(start)?,
-            ..self
         })
     }
 
@@ -193,7 +176,7 @@ impl Event {
 
 /// Bytes that a scratch can come to hold per byte of the largest payload it has seen. A hash can be one byte on the wire and is
 /// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
-pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + (8 + size_of::<Event>()).div_ceil(18));
+pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
 /// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
 pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
@@ -207,9 +190,6 @@ pub struct Scratch {
     pub tokens: Vec<u32>,
     /// The events in their order.
     pub events: Vec<Event>,
-    /// By event the number of its model, 0 for none. Of one scratch all events with a number are alike but for hashes, parent, tokens, and where
-    /// texts lie.
-    pub likes: Vec<u64>,
     /// Seconds since the epoch.
     pub ts: f64,
     /// Data-parallel rank.
@@ -217,8 +197,6 @@ pub struct Scratch {
     /// Whether any hash was a digest, of which `hashes` has the end.
     pub digests: bool,
     lengths: Lengths,
-    /// None while a scan has them.
-    models: Option<Box<Models>>,
 }
 
 impl Scratch {
@@ -227,7 +205,6 @@ impl Scratch {
         self.hashes.clear();
         self.tokens.clear();
         self.events.clear();
-        self.likes.clear();
         (self.ts, self.rank, self.digests) = (0.0, None, false);
     }
 
@@ -236,19 +213,13 @@ impl Scratch {
         self.hashes.capacity() * size_of::<u64>()
             + self.tokens.capacity() * size_of::<u32>()
             + self.events.capacity() * size_of::<Event>()
-            + self.likes.capacity() * size_of::<u64>()
     }
 
     /// Forgets the contents, and gives the memory back if it is above `SCRATCH_BYTES_KEPT`.
     pub fn shrink(&mut self) {
         self.clear();
         if self.bytes() > SCRATCH_BYTES_KEPT {
-            // Models stay: their numbers are of no others.
-            let models = self.models.take();
-            *self = Self {
-                models,
-                ..Self::default()
-            };
+            *self = Self::default();
         }
     }
 }
@@ -265,17 +236,14 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
         return None;
     }
-    let mut models = scratch.models.take().unwrap_or_default();
     let mut scanner = Scanner {
         reader: Reader::new(payload, 0),
         schema,
         scratch,
         free_bytes: schema.limits.max_free_bytes,
-        places: Places::default(),
+        hashes_at: 0,
     };
-    let whole = scanner.batch(&mut models).filter(|()| scanner.reader.left() == 0);
-    scratch.models = Some(models);
-    whole
+    scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
 struct Scanner<'a> {
@@ -283,8 +251,8 @@ struct Scanner<'a> {
     schema: &'a Schema,
     scratch: &'a mut Scratch,
     free_bytes: usize,
-    /// Of the last event.
-    places: Places,
+    /// Where the list of hashes of the last event begins.
+    hashes_at: usize,
 }
 
 /// What a list of one hash of 64 bits begins with.
@@ -293,7 +261,7 @@ const SINGLE: [u8; 2] = [0x91, 0xCF];
 const HASH_BYTES: usize = 8;
 
 impl<'a> Scanner<'a> {
-    fn batch(&mut self, models: &mut Models) -> Option<()> {
+    fn batch(&mut self) -> Option<()> {
         let parts = self.reader.array()?;
         if parts < 2 || parts > self.schema.limits.max_fields {
             return None;
@@ -303,7 +271,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         self.scratch.ts = ts;
-        self.events(models)?;
+        self.events()?;
         if parts > 2 && !self.reader.nil() {
             self.scratch.rank = Some(self.reader.int()?.as_i64()?);
         }
@@ -313,7 +281,7 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    fn events(&mut self, models: &mut Models) -> Option<()> {
+    fn events(&mut self) -> Option<()> {
         let count = self.reader.array()?;
         if count > self.schema.limits.max_events {
             return None;
@@ -321,17 +289,9 @@ impl<'a> Scanner<'a> {
         let mut left = count;
         while left > 0 {
             let start = self.reader.at;
-            if !self.like_before(models)? {
-                self.places = Places::default();
-                match self.reader.peek()? {
-                    0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
-                    _ => self.map_event()?,
-                }
-                if let Some(event) = self.scratch.events.last() {
-                    let place = (start, self.reader.at);
-                    let like = models.keep(self.reader.data(), place, event, &self.places, self.schema.number);
-                    self.scratch.likes.push(like);
-                }
+            match self.reader.peek()? {
+                0x90..=0x9F | 0xDC | 0xDD => self.array_event()?,
+                _ => self.map_event()?,
             }
             left -= 1;
             if self.schema.joins && left > 0 {
@@ -341,68 +301,10 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// Reads an event like one before; false, and nothing has changed, where it is none.
-    #[inline]
-    fn like_before(&mut self, models: &Models) -> Option<bool> {
-        let Some(model) = models.find(self.reader.rest(), self.schema.number) else {
-            return Some(false);
-        };
-        let (start, digests) = (self.reader.at, self.scratch.digests);
-        let (hashes, tokens) = (self.scratch.hashes.len(), self.scratch.tokens.len());
-        let found = self.varying(model)?;
-        if !found {
-            self.reader.at = start;
-            self.scratch.digests = digests;
-            self.scratch.hashes.truncate(hashes);
-            self.scratch.tokens.truncate(tokens);
-        }
-        Some(found)
-    }
-
-    /// What differs between an event and its model; false where anything else does. What cannot be read here never can: up to there
-    /// the bytes are those of an event that was.
-    #[inline]
-    fn varying(&mut self, model: &Model) -> Option<bool> {
-        self.reader.at += model.piece(0).len();
-        self.places.hashes.0 = self.reader.at;
-        let hashes = self.hashes()?;
-        let (mut parent, mut tokens, mut found) = (None, Run::default(), tokens::Found::default());
-        if model.kind() == Kind::Stored {
-            if !self.passes(model.piece(1)) {
-                return Some(false);
-            }
-            parent = self.parent()?;
-            if !self.passes(model.piece(2)) {
-                return Some(false);
-            }
-            let start = self.scratch.tokens.len();
-            found = self.token_ids()?;
-            tokens = self.since(start);
-        }
-        let behind = self.reader.at;
-        if !self.passes(model.piece(3)) {
-            return Some(false);
-        }
-        let mut event = model.event(behind);
-        (event.hashes, event.parent, event.tokens) = (hashes, parent, tokens);
-        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
-        self.scratch.events.push(event);
-        self.scratch.likes.push(model.number());
-        Some(true)
-    }
-
-    /// Passes over these bytes, if they come next.
-    #[inline]
-    fn passes(&mut self, bytes: &[u8]) -> bool {
-        let same = models::starts_with(self.reader.rest(), bytes);
-        self.reader.at += if same { bytes.len() } else { 0 };
-        same
-    }
-
     /// Joins up to `left` events to the one that was read from `start` on, if that is a removal of one hash and they are the same
     /// but for the hash: how many.
     fn join(&mut self, start: usize, left: usize) -> usize {
-        let single = self.places.hashes.0;
+        let single = self.hashes_at;
         let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE.len());
         let Some(event) = self.scratch.events.last_mut() else {
             return 0;
@@ -417,7 +319,7 @@ impl<'a> Scanner<'a> {
             let Some((hash, behind)) = rest.split_first_chunk::<HASH_BYTES>() else {
                 break;
             };
-            if !models::starts_with(before, head) || !models::starts_with(behind, tail) {
+            if before != head || behind != tail {
                 break;
             }
             self.scratch.hashes.push(u64::from_be_bytes(*hash));
@@ -494,17 +396,11 @@ impl<'a> Scanner<'a> {
         let start = self.reader.at;
         match field {
             Field::BlockHashes => {
+                self.hashes_at = start;
                 event.hashes = self.hashes()?;
-                self.places.hashes = (start, self.reader.at);
             }
-            Field::Parent => {
-                event.parent = self.parent()?;
-                self.places.parent = (start, self.reader.at);
-            }
-            Field::TokenIds => {
-                self.tokens(event)?;
-                self.places.tokens = (start, self.reader.at);
-            }
+            Field::Parent => event.parent = self.parent()?,
+            Field::TokenIds => self.tokens(event)?,
             Field::BlockSize => event.block_size = self.size()?,
             Field::LoraId => event.lora_id = self.integer()?,
             Field::Group => event.group = self.integer()?,
@@ -609,25 +505,14 @@ impl<'a> Scanner<'a> {
 
     #[inline]
     fn tokens(&mut self, event: &mut Event) -> Option<()> {
-        let start = self.scratch.tokens.len();
-        let found = self.token_ids()?;
-        (event.tokens, event.pairs, event.unkeyable) = (self.since(start), found.pairs, found.unkeyable);
-        Some(())
-    }
-
-    #[inline]
-    fn token_ids(&mut self) -> Option<tokens::Found> {
-        let count = self.reader.array()?;
-        tokens::read(&mut self.reader, count, &mut self.scratch.tokens, &mut self.scratch.lengths)
-    }
-
-    /// The tokens that came after as many.
-    #[inline]
-    fn since(&self, start: usize) -> Run {
-        Run {
+        let (count, start) = (self.reader.array()?, self.scratch.tokens.len());
+        let found = tokens::read(&mut self.reader, count, &mut self.scratch.tokens, &mut self.scratch.lengths)?;
+        event.tokens = Run {
             start: start as u32,
             length: (self.scratch.tokens.len() - start) as u32,
-        }
+        };
+        (event.pairs, event.unkeyable) = (found.pairs, found.unkeyable);
+        Some(())
     }
 
     #[inline]

@@ -1,7 +1,5 @@
 //! What the scanner knows of the events: the names and layouts that Python hands over from its table of dialects.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use super::{Field, Kind};
 
 /// What a payload may have; the same numbers as in `kvevents.wire.limits`.
@@ -97,12 +95,7 @@ pub struct Schema {
     pub(super) layouts: Box<[Layout]>,
     pub(super) limits: Limits,
     pub(super) joins: bool,
-    /// Of no other schema: what was read by one says nothing of another.
-    pub(super) number: u64,
 }
-
-/// Schemas so far.
-static SCHEMAS: AtomicU64 = AtomicU64::new(0);
 
 impl Schema {
     /// From each event's tag, the fields of its array form in wire order, and the keys of its map form, `type` apart.
@@ -124,7 +117,6 @@ impl Schema {
             layouts,
             limits,
             joins: false,
-            number: 1 + SCHEMAS.fetch_add(1, Ordering::Relaxed),
         })
     }
 

@@ -586,9 +586,9 @@ fn every_prefix_of_a_golden_is_refused() {
     }
 }
 
-/// An event like the one before is read like it wherever it stands, and one that differs anywhere else is read by itself.
+/// What one event says, or another payload said before, changes nothing of the next one.
 #[test]
-fn events_like_one_before() {
+fn events_are_read_one_by_one() {
     let store = |hash: u8, parent: u8, medium: &str, size: u8| {
         let fields: [(&str, &[u8]); 5] = [
             ("block_hashes", &[0x91, hash]),
@@ -623,7 +623,7 @@ fn events_like_one_before() {
 
 /// What one schema has accepted another one reads by its own limits.
 #[test]
-fn models_are_of_one_schema() {
+fn limits_are_of_one_schema() {
     let payload = stored(&[("medium", &text("GPU"))]);
     let strict = schema_within(Limits {
         max_fields: 3,
