@@ -113,8 +113,9 @@ def test_a_doubt_is_told_before_the_batches_that_are_in_doubt(made: World) -> No
     exact(made, consumer)
 
 
-def test_a_doubt_is_told_before_the_batches_around_a_reset(made: World) -> None:
-    """What came before it, in the same turn, was in doubt; what comes after it is not all there yet."""
+@pytest.mark.parametrize("between", [Reset("u0", 0, 1, "another"), Gap("u0", 0, 10, 11, 1, compacted=True)])
+def test_a_doubt_is_told_before_the_batches_around_a_reset_or_a_gap(made: World, between: Reset | Gap) -> None:
+    """What came before it, in the same turn, was in doubt; a snapshot that comes after it may have several batches."""
     relay = made.begin()
     made.upstream.store(1)
     exact(made, consumer := made.consumer())
@@ -126,11 +127,16 @@ def test_a_doubt_is_told_before_the_batches_around_a_reset(made: World) -> None:
 
     made.sent = look
     store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(3)]
-    before, after = (RawBatch("u0", 0, life, 9, False, store[life]) for life in range(2))
-    deliveries: list[RawBatch | Reset | Gap] = [before, Reset("u0", 0, 1, "another"), after]
+    deliveries: list[RawBatch | Reset | Gap] = [
+        RawBatch("u0", 0, 0, 9, False, store[0]),
+        between,
+        RawBatch("u0", 0, 1, 12, True, store[1]),
+        RawBatch("u0", 0, 1, 13, True, store[2]),
+    ]
     relay._warn(deliveries)
     relay._forward(deliveries)
-    assert seen == ["DEGRADED"] * 4
+    assert len(seen) >= 4
+    assert set(seen) == {"DEGRADED"}
 
 
 def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None:

@@ -65,7 +65,7 @@ TEND_SECONDS: Final = 0.05
 CLOSE_SECONDS: Final = 2.0
 """For consumers to get what was sent, when a relay ends."""
 
-_SINCE_RESET: Final = Trust("DEGRADED", "an upstream began anew, and not all that it told before has been sent on")
+_AMID: Final = Trust("DEGRADED", "an upstream began anew, or sends a snapshot, and not all of that has been sent on")
 
 
 class _Seen(NamedTuple):
@@ -259,8 +259,9 @@ class Relay:
 
     def _warn(self, deliveries: list[RawDelivery]) -> None:
         """Say that trust is less before what is in doubt is sent: a consumer is EXACT until it hears of the doubt."""
-        is_reset = any(isinstance(delivery, Reset) for delivery in deliveries)
-        self._beats.warn(_SINCE_RESET if is_reset else self._upstreams.trust(), self._clock())
+        # Between a reset or a gap and the last part of the snapshot behind it, a consumer has less than the upstream holds.
+        is_amid = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
+        self._beats.warn(_AMID if is_amid else self._upstreams.trust(), self._clock())
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
         """Batches in a row of one upstream together: most often that is all."""
@@ -302,7 +303,7 @@ class Relay:
         What was found in it, and what is missing, counts already: a heartbeat that passed over it would heal what consumers
         doubt. What was doubted before a reset, though, is known to nobody any more once that was received.
         """
-        return _SINCE_RESET if self._resets_ahead else self._upstreams.trust()
+        return _AMID if self._resets_ahead else self._upstreams.trust()
 
     def _reset(self, ordinal: int, reset: Reset) -> None:
         self._news = True
