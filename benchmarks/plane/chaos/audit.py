@@ -16,6 +16,7 @@ from kvevents.plane.records import START, Batched, Lost, Page, Piece, Renewed, d
 from kvevents.wire import decode_batch
 
 READ_SECONDS: Final = 20.0
+LEADER_SECONDS: Final = 60.0
 LOOK_SECONDS: Final = 0.1
 
 
@@ -97,7 +98,17 @@ def _life_of(payload: bytes) -> int | None:
 
 
 async def read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Audit:
-    """Everything that is there, of all lanes, so many pages at once."""
+    """Everything that is there, of all lanes, so many pages at once; again where a cluster is choosing a leader meanwhile."""
+    from nats.js.errors import ServiceUnavailableError  # noqa: PLC0415 - an extra
+
+    async with asyncio.timeout(LEADER_SECONDS):
+        while True:
+            with suppress(ServiceUnavailableError):
+                return await _read_log(servers, layout, at_once)
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Audit:
     audit = Audit()
     client = await nats.connect(list(servers))
     try:
