@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import deque
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.buffer import GROUP, GROUPS, Collapsed, ReplayBuffer
+from kvevents.publisher.buffer import GROUP, GROUPS, PIECE_BYTES, Collapsed, ReplayBuffer
+from kvevents.publisher.history import History
 from kvevents.publisher.kept import Numbered
 from kvevents.publisher.parts import MAX_PARTS
 from kvevents.stream import Batch, Source, Stream
@@ -390,6 +392,59 @@ def test_any_thread_may_collapse_while_another_one_sends() -> None:
         other = ReplayBuffer.collapsing(1)
         other.resume(*collapsed, [(collapsed.number + 1, encode_batch(KVEventBatch(0.0, [])))])
         assert indexed(other.since(0)) == sent.digests[collapsed.number]
+
+
+class Folds:
+    """What was folded at once, by which thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._found: list[tuple[threading.Thread, list[Numbered]]] = []
+        self._changed = threading.Condition()
+        fold = History.fold_many
+
+        def noting(history: History, batches: list[Numbered]) -> None:
+            fold(history, batches)
+            with self._changed:
+                self._found.append((threading.current_thread(), batches))
+                self._changed.notify()
+
+        monkeypatch.setattr(History, "fold_many", noting)
+
+    def take(self, count: int) -> list[tuple[threading.Thread, list[Numbered]]]:
+        """Those that together are so many batches, once they are folded."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: sum(len(batches) for _, batches in self._found) >= count, 20.0)
+            found, self._found = self._found, []
+        assert sum(len(batches) for _, batches in found) == count
+        return found
+
+
+@pytest.mark.parametrize(("waiting", "in_pieces"), [(GROUP, True), (2 * GROUP, True), (2 * GROUP + 1, False)])
+def test_the_compaction_thread_folds_in_small_pieces(monkeypatch: pytest.MonkeyPatch, waiting: int, in_pieces: bool) -> None:
+    """So that who sends does not wait long for a CPU; but not where it would be further behind after each pause."""
+    folds, steps, numbers = Folds(monkeypatch), GROUP * GROUPS, itertools.count()
+    buffer = ReplayBuffer.collapsing(steps)
+    thread = threading.Thread(target=buffer.compact_until_stopped, daemon=True)
+    events: list[KVEvent] = [BlockStored(list(range(100)), None, list(range(200)), 2)]
+    payload = encode_batch(KVEventBatch(1.0, events))
+
+    def send(count: int) -> None:
+        buffer.extend([(next(numbers), payload) for _ in range(count)])
+
+    send(steps)
+    thread.start()
+    for _ in range(100_000):  # until it has begun, `extend` folds
+        send(GROUP)
+        if folds.take(GROUP)[0][0] is thread:
+            break
+    send(waiting)
+    sizes = [sum(len(payload) for _, payload in batches) for _, batches in folds.take(waiting)]
+    assert len(buffer) == steps
+    assert (len(sizes) > 1) is in_pieces
+    assert (max(sizes) <= PIECE_BYTES) is in_pieces
+    buffer.stop_compacting()
+    thread.join(20.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("steps", [1, 15, 16, 100, 64 * 16, 64 * 16 + 500])

@@ -29,6 +29,10 @@ def test_pieces_are_one_list(steps: list[tuple[int, int, float]]) -> None:
         assert kept.bytes == sum(len(payload) for _, payload in model)
         assert not model or kept.newest == model[-1][0]
         first = model[0][0] if model else number
+        for size in {0, 1, 6, 20, 1_000} if model else ():
+            within = kept.count_within(size)
+            assert within == 1 or sum(len(payload) for _, payload in model[:within]) <= size
+            assert within == len(model) or sum(len(payload) for _, payload in model[: within + 1]) > size
         for start in {0, first, first + 1, (first + number) // 2, number, number + 1}:
             assert kept.since(start) == [batch for batch in model if batch[0] >= start]
 

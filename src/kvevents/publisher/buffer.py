@@ -14,8 +14,9 @@ snapshot of it first, which ordinary consumers take for ordinary batches, so eve
 
 Sending never waits for compaction. `compact_until_stopped` is the body of a thread that takes batches out of the buffer and
 folds them; while it folds, or a snapshot is read, `extend` only appends. Without that thread, or when it is far behind,
-`extend` folds itself, which bounds memory. Locks, outermost first: `_asking` (one snapshot is made at a time), `_folding`
-(the history, and what was taken out of the buffer), `_lock` (what is kept).
+`extend` folds itself, which bounds memory. The thread folds small pieces with pauses between: where a publisher's threads and
+this one share a CPU, a batch waits as long as one piece takes. Locks, outermost first: `_asking` (one snapshot is made at a
+time), `_folding` (the history, and what was taken out of the buffer), `_lock` (what is kept).
 
 If compaction fails, whatever the exception, it is switched off: the history may have taken in half of a batch. From then on
 the buffer keeps `steps` batches and sends no snapshot, so that a late consumer sees that history is truncated.
@@ -54,6 +55,10 @@ KEPT_BYTES: Final = 256 * 1024 * 1024
 some hundred bytes as a rule; but those of long prompts, and snapshots that a relay passes on, have MiB."""
 BACKLOG: Final = 16 * GROUP
 """Batches that may wait for the compaction thread before `extend` folds them itself."""
+PIECE_BYTES: Final = 16 * 1024
+"""That the thread folds without a pause: 8 batches of 32 blocks, about 0.1 ms."""
+PIECE_PAUSE: Final = 0.001
+"""Seconds between two pieces, unless more than two groups wait."""
 _REASON: Final = 200
 """Characters of a reason in `stats()`, at most."""
 
@@ -150,17 +155,29 @@ class ReplayBuffer:
             while not self._stopped:
                 self._due.wait()
                 self._due.clear()
-                with self._folding:
-                    self._compact()
+                self._compact_in_pieces()
         except BaseException:
             logger.exception("the compaction thread failed; the publisher thread compacts from now on")
         finally:
             self._in_background = False
 
+    def _compact_in_pieces(self) -> None:
+        """Fold what is to leave now; all of it at once where so much waits that pauses would make it more."""
+        with self._lock:
+            left = self._count_surplus(self._surplus)
+        while left > 0 and not self._stopped:
+            with self._folding:
+                folded = self._compact(exactly=True, most=PIECE_BYTES if left <= 2 * GROUP else None)
+            # Somebody who asked for replay may have folded some of it.
+            left = left - folded if folded else 0
+            if left > 0:
+                self._pause.wait(PIECE_PAUSE)
+
     def stop_compacting(self) -> None:
         """End `compact_until_stopped`. Returns at once; `extend` folds by itself from now on."""
         self._in_background, self._stopped = False, True
         self._due.set()
+        self._pause.set()
 
     def _count_surplus(self, least: int) -> int:
         """How many of the oldest batches are to leave now; 0 unless they are more than `least`."""
@@ -178,14 +195,20 @@ class ReplayBuffer:
         left = accumulate(self._kept, lambda left, batch: left - len(batch[1]), initial=self._kept.bytes)
         return min(sum(1 for _ in takewhile(lambda left: left > room, left)), len(self._kept) - 1)
 
-    def _compact(self, *, exactly: bool = False) -> None:
-        """Take out of the buffer what is to leave, and fold it; `exactly` does not wait for a group of batches."""
+    def _compact(self, *, exactly: bool = False, most: int | None = None) -> int:
+        """Take out of the buffer what is to leave, and fold it; how many batches that were.
+
+        `exactly` does not wait for a group of batches. With `most` these are the oldest ones of so many bytes, or one.
+        """
         with self._lock:
             surplus = self._count_surplus(0 if exactly else self._surplus)
+            if surplus and most is not None:
+                surplus = min(surplus, self._kept.count_within(most))
             taken = self._kept.take(surplus) if surplus else []
         if taken and self._history is not None:
             with self._switching_off():
                 self._push_out(self._history, taken)
+        return len(taken)
 
     @contextmanager
     def _switching_off(self) -> Iterator[None]:
@@ -319,7 +342,7 @@ class ReplayBuffer:
 
     def _make_locks(self) -> None:
         self._asking, self._folding, self._lock = threading.Lock(), threading.RLock(), threading.Lock()
-        self._due = threading.Event()
+        self._due, self._pause = threading.Event(), threading.Event()
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain, takewhile
+from itertools import accumulate, chain, takewhile
 from operator import itemgetter
 from typing import Final, TypeAlias
 
@@ -59,6 +59,11 @@ class Kept:
         self._count -= count
         self.bytes -= size
         return taken
+
+    def count_within(self, size: int) -> int:
+        """How many of the oldest have `size` bytes together at most; 1 where the oldest has more. There must be one."""
+        sizes = accumulate(len(payload) for _, payload in self)
+        return max(1, sum(1 for _ in takewhile(lambda total: total <= size, sizes)))
 
     def since(self, start: int) -> list[Numbered]:
         """Those numbered `start` or higher."""
