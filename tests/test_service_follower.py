@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import cast
 
-from kvevents.index import PrefixIndex
+from kvevents.events import BlockRemoved
+from kvevents.index import Applied, PrefixIndex
 from kvevents.plane.subscriber import LogSubscriber
+from kvevents.service.fleet import Fleet
 from kvevents.service.follower import Follower, Listener
+from kvevents.service.registration import Registration
+from kvevents.stream import RawBatch, RawDelivery
+from kvevents.subscriber import Subscriber
+from kvevents.testing.transport import FakeTransport
 
 
 def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:
@@ -29,3 +37,46 @@ def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:
     follower.order(lambda: done.append("waited for")).result(10.0)
     assert done == ["waited for"]
     assert follower.stop()
+
+
+def test_less_trust_is_told_before_what_it_is_about_is_in_the_index() -> None:
+    """What replay has brought may be another engine's: an answer that counts it must not say EXACT."""
+    transport = FakeTransport()
+    engine = transport.engine("tcp://engine:1", "tcp://engine:2")
+    index = PrefixIndex()
+    fleet = Fleet(index, max_sources=10)
+    told: list[tuple[bool, str]] = []
+    subscriber = Subscriber(decode=False, transport=transport, clock=transport.clock)
+    fleet.follower.subscriber.close()  # which has sockets
+    follower = fleet.follower = Follower(subscriber, index, fleet)
+    registration = Registration(instance="e", endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint, model="m")
+    fleet.register(registration)
+
+    def turn() -> None:
+        for _ in range(5):
+            deliveries = subscriber.receive_many(timeout=0)
+            follower._apply(deliveries)
+            is_replayed = any(isinstance(delivery, RawBatch) and delivery.replayed for delivery in deliveries)
+            told.extend([(is_replayed, state) for state in states])
+            states.clear()
+
+    states: list[str] = []
+
+    class Watched:
+        """The index, which notes what is told of trust when something comes into it."""
+
+        def apply_many(self, deliveries: Sequence[RawDelivery]) -> list[Applied]:
+            states.append(fleet.members[registration.key].trusted.state)
+            return index.apply_many(deliveries)
+
+    follower._index = cast("PrefixIndex", Watched())
+    for _ in range(5):
+        engine.publish(BlockRemoved([1]))
+        turn()
+    assert told[-1] == (False, "EXACT")
+    told.clear()
+    engine.publish(BlockRemoved([1]), lost=True)
+    engine.publish(BlockRemoved([2]))
+    turn()
+    assert [state for is_replayed, state in told if is_replayed]
+    assert "EXACT" not in [state for is_replayed, state in told if is_replayed]

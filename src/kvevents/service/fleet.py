@@ -274,6 +274,13 @@ class Fleet(Listener):
 
     # --- what the follower tells
 
+    def received(self, keys: Iterable[Key]) -> None:
+        """See `Listener`. Trust that is less because of what has come is told before anybody can find that in the index."""
+        for key in keys:
+            member = self.members.get(key)
+            if member is not None and member.trust == Trust.EXACT and self.follower.subscriber.trust(*key) != Trust.EXACT:
+                self._judge_one(member, self._clock())
+
     def applied(self) -> None:
         """See `Listener`."""
         self.alternation.answer()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
@@ -36,6 +36,9 @@ class _Order(Generic[T]):
 
 class Listener:
     """What a follower tells, from its own thread."""
+
+    def received(self, keys: Iterable[tuple[str, int]]) -> None:
+        """Something has come of these streams, and is not in the index yet."""
 
     def applied(self) -> None:
         """What has come is in the index; `delivered` tells the rest, for which nobody waits."""
@@ -145,6 +148,7 @@ class Follower(threading.Thread):
                 self.listener.ticked()
 
     def _apply(self, deliveries: Sequence[RawDelivery]) -> None:
+        self.listener.received({(delivery.source, delivery.rank) for delivery in deliveries})
         outcomes = self._index.apply_many(deliveries)
         self.listener.applied()
         newest: dict[tuple[str, int], RawBatch] = {}
