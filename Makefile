@@ -77,7 +77,7 @@ dist: $(NATIVE)  ## The sdist, and a wheel built from it
 
 $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	touch $(VENV)/.building  # its age is that of the sources it was begun with: an edit meanwhile is not lost
-	env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --skip-install
+	env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --skip-install --features python,testing
 	touch -r $(VENV)/.building $(NATIVE)
 
 $(STAMP): pyproject.toml tools/setup tools/constraints.txt

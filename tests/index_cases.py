@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest as xxh3
 
 from index_keys import Scope, Worker, item_hash, local_hash, rolling, salt_term, seed_of
 from index_model import Oracle
+from kvevents import _native
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex
 from kvevents.stream import Batch, Gap, Reset
-from kvevents.wire import Dialect, dialects, encode_batch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Dialect, dialects, encode_batch
+from kvevents.wire.layouts import native_layouts
 
 T = TypeVar("T")
 
@@ -32,6 +34,14 @@ def removal(*hashes: int, **fields: Any) -> BlockRemoved:
 
 def cleared(**scope: Any) -> AllBlocksCleared:
     return AllBlocksCleared(scope or None)
+
+
+_LAYOUTS, _LIMITS = native_layouts(), astuple(DEFAULT_WIRE_LIMITS)[:6]
+
+
+def scanned(payload: bytes) -> list[dict[str, Any]] | None:
+    """The events of a payload as the native scanner reads them; None if it leaves them to Python."""
+    return _native.scanned(_LAYOUTS, _LIMITS, payload)
 
 
 class Feed:

@@ -24,6 +24,7 @@ from index_cases import (
     namespace,
     refused_of,
     removal,
+    scanned,
     store,
     tokens_of,
     waiting_of,
@@ -361,6 +362,6 @@ def test_memory_returns_to_the_baseline() -> None:
 def test_a_payload_of_a_dialect_with_maps_is_read_natively(index: PrefixIndex) -> None:
     keys = block_keys(PROMPTS[0], SIZE)
     payload = encode_batch(KVEventBatch(1.0, [keyed([1, 2], keys[:2])]))
-    assert index._scan(payload) is not None
+    assert scanned(payload) is not None
     index.apply_payload("a", 0, 0, payload)
     assert tokens_of(index, PROMPTS[0]) == 2 * SIZE

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from index_cases import blocks_of
+from index_cases import blocks_of, scanned
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
 from kvevents.index import PrefixIndex
 from kvevents.stream import RawBatch
@@ -45,12 +45,10 @@ REMOVED = ("block_hashes", "medium", "group_idx", "locality", "ownership")
 CLEARED = ("medium", "group_idx")
 NAMES = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED}
 
-_SCANNER = PrefixIndex()
 
-
-def scanned(payload: bytes) -> list[dict[str, Any]] | None:
+def events_of(payload: bytes) -> list[dict[str, Any]] | None:
     """Events as the scanner sees them: extra keys in one list, of tokens out of range the lowest 32 bits."""
-    found = _SCANNER._scan(payload)
+    found = scanned(payload)
     if found is None:
         return None
     return [{"type": event["type"]} | {name: event[name] for name in NAMES[event["type"]]} for event in found]
@@ -85,7 +83,7 @@ KNOWN = batch_of(
 def check(payload: bytes) -> bool:
     """Whether the scanner took the payload. What it takes, Python reads whole and in the same way."""
     agree(KNOWN, payload, payload)
-    found = scanned(payload)
+    found = events_of(payload)
     if found is None:
         return False
     python = decode_batch(payload)

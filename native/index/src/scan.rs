@@ -4,6 +4,7 @@
 //! a payload only if that function would read the same events and reject nothing. Whatever is unexpected, or merely rare, is left to
 //! it.
 
+#[cfg(any(test, feature = "testing"))]
 mod describe;
 mod extra;
 mod reader;
@@ -15,6 +16,7 @@ use std::num::NonZeroU32;
 
 use crate::tokens::{self, Lengths};
 
+#[cfg(any(test, feature = "testing"))]
 pub use describe::{Described, OwnedExtra, OwnedId, describe};
 pub use extra::{Extra, Id, extra_keys};
 pub use reader::{Int, Reader};

@@ -8,6 +8,8 @@ mod compactor;
 mod index;
 mod libzmq;
 mod pouring;
+#[cfg(feature = "testing")]
+mod testing;
 mod zmtp;
 
 use pyo3::prelude::*;
@@ -102,5 +104,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(awake::give_way, module)?)?;
     module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
     module.add_function(wrap_pyfunction!(pouring::pour, module)?)?;
+    #[cfg(feature = "testing")]
+    module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

@@ -1,11 +1,10 @@
-//! What Python is given: matches, counters, events as the scanner reads them.
+//! What Python is given: matches and counters.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyList};
 
 use kvevents_index::matching::Hit;
 use kvevents_index::planes::LEVELS;
-use kvevents_index::scan::{Described, Kind, OwnedExtra, OwnedId};
 use kvevents_index::stream::Counters;
 
 /// What one worker holds of a prompt.
@@ -126,67 +125,4 @@ pub(super) fn counters<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bo
     plain.set_item("void", counters.void)?;
     plain.set_item("gaps", counters.gaps)?;
     Ok(plain)
-}
-
-pub(super) fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyDict>> {
-    let plain = PyDict::new(py);
-    let kind = match event.kind {
-        Kind::Stored => "BlockStored",
-        Kind::Removed => "BlockRemoved",
-        Kind::Cleared => "AllBlocksCleared",
-    };
-    plain.set_item("type", kind)?;
-    plain.set_item("block_hashes", &event.hashes)?;
-    plain.set_item("parent_block_hash", event.parent)?;
-    let tokens = PyList::empty(py);
-    if event.pairs {
-        for pair in event.tokens.chunks_exact(2) {
-            tokens.append((pair[0], pair[1]))?;
-        }
-    } else {
-        for token in &event.tokens {
-            tokens.append(token)?;
-        }
-    }
-    plain.set_item("token_ids", tokens)?;
-    plain.set_item("unkeyable", event.unkeyable)?;
-    plain.set_item("block_size", event.block_size)?;
-    plain.set_item("block_keys", &event.keys)?;
-    plain.set_item("lora_id", event.lora_id)?;
-    plain.set_item("medium", &event.medium)?;
-    plain.set_item("lora_name", &event.lora_name)?;
-    plain.set_item("group_idx", event.group)?;
-    plain.set_item("kv_cache_spec_kind", &event.spec_kind)?;
-    plain.set_item("kv_cache_spec_sliding_window", event.window)?;
-    plain.set_item("locality", &event.locality)?;
-    plain.set_item("ownership", &event.ownership)?;
-    plain.set_item("cache_salt", &event.cache_salt)?;
-    let extras = match &event.extra_keys {
-        None => None,
-        Some(found) => {
-            let extras = PyList::empty(py);
-            for (block, extra) in found {
-                extras.append((block, extra_of(py, extra)?))?;
-            }
-            Some(extras)
-        }
-    };
-    plain.set_item("extra_keys", extras)?;
-    Ok(plain)
-}
-
-fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyAny>> {
-    let id = |id: &OwnedId| -> PyResult<Bound<'py, PyAny>> {
-        Ok(match id {
-            OwnedId::Int(value) => value.into_pyobject(py)?.into_any(),
-            OwnedId::Text(text) => text.into_pyobject(py)?.into_any(),
-            OwnedId::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-        })
-    };
-    Ok(match extra {
-        OwnedExtra::Text(text) => text.into_pyobject(py)?.into_any(),
-        OwnedExtra::Int(value) => value.into_pyobject(py)?.into_any(),
-        OwnedExtra::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-        OwnedExtra::Pair(name, offset) => PyTuple::new(py, [id(name)?, offset.into_pyobject(py)?.into_any()])?.into_any(),
-    })
 }

@@ -10,12 +10,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
-use super::answers::{Match, counters, described};
+use super::answers::{Match, counters};
 use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use kvevents_index::core::Worker;
 use kvevents_index::index::{Held, Index, Info, Limits, Outcome};
 use kvevents_index::planes::Plane;
-use kvevents_index::scan::{self, Schema};
+use kvevents_index::scan::Schema;
 use kvevents_index::snapshot::{self, Failure};
 
 /// Tokens or bytes of a payload from which on other threads may run meanwhile; below, switching costs more than the work.
@@ -37,8 +37,6 @@ fn detached<T: Send>(py: Python<'_>, worth: bool, work: impl FnOnce() -> T + Sen
 #[pyclass(subclass, frozen, module = "kvevents._native")]
 pub(super) struct NativeIndex {
     index: Arc<Index>,
-    /// For `_scan`, where each event counts.
-    plain: Schema,
     /// For events that Python has read within its limits, and spelled anew: they may be larger then.
     ours: Schema,
     applied: Py<PyAny>,
@@ -128,7 +126,6 @@ impl NativeIndex {
         let index = Index::new(schema(peers)?.joining(), limits);
         Ok(Self {
             index: Arc::new(if asked { index } else { index.unasked() }),
-            plain: schema(peers)?,
             ours: schema(ours)?.joining(),
             applied,
             cleared,
@@ -407,14 +404,6 @@ impl NativeIndex {
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
         let workers = py.detach(|| self.index.absorb(Pieces::new(read))).map_err(unread)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
-    }
-
-    /// Events as the scanner reads them; None where it leaves them to Python.
-    fn _scan<'py>(&self, py: Python<'py>, payload: &[u8]) -> PyResult<Option<Vec<Bound<'py, PyDict>>>> {
-        let found = scan::describe(payload, &self.plain);
-        found
-            .map(|events| events.iter().map(|event| described(py, event)).collect())
-            .transpose()
     }
 }
 
