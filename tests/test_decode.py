@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import math
+import struct
 import time
 import tracemalloc
 from typing import Any
@@ -428,6 +429,14 @@ BAD_EVENTS: dict[str, tuple[bytes, str]] = {
     "nested bomb of maps": (pack(stored(new=0))[:-1] + b"\x81\xa1a" * 50_000 + b"\x01", "too-deep"),
     "nested bomb for a tag": (b"\x91" * 100_000 + b"\x01", "unknown-tag"),
     "timestamp that msgpack does not have": (pack(stored(new=0))[:-1] + b"\xc7\x0c\xff" + b"\xff" * 12, "bad-field"),
+    "timestamp that Python does not have": (
+        pack(stored(new=0))[:-1] + b"\xc7\x0c\xff" + struct.pack(">Iq", 0, 253_402_300_800),
+        "bad-field",
+    ),
+    "the same in extra keys": (
+        pack(stored(extra_keys=[[0]]))[:-1] + b"\xc7\x0c\xff" + struct.pack(">Iq", 999_999_999, 253_402_300_799),
+        "bad-field",
+    ),
 }
 
 

@@ -13,8 +13,9 @@ import msgspec
 from kvevents.wire.limits import SKIM_BYTES
 from kvevents.wire.rejected import RefusedError
 
-REFUSED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
-"""Everything that msgspec raises for the bytes of a peer."""
+REFUSED: Final = (ValueError, RecursionError, OverflowError)
+"""Everything that msgspec raises for the bytes of a peer. Its own errors are a `ValueError`, as are those for text that is not
+UTF-8 and for times after the year 9999."""
 NIL: Final = msgspec.Raw(b"\xc0")
 
 _decode_scalar: Final = msgspec.msgpack.Decoder(bool | int | float | str | None).decode
@@ -43,7 +44,10 @@ def refusal_of(error: Exception, what: str) -> RefusedError:
     """Why msgspec refused `what`, in our words."""
     if isinstance(error, RecursionError):
         return RefusedError("too-deep", f"{what} is nested deeper than the interpreter can follow")
-    reason = "bad-field" if isinstance(error, msgspec.ValidationError) else "malformed"
+    is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
+        error, msgspec.ValidationError
+    )
+    reason = "malformed" if is_malformed else "bad-field"
     return RefusedError(reason, f"{what}: {error}")
 
 
