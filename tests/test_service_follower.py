@@ -80,3 +80,8 @@ def test_less_trust_is_told_before_what_it_is_about_is_in_the_index() -> None:
     turn()
     assert [state for is_replayed, state in told if is_replayed]
     assert "EXACT" not in [state for is_replayed, state in told if is_replayed]
+    engine.publish(BlockRemoved([3]))
+    turn()
+    assert fleet.members[registration.key].trusted.state == "EXACT"
+    subscriber.remove(*registration.key)
+    fleet.received([registration.key])  # as where a log says that a stream has left behind its last batch

@@ -278,8 +278,11 @@ class Fleet(Listener):
         """See `Listener`. Trust that is less because of what has come is told before anybody can find that in the index."""
         for key in keys:
             member = self.members.get(key)
-            if member is not None and member.trust == Trust.EXACT and self.follower.subscriber.trust(*key) != Trust.EXACT:
-                self._judge_one(member, self._clock())
+            if member is None or member.trust != Trust.EXACT:
+                continue
+            with suppress(LookupError):  # it has left since it said that
+                if self.follower.subscriber.trust(*key) != Trust.EXACT:
+                    self._judge_one(member, self._clock())
 
     def applied(self) -> None:
         """See `Listener`."""
