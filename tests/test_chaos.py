@@ -67,6 +67,7 @@ TOGETHER = [
     ["replay of 1,000 at most", "replay without end marker", "short replay buffer, tape"],
     ["replay mute at first", "replay of what the socket takes", "clock leaps of the consumer"],
     ["short replay buffer", "queue full", "batches that cannot be encoded"],
+    ["replay of another engine"],
 ]
 """Each fault once, in as few rounds as that takes. The rest is `REST`."""
 REST = {

@@ -413,6 +413,25 @@ def test_a_cut_can_refuse_until_healed(tape: TapePlayer, proxy: FaultProxy, conn
     assert seqs(sub, 1) == [0]
 
 
+def test_a_redirected_proxy_leads_to_another_upstream_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """As where a port is another engine's; with either change the connections that there are end."""
+    with TapePlayer([(b"kv", seq, b"another") for seq in range(500, 510)]) as another:
+        sub = connect(zmq.SUB, proxy.endpoint)
+        join(tape, sub)
+        proxy.redirect(another.endpoint)
+        leave(tape)
+        join(another, sub)
+        another.play(1)
+        assert seqs(sub, 1) == [500]
+        proxy.heal()
+        leave(another)
+        join(tape, sub)
+        tape.play(1)
+        assert seqs(sub, 1) == [0]
+        with pytest.raises(ConfigError):
+            proxy.redirect("ipc://somewhere")
+
+
 def test_an_upstream_that_is_not_there(connect: Open) -> None:
     """Connections are accepted and closed again, as often as the peer tries, and work once upstream is there."""
     with TapePlayer(batches(1)) as tape, FaultProxy(tape.endpoint) as proxy:

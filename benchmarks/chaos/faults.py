@@ -151,6 +151,11 @@ def _mute_replay(stage: Stage, leg: int, _: Random) -> None:
     _replay(stage, leg).stall()
 
 
+def _foreign_replay(stage: Stage, leg: int, random: Random) -> None:
+    """The replay endpoint is another engine's, with the same settings, that has published less or more."""
+    _replay(stage, leg).redirect(stage.another_engine(random.choice((0.5, 1.0, 2.0))))
+
+
 def _junk(stage: Stage, leg: int, random: Random) -> None:
     """Frames that are nothing, between those that are something."""
     topic = stage.plan.setting.engine.topic.encode()
@@ -273,6 +278,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "network swallows all": Fault(_stall, heal=_heal_both),
     "replay dead": Fault(_dead_replay, _proxied_replay, _heal_replay),
     "replay silent": Fault(_mute_replay, _proxied_replay, _heal_replay),
+    "replay of another engine": Fault(_foreign_replay, _proxied_replay, _heal_replay),
     "malformed messages injected": Fault(_junk),
     "malformed replies and requests": Fault(_junk_replies, _proxied_replay),
     "end markers out of place": Fault(_strange_end, _proxied_replay),

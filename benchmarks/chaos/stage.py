@@ -20,6 +20,7 @@ from benchmarks.chaos.judging import Example, Outcome, Verdict, check_claims
 from benchmarks.chaos.parts import START_SECONDS, Broken, Disk, Leg, Part, Silent
 from benchmarks.chaos.plan import Command, Plan
 from benchmarks.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS, Settling
+from benchmarks.chaos.truth import MAX_LIVES
 from kvevents.testing.ports import HeldPort, hold_port
 
 REACH_SECONDS: Final = 60.0
@@ -41,6 +42,8 @@ class Stage:
         self._consumers: dict[str, Part] = {}
         self._examples: dict[str, Part] = {}
         self._disk: Disk | None = None
+        self._another: str | None = None
+        """The replay endpoint of another engine."""
         self._hastened = False
         self._confirmations = 0
         self._confirm_at = 0.0
@@ -141,6 +144,23 @@ class Stage:
         self._engine = self._part(f"engine of life {self._life}", engine.run, self._made, life, self._facts)
         if self.engine.hear(START_SECONDS)[0] != "open":
             raise Broken("the engine did not open")
+
+    def another_engine(self, share: float) -> str:
+        """The replay endpoint of another engine, which has published that share of what this one was told to."""
+        if self._another is None:
+            ports = [self._port(f"another-{name}") for name in ("live", "replay")]
+            made = replace(self._made, endpoint=ports[0], replay_endpoint=ports[1])
+            count = max(1, int(share * self._ordered))
+            life = Life(MAX_LIVES, f"{self.plan.seed}/{self.plan.number}/another", count)
+            other = self._part("another engine", engine.run, made, life, self._folder / "facts-of-another")
+            if other.hear(START_SECONDS)[0] != "open":
+                raise Broken("another engine did not open")
+            other.tell(("publish", count, 1e9))
+            end = time.monotonic() + REACH_SECONDS
+            while other.hear(max(0.01, end - time.monotonic()))[1] < count:
+                pass
+            self._another = str(self._dialled(ports[1]))
+        return self._another
 
     @property
     def _facts(self) -> Path:

@@ -66,7 +66,7 @@ class FaultProxy:
     """
 
     def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*") -> None:
-        self._upstream = _address(connectable(upstream))
+        self._own_upstream = self._upstream = _address(connectable(upstream))
         self._port = hold_port(listen)
         self._books = threading.Condition()
         self._counts = ProxyCounts()
@@ -220,13 +220,26 @@ class FaultProxy:
 
         self._ask(act)
 
+    def redirect(self, upstream: str) -> None:
+        """Close every connection, and connect clients to another TCP endpoint until `heal`. Raises `ConfigError`."""
+        address = _address(connectable(upstream))
+
+        async def act() -> None:
+            self._upstream = address
+            await self._end_links()
+
+        self._ask(act)
+
     def heal(self) -> None:
         """End every fault: nothing is dropped, what is held goes out, stalled connections go on, clients can connect.
 
-        But those that `half_open` has left stay as they are.
+        But those that `half_open` has left stay as they are. Connections that were redirected are closed.
         """
 
         async def act() -> None:
+            if self._upstream != self._own_upstream:
+                self._upstream = self._own_upstream
+                await self._end_links()
             for lane in self._lanes.values():
                 lane.heal()
             self._flow.set()
