@@ -16,7 +16,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit crate lint types bench faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
+.PHONY: demo test unit crate lint types bench bench-native faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,11 @@ types: $(STAMP)
 
 bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
 	$(BIN)/python -m benchmarks
+
+# Its workspace is its own, so that no other target fetches the rivals.
+bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
+	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
+	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
 
 faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
 	$(BIN)/python -m benchmarks.faults

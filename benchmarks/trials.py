@@ -20,14 +20,12 @@ TITLES: Final = {
     "vllm": VLLM.title,
     "sglang": SGLANG.title,
     "bare": "bare pyzmq + msgspec",
-    "dynamo": f"Dynamo {DYNAMO.release} RadixTree",
     "dynamo-pinned": f"Dynamo {DYNAMO.release} RadixTree, one CPU",
     "service": f"Dynamo {DYNAMO.release} indexer",
-    "idle": "the same, idle",
     "": "",
 }
 
-INTERPRETERS: Final[dict[str, Callable[[], str]]] = {"dynamo": interpreter, "dynamo-pinned": interpreter}
+INTERPRETERS: Final[dict[str, Callable[[], str]]] = {"dynamo-pinned": interpreter}
 """Of contenders whose processes do not run in ours."""
 
 

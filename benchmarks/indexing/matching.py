@@ -77,8 +77,13 @@ def _in_turn(side: Side, draw: random.Random, count: int) -> dict[str, float]:
     for _ in range(TURNS):
         whole = chain(draw)
         side.apply(0, [side.encoded(piece) for piece in pieces(whole, EVENT)])
-        calls.append(side.lookups(whole)["match"])
-    return _percentiles("match_turns", timed(islice(cycle(calls), count)))
+        calls.append(side.lookups(whole))
+    names = calls[0]
+    return {
+        key: value
+        for name in names
+        for key, value in _percentiles(f"{name}_turns", timed(islice(cycle(each[name] for each in calls), count))).items()
+    }
 
 
 def _percentiles(name: str, times: list[int]) -> dict[str, float]:

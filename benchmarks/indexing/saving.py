@@ -1,4 +1,4 @@
-"""Snapshot, restore and absorb: `python -m benchmarks.indexing.saving save WHO BLOCKS`; Dynamo's service has a dump."""
+"""Snapshot, restore and absorb: `python -m benchmarks.indexing.saving save ours BLOCKS`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.indexing import procfs
-from benchmarks.indexing.holders import ours, service
+from benchmarks.indexing.holders import ours
 from benchmarks.indexing.workload import CHAIN
 from benchmarks.processes import Peer, say
 
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 STREAM: Final = ("worker-0", 0)
 PAUSE: Final = 0.000_5
 """Seconds between two matches meanwhile."""
-LESS: Final = 4
-"""Dynamo's service is asked for a dump of so many times fewer blocks: that of 4 M takes 5 GB."""
 
 
-def _ours(blocks: int) -> dict[str, float]:
+def save(blocks: int) -> dict[str, float]:
     with TemporaryDirectory() as folder, ours("chains", CHAIN, 512) as holder:
         held, file, index = holder.take(blocks), Path(folder) / "snapshot", holder.side.index
         digest, before = index.digest(STREAM), holder.resident()
@@ -88,21 +86,10 @@ def _match_p99(file: str) -> float:
     return sorted(took)[len(took) * 99 // 100] * 1e6
 
 
-def _service(blocks: int) -> dict[str, float]:
-    with service("chains", CHAIN, 512) as holder:
-        held, before = holder.take(blocks // LESS), holder.resident()
-        procfs.forget_peak(holder.service.pid)
-        began = time.monotonic()
-        size = len(holder.service.ask("GET", "/dump"))
-        seconds, extra = time.monotonic() - began, procfs.peak(holder.service.pid) - before
-    return {"seconds": seconds, "extra": extra / before * 100, "size": size / held}
-
-
 READERS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"restore": restore, "absorb": absorb}
-SIDES: Final[dict[str, Callable[[int], dict[str, float]]]] = {"ours": _ours, "service": _service}
 
 if __name__ == "__main__":
     if sys.argv[1] in READERS:
         say(READERS[sys.argv[1]](sys.argv[2]))
     else:
-        say(SIDES[sys.argv[2]](int(sys.argv[3])))
+        say(save(int(sys.argv[3])))

@@ -19,7 +19,7 @@ class Side(Protocol):
     def apply(self, worker: int, events: Iterable[bytes]) -> None: ...
 
     def lookups(self, whole: Chain) -> dict[str, Lookup]:
-        """By name: `match` is from token ids to an answer, `all` reads the whole answer too."""
+        """By name: `list` is from a list of token ids to an answer, which `list_read` reads too; `array` is from a buffer."""
 
 
 class Ours:
@@ -45,14 +45,14 @@ class Ours:
 
         match, tokens, listed = self.index.match, np.array(whole.tokens, dtype=np.uint32), whole.tokens.tolist()
         return {
-            "match": lambda: match(tokens),
-            "all": lambda: [hit.tokens for hit in match(tokens)],
             "list": lambda: match(listed),
+            "list_read": lambda: [hit.tokens for hit in match(listed)],
+            "array": lambda: match(tokens),
         }
 
 
 class Dynamo:
-    """JSON with the hash of each block's tokens; neither the JSON nor the hashes are in any figure of `apply`."""
+    """JSON with the hash of each block's tokens."""
 
     def __init__(self) -> None:
         from dynamo.llm import RadixTree  # type: ignore[import-not-found] # noqa: PLC0415 - as above
@@ -71,11 +71,9 @@ class Dynamo:
         from dynamo.llm import compute_block_hash_for_seq  # noqa: PLC0415 - as above
 
         find, size, listed = self._tree.find_matches, whole.block_size, whole.tokens.tolist()
-        keys = compute_block_hash_for_seq(listed, size)
         return {
-            "match": lambda: find(compute_block_hash_for_seq(listed, size)),
-            "all": lambda: list(find(compute_block_hash_for_seq(listed, size)).scores.items()),
-            "tree": lambda: find(keys),
+            "list": lambda: find(compute_block_hash_for_seq(listed, size)),
+            "list_read": lambda: list(find(compute_block_hash_for_seq(listed, size)).scores.items()),
         }
 
 
@@ -85,4 +83,4 @@ def _pinned() -> Dynamo:
     return Dynamo()
 
 
-SIDES: Final[dict[str, Callable[[], Side]]] = {"ours": Ours, "dynamo": Dynamo, "dynamo-pinned": _pinned}
+SIDES: Final[dict[str, Callable[[], Side]]] = {"ours": Ours, "dynamo-pinned": _pinned}

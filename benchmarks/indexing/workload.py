@@ -56,24 +56,16 @@ def _uniform(draw: random.Random, count: int) -> array[int]:
     return array("I", [number % VOCABULARY for number in array("I", draw.randbytes(4 * count))])
 
 
-def _zipf(draw: random.Random, count: int) -> array[int]:
-    """The frequency of a token is as one over its rank; low ids are the frequent ones, as in BPE vocabularies."""
-    return array("I", [int(VOCABULARY ** (number / (1 << 32))) for number in array("I", draw.randbytes(4 * count))])
-
-
-SPREADS: Final[dict[str, Callable[[random.Random, int], array[int]]]] = {"uniform": _uniform, "zipf": _zipf}
-
-
-def chain(draw: random.Random, length: int = CHAIN, spread: str = "uniform", block_size: int = BLOCK_SIZE) -> Chain:
+def chain(draw: random.Random, length: int = CHAIN, block_size: int = BLOCK_SIZE) -> Chain:
     """One of `length` blocks."""
-    return Chain(SPREADS[spread](draw, length * block_size), array("Q", draw.randbytes(8 * length)))
+    return Chain(_uniform(draw, length * block_size), array("Q", draw.randbytes(8 * length)))
 
 
-def chains(blocks: int, length: int = CHAIN, *, spread: str = "uniform", seed: int = 1) -> Iterator[Chain]:
+def chains(blocks: int, length: int = CHAIN, *, seed: int = 1) -> Iterator[Chain]:
     """Chains of `length` blocks, `blocks` in all, the same for the same seed."""
     draw = random.Random(seed)  # noqa: S311 - test data
     for done in range(0, blocks, length):
-        yield chain(draw, min(length, blocks - done), spread)
+        yield chain(draw, min(length, blocks - done))
 
 
 def pieces(whole: Chain, per_event: int, parent: int | None = None) -> Iterator[Piece]:

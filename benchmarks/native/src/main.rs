@@ -1,11 +1,80 @@
-//! What the crates of other routers compute, for our tests: `kvevents-native-bench vectors` prints `tests/data/block-keys.json`.
+//! The index of kvevents beside the native indexes of other routers, on equal native input. `make bench-native`: all figures in one run,
+//! as tables of Markdown. Exits with 1 when a figure was not reached. `benchmarks/README.md` says how each is taken.
 
+mod allocator;
+mod applying;
+mod matching;
+mod measure;
+mod memory;
+mod mixed;
+mod sides;
+mod table;
+mod threads;
 mod vectors;
+mod workload;
+
+use std::process::exit;
+
+use table::{Row, markdown};
+
+/// A name for `--only`, a title, and what makes the rows.
+type Part = (&'static str, &'static str, fn(bool) -> Vec<Row>);
+
+const PARTS: [Part; 6] = [
+    ("match", "Match, us: tokens x workers that hold them", matching::rows),
+    ("apart", "Match beside what has nothing to do with it, us", matching::apart),
+    ("mixed", "Mixed traffic, from the wire", mixed::rows),
+    ("apply", "Apply, ns a block, from the wire", applying::rows),
+    (
+        "threads",
+        "One reader beside one writer, from the wire, 32 blocks an event",
+        threads::rows,
+    ),
+    ("memory", "Resident bytes a block, least - most of five sizes", memory::rows),
+];
+
+const USAGE: &str = "usage: kvevents-native-bench [--quick] [--only PART]... | vectors";
+
+fn machine() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let models: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("model name\t: ")).collect();
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split(' ').next().unwrap_or("?").to_owned();
+    format!(
+        "{} x {}, load {load} at the start",
+        models.len(),
+        models.first().unwrap_or(&"?")
+    )
+}
 
 fn main() {
-    if std::env::args().nth(1).as_deref() != Some("vectors") {
-        eprintln!("usage: kvevents-native-bench vectors");
-        std::process::exit(2);
+    let (mut quick, mut only) = (false, Vec::new());
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "vectors" => return print!("{}", vectors::json()),
+            memory::GROW => return memory::grow(&mut arguments),
+            "--quick" => quick = true,
+            "--only" => only.extend(arguments.next()),
+            _ => {
+                eprintln!("unknown argument {argument:?}; {USAGE}");
+                exit(2);
+            }
+        }
     }
-    print!("{}", vectors::json());
+    if let Some(unknown) = only.iter().find(|name| PARTS.iter().all(|(part, ..)| part != name)) {
+        eprintln!("no part is named {unknown:?}; there are {:?}", PARTS.map(|(part, ..)| part));
+        exit(2);
+    }
+    println!("{}\n", machine());
+    let mut missed = 0;
+    for (part, title, rows) in PARTS {
+        if only.is_empty() || only.iter().any(|name| name == part) {
+            let rows = rows(quick);
+            missed += rows.iter().filter(|row| row.is_missed()).count();
+            println!("{}", markdown(title, &rows));
+        }
+    }
+    println!("{missed} missed");
+    exit(i32::from(missed > 0));
 }

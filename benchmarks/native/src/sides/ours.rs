@@ -1,0 +1,152 @@
+//! The index of kvevents. The only file of this harness that uses its API.
+
+#[path = "../../../../native/index/src/scan/layouts.rs"]
+mod layouts;
+
+use std::sync::Arc;
+
+use kvevents_index::index::{Index, Limits, Outcome, Scope};
+use kvevents_index::matching::Hit;
+use kvevents_index::scan::{self, Kind, Schema, Scratch};
+
+use super::{Find, Scores, Script, Shared, Side};
+
+/// Payloads are read as `PrefixIndex` reads them.
+fn schema() -> Schema {
+    let schema = Schema::new(&layouts::layouts(), scan::Limits::default()).expect("the names are known");
+    schema.joining()
+}
+
+/// kvevents' index.
+pub struct Ours {
+    reader: Reader,
+    seq: i64,
+}
+
+/// Its lookups.
+#[derive(Clone)]
+pub struct Reader {
+    index: Arc<Index>,
+    names: Arc<[String]>,
+    size: u64,
+}
+
+impl Ours {
+    fn apply(&mut self, worker: u32, payload: &[u8]) {
+        let Reader { index, names, .. } = &self.reader;
+        self.seq += 1;
+        let outcome = index.batch(&names[worker as usize], 0, 0, self.seq, payload);
+        assert_eq!(outcome, Outcome::Applied(false));
+    }
+
+    /// Puts a worker behind the wall of a model.
+    pub fn label(&self, worker: u32, model: &str) {
+        let Reader { index, names, .. } = &self.reader;
+        index.label(&names[worker as usize], Some(model));
+    }
+}
+
+impl Find for Reader {
+    fn find(&self, tokens: &[u32]) -> u64 {
+        let hits = self.index.matched(tokens, &Scope::default());
+        hits.iter().map(|hit| hit.tokens[0]).sum::<u64>() / self.size
+    }
+
+    fn scores(&self, tokens: &[u32]) -> Scores {
+        let score = |hit: &Hit| {
+            let worker = self.names.iter().position(|name| *name == hit.worker.source);
+            (worker.expect("it was named here") as u32, (hit.tokens[0] / self.size) as u32)
+        };
+        self.index.matched(tokens, &Scope::default()).iter().map(score).collect()
+    }
+}
+
+impl Find for Ours {
+    fn find(&self, tokens: &[u32]) -> u64 {
+        self.reader.find(tokens)
+    }
+
+    fn scores(&self, tokens: &[u32]) -> Scores {
+        self.reader.scores(tokens)
+    }
+}
+
+impl Side for Ours {
+    const NAME: &'static str = "kvevents";
+
+    fn new(workers: u32, size: u32) -> Self {
+        let limits = Limits {
+            memory: None,
+            orphans: 100_000,
+            fences: 1_000,
+            speculated: 100_000,
+        };
+        let reader = Reader {
+            index: Arc::new(Index::new(schema(), limits)),
+            names: (0..workers).map(|worker| format!("worker-{worker}")).collect(),
+            size: u64::from(size),
+        };
+        Self { reader, seq: 0 }
+    }
+
+    fn run<S: Script + Send + 'static>(&mut self, mut script: S) -> S {
+        while let Some((worker, payload)) = script.next(&self.reader) {
+            self.apply(worker, payload);
+        }
+        script
+    }
+}
+
+impl Shared for Ours {
+    type Reader = Reader;
+
+    fn reader(&self) -> Reader {
+        self.reader.clone()
+    }
+}
+
+/// One event, read by our scanner for an index that reads no payloads itself.
+pub enum Event<'a> {
+    /// Blocks are stored.
+    Stored {
+        /// The block before the first one.
+        parent: Option<u64>,
+        /// The blocks.
+        hashes: &'a [u64],
+        /// Their tokens.
+        tokens: &'a [u32],
+    },
+    /// Blocks are removed.
+    Removed(&'a [u64]),
+}
+
+/// Our scanner alone.
+pub struct Scanner {
+    schema: Schema,
+    scratch: Scratch,
+}
+
+impl Scanner {
+    /// Reads as `Ours` does.
+    pub fn new() -> Self {
+        Self {
+            schema: schema(),
+            scratch: Scratch::default(),
+        }
+    }
+
+    /// Reads a payload.
+    pub fn read(&mut self, payload: &[u8]) -> impl Iterator<Item = Event<'_>> {
+        scan::scan(payload, &self.schema, &mut self.scratch).expect("the payload is one of the harness");
+        let scratch = &self.scratch;
+        scratch.events.iter().map(|event| match event.kind {
+            Kind::Stored => Event::Stored {
+                parent: event.parent,
+                hashes: event.hashes.slice(&scratch.hashes),
+                tokens: event.tokens.slice(&scratch.tokens),
+            },
+            Kind::Removed => Event::Removed(event.hashes.slice(&scratch.hashes)),
+            Kind::Cleared => unreachable!("the harness clears nothing"),
+        })
+    }
+}
