@@ -563,7 +563,7 @@ def test_memory_and_snapshots() -> None:
     assert one(service.check_memory(stats()))[0] == "ok"
     near = one(service.check_memory(stats(memory_limit=3 << 20)))
     assert near == ("warn", "12,345 blocks in 3.0 MiB, 100% of the limit of 3.0 MiB")
-    assert "7 blocks were evicted" in one(service.check_memory(stats(evicted=7)))[1]
+    assert "7 blocks were refused" in one(service.check_memory(stats(evicted=7)))[1]
     assert one(service.check_snapshot(stats(snapshot_fault="the disk is full"), 10.0)) == ("fail", "the disk is full")
     assert one(service.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the last one is 10 s old")
     assert one(service.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"

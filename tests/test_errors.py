@@ -1,4 +1,4 @@
-"""One root; "you did wrong" apart from "the peer did wrong"; each also what Python calls it."""
+"""One root; "you did wrong" apart from "the peer did wrong" and "we did wrong"; each also what Python calls it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_every_exception_has_the_one_root() -> None:
     assert all(issubclass(kind, errors.KVEventsError) for kind in ALL.values())
 
 
-def test_each_is_either_the_callers_or_the_peers() -> None:
-    leaves = ALL.keys() - {"KVEventsError", "UsageError", "PeerError"}
+def test_each_but_ours_is_either_the_callers_or_the_peers() -> None:
+    leaves = ALL.keys() - {"KVEventsError", "UsageError", "PeerError", "DamagedIndexError"}
     for name in leaves:
         assert issubclass(ALL[name], errors.UsageError) != issubclass(ALL[name], errors.PeerError), name
 

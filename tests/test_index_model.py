@@ -7,7 +7,6 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
-from io import BytesIO
 from itertools import pairwise
 from operator import ge
 from typing import Any
@@ -28,7 +27,6 @@ from index_cases import (
     Traffic,
     answer,
     blocks_of,
-    cleared,
     count_of,
     namespace,
     removal,
@@ -52,17 +50,14 @@ SLACK = 4096
 histories = st.binary(min_size=1500, max_size=4000)
 
 
-class Quartet:
-    """The oracle, an index that is given events, one that is given the bytes they were sent as, and one that is asked late."""
+class Trio:
+    """The oracle, an index that is given events, and one that is given the bytes they were sent as."""
 
     def __init__(self, max_orphans: int) -> None:
         limits = IndexLimits(max_orphans=max_orphans)
         self.oracle = Oracle(max_orphans)
         self.by_event, self.by_payload = PrefixIndex(limits=limits), PrefixIndex(limits=limits)
-        self.unasked = PrefixIndex(limits=limits, asked=False)
-        self.indexes = (self.by_event, self.by_payload, self.unasked)
-        self.patience = 0
-        """Prompts until the third one is asked too, which must not look into its blocks before that."""
+        self.indexes = (self.by_event, self.by_payload)
 
     def take(self, step: Step, spelling: int) -> None:
         if isinstance(step, Remove):
@@ -79,7 +74,7 @@ class Quartet:
                 index.label(step.source, step.model)
         else:
             status = self.oracle.apply(step)
-            assert {self.by_event.apply(step).status, self.unasked.apply(step).status} == {status}
+            assert self.by_event.apply(step).status == status
             if isinstance(step, Batch):
                 applied = self._by_payload(step, spelled(step, spelling), raw=spelling % 2 == 0)
                 assert applied.status == status
@@ -95,18 +90,14 @@ class Quartet:
 
     def check_prompt(self, tokens: list[int], scope: Scope) -> None:
         expected = self.oracle.match(tokens, scope)
-        self.patience -= 1
-        for index in self._asked():
+        for index in self.indexes:
             assert answer(index.match(tokens, namespace(scope))) == expected
-
-    def _asked(self) -> tuple[PrefixIndex, ...]:
-        return self.indexes[: 3 if self.patience < 0 else 2]
 
     def check_state(self) -> None:
         """Every block on every plane, every number."""
         for worker in ALL_WORKERS:
             expected = self.oracle.blocks(worker)
-            assert all(blocks_of(index, worker) == expected for index in self._asked())
+            assert all(blocks_of(index, worker) == expected for index in self.indexes)
             if worker in self.oracle.streams:
                 assert len({index.digest(worker) for index in self.indexes}) == 1
         for index in self.indexes:
@@ -114,24 +105,22 @@ class Quartet:
             assert workers_of(index) == self.oracle.streams.keys()
             assert stats.blocks == sum(count_of(self.oracle, worker) for worker in ALL_WORKERS)
             assert waiting_of(index) == sum(len(stream.waiting) for stream in self.oracle.streams.values())
-        assert self.unasked.workers() == self.by_event.workers()
+        assert self.by_payload.workers() == self.by_event.workers()
 
 
 def adversarial(data: bytes, max_orphans: int) -> None:
     choices = Choices(data)
-    adversary, quartet = Adversary(choices), Quartet(max_orphans)
-    quartet.patience = choices.byte()
+    adversary, trio = Adversary(choices), Trio(max_orphans)
     for number, step in enumerate(adversary.steps()):
         note(step)
-        quartet.take(step, choices.byte())
-        quartet.check_prompt(*adversary.prompt())
+        trio.take(step, choices.byte())
+        trio.check_prompt(*adversary.prompt())
         if number % 8 == 7:
-            quartet.check_state()
+            trio.check_state()
     for path in (path for stream in adversary.streams for path in stream.paths[-8:]):
         tokens = [token for page in path.pages for token in page.tokens]
-        quartet.check_prompt(tokens, Scope(None, path.scope.lora, path.scope.salt))
-    quartet.patience = -1
-    quartet.check_state()
+        trio.check_prompt(tokens, Scope(None, path.scope.lora, path.scope.salt))
+    trio.check_state()
 
 
 @settings(max_examples=60)
@@ -194,8 +183,7 @@ def engine_steps(choices: Choices, engine: Engine, salts: tuple[str | None, ...]
 def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
     """Two engines with block pools of their own seeds, one of them hybrid: caches fill, evict in LRU order, keep copies and are
     reset; after every step both indexes know every block, and predict what the engine itself would find."""
-    choices, quartet = Choices(data), Quartet(1_000_000)
-    quartet.patience = choices.byte()
+    choices, trio = Choices(data), Trio(1_000_000)
     size = choices.of((1, 2, 4))
     windows: tuple[int | None, ...] = choices.of(((None, 2 * size + 1), (None, 5), (None, None, 3 * size), (None,)))
     pool = 110 // size + 2  # hardly more than two of the longest requests take in one group
@@ -207,20 +195,19 @@ def test_engines_that_run_requests_are_mirrored(data: bytes) -> None:
         worker, engine, steps = choices.of(runs)
         for run in (step for step in [next(steps, None)] if step is not None):
             run()
-        quartet.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
+        trio.take(Batch(*worker, 0, sent[worker], 1.0, engine.take_events(), False), choices.byte())
         sent[worker] += 1
         tokens, salt = Traffic(engine, choices, salts=salts, longest=30).arrive()
-        quartet.check_prompt(tokens, Scope(salt=salt))
-        assert tokens_of(quartet.by_event, tokens[:-1], Scope(salt=salt), worker) == engine.cached(tokens, salt) * size
-    quartet.check_state()
+        trio.check_prompt(tokens, Scope(salt=salt))
+        assert tokens_of(trio.by_event, tokens[:-1], Scope(salt=salt), worker) == engine.cached(tokens, salt) * size
+    trio.check_state()
 
 
-@pytest.mark.parametrize("asked", [True, False])
 @settings(max_examples=15)
 @given(histories)
-def test_memory_returns_to_the_baseline_when_every_worker_is_removed(asked: bool, data: bytes) -> None:
+def test_memory_returns_to_the_baseline_when_every_worker_is_removed(data: bytes) -> None:
     choices = Choices(data)
-    index = PrefixIndex(asked=asked)
+    index = PrefixIndex()
     baseline = index.stats().bytes
     for step in Adversary(choices).steps():
         if not isinstance(step, Remove | Admit | Label):
@@ -231,10 +218,9 @@ def test_memory_returns_to_the_baseline_when_every_worker_is_removed(asked: bool
     assert index.stats().bytes <= baseline + SLACK * len(ALL_WORKERS)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_memory_returns_to_the_baseline_when_every_block_is_removed(asked: bool) -> None:
+def test_memory_returns_to_the_baseline_when_every_block_is_removed() -> None:
     """By removals alone, in another order than that of the stores, with copies, orphans and several tiers."""
-    index = PrefixIndex(asked=asked)
+    index = PrefixIndex()
     feed = Feed(index)
     feed(store([1], [1, 2], 2), removal(1))
     baseline = index.stats().bytes
@@ -250,86 +236,6 @@ def test_memory_returns_to_the_baseline_when_every_block_is_removed(asked: bool)
         feed(removal(*part, medium="CPU"), removal(*part), removal(*part), removal(*(value + 10_000 for value in part)))
     assert (index.stats().blocks, waiting_of(index)) == (0, 0)
     assert index.stats().bytes <= baseline + SLACK
-
-
-# --- an index that nobody asks ----------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_one_key_are_as_many_where_keys_are_only_counted() -> None:
-    """Under more hashes than may have one key: as many are refused, the same ones, and the rest is found once somebody asks."""
-    asked, unasked = PrefixIndex(), PrefixIndex(asked=False)
-    feeds = [Feed(index) for index in (asked, unasked)]
-    for feed in feeds:
-        for value in range(30):
-            feed(store([value], [1, 2], 2), store([100 + value], [3, value], 2))
-            feed(*([removal(value // 2)] if value % 5 == 4 else []))
-    assert same_state(asked, unasked)
-    assert unasked.stats().rejected == asked.stats().rejected == {("none", "too-many-alike"): 9}
-    assert answer(unasked.match([1, 2])) == answer(asked.match([1, 2])) != {}
-    for feed in feeds:
-        feed(*map(removal, range(30)))
-    assert answer(unasked.match([1, 2])) == answer(asked.match([1, 2])) == {}
-    assert answer(unasked.match([3, 7])) == answer(asked.match([3, 7])) != {}
-
-
-def test_many_blocks_of_one_key_in_a_worker_are_none_of_anothers_business() -> None:
-    """Of two workers the one has more of a key than may be, by which keys are listed; the other goes on, and has as many."""
-    asked, unasked = PrefixIndex(), PrefixIndex(asked=False)
-    for index in (asked, unasked):
-        one, other = Feed(index, "a", 0), Feed(index, "b", 0)
-        other(*(store([value], [1, 2], 2) for value in range(10)), store([50, 51], [5, 6, 7, 8], 2))
-        one(*(store([value], [1, 2], 2) for value in range(100, 130)))
-        other(*(store([value], [1, 2], 2) for value in range(10, 30)), removal(3, 50))
-    assert same_state(asked, unasked)
-    assert unasked.stats().rejected == asked.stats().rejected == {("none", "too-many-alike"): 28}
-    assert all(blocks_of(asked, worker) == blocks_of(unasked, worker) for worker in workers_of(asked))
-    assert answer(unasked.match([1, 2])) == answer(asked.match([1, 2])) != {}
-
-
-def test_a_block_may_be_on_more_planes_than_are_kept_in_one_place() -> None:
-    """Groups of a hybrid model on two tiers: stored, removed here and there, and cleared by tier and by group."""
-    asked, unasked = PrefixIndex(), PrefixIndex(asked=False)
-    feeds = [Feed(index) for index in (asked, unasked)]
-    for feed in feeds:
-        for group in range(45):
-            feed(store([1, 2, 3], [1, 2, 3, 4, 5, 6], 2, group_idx=group))
-            feed(store([1, 2], [1, 2, 3, 4], 2, group_idx=group, medium="CPU"))
-            feed(*([removal(1, 3, group_idx=group)] if group % 3 else []))
-            feed(*([cleared(group_idx=group - 1)] if group % 7 == 6 else []))
-    assert same_state(asked, unasked)
-    for feed in feeds:
-        feed(cleared(medium="CPU"))
-    assert same_state(asked, unasked)
-    assert blocks_of(asked, ("a", 0)) == blocks_of(unasked, ("a", 0)) != []
-
-
-def test_snapshots_of_an_index_that_nobody_asks_are_those_of_any_other() -> None:
-    source, unasked, restored = PrefixIndex(asked=False), PrefixIndex(asked=False), PrefixIndex(asked=False)
-    Feed(source)(store(range(1, 2001), range(4000), 2), removal(*range(1500, 2001)))
-    file = BytesIO()
-    source.snapshot(file)
-    for index, read in ((unasked, unasked.absorb), (restored, restored.restore)):
-        file.seek(0)
-        read(file)
-        assert index.digest("a") == source.digest("a")
-        assert answer(index.match(list(range(4000)))) == {("a", 0): (2998, 2998, 2998, 2998)}
-
-
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 3_000)), max_size=12), st.integers(0, 12))
-def test_keys_are_counted_while_caches_grow_and_shrink(steps: list[tuple[bool, int, int]], asks_at: int) -> None:
-    """Thousands of blocks come and go, of two workers that share them, until somebody asks, and afterwards."""
-    asked, unasked = PrefixIndex(), PrefixIndex(asked=False)
-    feeds = [[Feed(index, worker, 0) for worker in "ab"] for index in (asked, unasked)]
-    for number, (comes, first, count) in enumerate(steps):
-        hashes = range(100 * first, 100 * first + count)
-        event = store(hashes, [token for value in hashes for token in (value, 7)], 2) if comes else removal(*hashes)
-        for one, other in feeds:
-            (one if number % 3 else other)(event)
-        if number >= asks_at:
-            prompt = [token for value in hashes for token in (value, 7)]
-            assert answer(asked.match(prompt)) == answer(unasked.match(prompt))
-    assert all(asked.digest(worker) == unasked.digest(worker) for worker in workers_of(asked))
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------------

@@ -53,12 +53,8 @@ class NativeIndex:
         layouts: list[tuple[str, list[str], list[str]]],
         wire_limits: tuple[int, int, int, int, int, int],
         memory_limit: int | None,
-        max_orphans: int,
-        max_fences: int,
-        max_speculated: int,
+        limits: dict[str, int],
         outcomes: tuple[Applied, Applied, Applied, Applied],
-        *,
-        asked: bool,
     ) -> Self: ...
     def apply_payload(self, stream: tuple[str, int] | str, incarnation: int, seq: int, payload: bytes) -> Applied:
         """Apply the payload of one batch as the engine sent it."""

@@ -3,6 +3,7 @@
 ::
 
     KVEventsError
+    ├── DamagedIndexError            an error of kvevents left an index changed by half (RuntimeError)
     ├── UsageError                   you asked for something that cannot be done
     │   ├── ConfigError              a setting is wrong                   (ValueError)
     │   ├── UnknownDialectError      no such engine or release            (ValueError)
@@ -26,6 +27,10 @@ from __future__ import annotations
 
 class KVEventsError(Exception):
     """Root of every exception raised by kvevents."""
+
+
+class DamagedIndexError(KVEventsError, RuntimeError):
+    """An index was left changed by half by an error of kvevents itself, and answers nothing until a snapshot is restored."""
 
 
 class UsageError(KVEventsError):

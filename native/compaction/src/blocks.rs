@@ -5,14 +5,16 @@ use std::collections::HashMap;
 use hashbrown::HashTable;
 
 use kvevents_index::contexts::Context;
-use kvevents_index::core::Secret;
 use kvevents_index::hashed;
-use kvevents_index::stream::MAX_SAME_HASH;
+use kvevents_index::hasher::Secret;
 
 use super::announcements::Removable;
 use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
+
+/// Blocks with one hash: engines that hash pages without their prefix have thousands.
+const MAX_SAME_HASH: usize = 1 << 16;
 
 /// In the place of a parent's number: the block has none.
 pub const ROOT: u32 = u32::MAX;

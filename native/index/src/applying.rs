@@ -6,23 +6,24 @@ use std::collections::VecDeque;
 
 use crate::contexts::Context;
 use crate::core::Core;
-use crate::gate::{BLOCKS_PER_HOLD, Writer};
+use crate::gate::{WORK_PER_HOLD, Writer};
 use crate::keys::{self, Scheme};
 use crate::pages;
 use crate::planes::{Plane, Rule, tier};
+use crate::records::{Records, Stretch};
 use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
-use crate::stream::{Block, Chain, Leaving, Parent, Place, Stream};
+use crate::stream::{KeyCache, Leaving, Place, Stream};
 use crate::table::{Reach, Stage};
 use crate::waiting::{Content, Waiting};
 
 use ahead::{Ahead, Ring};
 
-/// Names of planes that one life of a stream may use: an engine has a handful, and all streams share `MAX_PLANES`.
-const MAX_PLACES: usize = 64;
 /// Blocks of an event that are asked for before it is hashed.
 const FIRST: usize = 4;
 /// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
 const FEW_BLOCKS: usize = 8;
+/// The same for tokens of one block.
+const FEW_TOKENS: usize = 1_024;
 
 /// A payload, read.
 pub struct Read<'a> {
@@ -43,9 +44,10 @@ impl Read<'_> {
     }
 }
 
-/// Keys of one event, kept from one event to the next to spare allocations.
+/// Hashes of one event, kept from one event to the next to spare allocations.
 #[derive(Debug, Default)]
 pub struct Work {
+    locals: Vec<u64>,
     keys: Vec<u64>,
     extras: Vec<(usize, u64)>,
     window: Vec<u32>,
@@ -91,21 +93,42 @@ impl Dense<'_> {
     }
 }
 
+/// Blocks of one event, each the parent of the next.
+#[derive(Clone, Copy, Debug)]
+struct Chain<'a> {
+    hashes: &'a [u64],
+    keys: &'a [u64],
+    /// None of blocks that were stored by their keys: those have no parents.
+    locals: Option<&'a [u64]>,
+    context: u32,
+    plane: u16,
+}
+
+/// Why some blocks were placed, and not all of them.
+enum Pause {
+    /// All were.
+    Done,
+    /// This one has come, and others wait for it.
+    Awaited { next: usize, number: u32 },
+    /// There are too many like the next one.
+    Alike,
+}
+
+/// A row of slots that is being filled.
+#[derive(Default)]
+struct Open {
+    stretch: Stretch,
+    used: u32,
+    set: u32,
+    /// The place of the first block in its chain.
+    first: usize,
+}
+
 impl Stream {
-    /// Applies one event; says whether it cleared the whole stream. `max_waiting` bounds the queue of what cannot be placed.
-    pub fn event(
-        &mut self,
-        writer: &mut Writer<'_>,
-        read: &Read<'_>,
-        event: &Event,
-        work: &mut Work,
-        max_waiting: usize,
-    ) -> bool {
-        if writer.keeps() && writer.is_listed() {
-            self.look_into_all(writer);
-        }
+    /// Applies one event; says whether it cleared the whole stream.
+    pub fn event(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) -> bool {
         match event.kind {
-            Kind::Stored => self.stored(writer, read, event, work, max_waiting),
+            Kind::Stored => self.stored(writer, read, event, work),
             Kind::Removed => self.was_removed(writer, read, event),
             Kind::Cleared => return self.was_cleared(writer, read, event),
         }
@@ -114,13 +137,27 @@ impl Stream {
 
     // --- stores
 
-    fn stored(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event, work: &mut Work, max_waiting: usize) {
+    fn stored(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) {
+        writer.spend(1);
+        let kind = read.text(event.spec_kind).unwrap_or("none");
+        if let Err(reason) = self.store(writer, read, event, work) {
+            self.counters.reject(kind, reason);
+        }
+    }
+
+    fn store(
+        &mut self,
+        writer: &mut Writer<'_, Core>,
+        read: &Read<'_>,
+        event: &Event,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
         let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
         let window = event.window.filter(|&window| window > 0 && kind == Some("sliding_window"));
         let dense = matches!(kind, None | Some("full_attention" | "mla_attention" | "sink_full_attention"));
         if !dense && window.is_none() {
-            self.learn(writer, group, Rule::Unknown);
-            return self.counters.reject(kind.unwrap_or("none"), "unknown-kind");
+            self.learn(writer, group, Rule::Unknown)?;
+            return Err("unknown-kind");
         }
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let size = event.block_size;
@@ -129,16 +166,14 @@ impl Stream {
                 && size > 0
             {
                 let blocks = (window as u64 - 1).div_ceil(size);
-                self.learn(writer, group, Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)));
+                self.learn(writer, group, Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)))?;
             }
-            let Some(plane) = self.plane(writer, read, event) else {
-                return self.counters.reject(kind.unwrap_or("none"), "too-many-planes");
-            };
+            let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
             for &hash in hashes {
-                self.without_tokens(writer, hash, plane, max_waiting);
-                writer.pause(1);
+                self.without_tokens(writer, hash, plane);
+                writer.spend(1);
             }
-            return;
+            return Ok(());
         }
         if event.keyed {
             return self.keyed(writer, read, event, work);
@@ -146,15 +181,13 @@ impl Stream {
         let tokens = event.tokens.slice(&read.scratch.tokens);
         let count = (tokens.len() >> u32::from(event.pairs)) as u64;
         if size == 0 || size > u64::from(u32::MAX) || Some(count) != size.checked_mul(hashes.len() as u64) {
-            return self.counters.reject(kind.unwrap_or("none"), "length-mismatch");
+            return Err("length-mismatch");
         }
         if event.unkeyable {
-            return self.counters.reject(kind.unwrap_or("none"), "bad-token");
+            return Err("bad-token");
         }
-        self.learn(writer, group, Rule::Dense);
-        let Some(plane) = self.plane(writer, read, event) else {
-            return self.counters.reject(kind.unwrap_or("none"), "too-many-planes");
-        };
+        self.learn(writer, group, Rule::Dense)?;
+        let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
         let lora = match (read.bytes(event.lora_name), event.lora_id) {
             (Some(name), _) => keys::lora_name(name),
             (None, Some(id)) => keys::lora_id(id),
@@ -185,43 +218,47 @@ impl Stream {
             salt,
             plane,
         };
-        self.dense(writer, &store, event.parent, work, max_waiting);
+        self.dense(writer, &store, event.parent, work)
     }
 
     /// A store that says keys: they hold its namespace and all that is before it.
-    fn keyed(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event, work: &mut Work) {
-        let kind = read.text(event.spec_kind).unwrap_or("none");
-        let Some(size) = event.size_of_keyed() else {
-            return self.counters.reject(kind, "length-mismatch");
-        };
-        self.learn(writer, event.group.unwrap_or(0), Rule::Dense);
-        let Some(plane) = self.plane(writer, read, event) else {
-            return self.counters.reject(kind, "too-many-planes");
-        };
+    fn keyed(
+        &mut self,
+        writer: &mut Writer<'_, Core>,
+        read: &Read<'_>,
+        event: &Event,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        let size = event.size_of_keyed().ok_or("length-mismatch")?;
+        self.learn(writer, event.group.unwrap_or(0), Rule::Dense)?;
+        let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
         if event.hashes.length == 0 {
-            return;
+            return Ok(());
         }
-        self.cut_by(size);
-        let (count, secret) = (event.hashes.length as usize, writer.secret);
-        if pages::are_short() || self.is_tight(count) {
-            writer.unlocked(|| {
-                pages::prepare();
-                self.make_room(count, secret);
-            });
+        if !self.cut_by(writer, Scheme { size, eagle: false }) {
+            return Err("too-many-block-sizes");
         }
-        let number = writer.contexts.retain(Context::keyed(size), 1);
-        writer.list_all();
+        self.prepare(writer, event.hashes.length as usize, || {});
+        let context = writer.contexts.retain(Context::keyed(size)).ok_or("too-many-contexts")?;
         let chain = Chain {
             hashes: event.hashes.slice(&read.scratch.hashes),
             keys: event.keys.slice(&read.scratch.hashes),
-            context: number,
+            locals: None,
+            context,
             plane,
         };
-        self.take_in(writer, &chain, &mut work.ring, None);
-        writer.contexts.release(number, 1);
+        let placed = self.place_all(writer, &chain, &mut work.ring, None);
+        writer.contexts.release(context);
+        placed
     }
 
-    fn dense(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, parent: Option<u64>, work: &mut Work, max_waiting: usize) {
+    fn dense(
+        &mut self,
+        writer: &mut Writer<'_, Core>,
+        store: &Dense<'_>,
+        parent: Option<u64>,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
         // Where their hashes belong is known before their keys are.
         for &hash in store.hashes.iter().take(FIRST) {
             self.prefetch(writer.spot(hash), Stage::Bucket);
@@ -231,7 +268,7 @@ impl Stream {
             let Some(awaited) = awaited else {
                 return self.run(writer, store, at, None, work);
             };
-            if let Some(found) = self.parent(writer, awaited) {
+            if let Some(found) = self.newest(writer, awaited) {
                 return self.run(writer, store, at, Some(found), work);
             }
             let content = Content {
@@ -247,140 +284,286 @@ impl Stream {
                 awaited,
                 content: Some(content),
             };
-            self.counters.dropped += self.waiting.push(orphan, max_waiting);
+            self.wait(writer, orphan);
+            writer.spend(2);
         }
+        Ok(())
+    }
+
+    /// Lets a block wait for another.
+    fn wait(&mut self, core: &mut Core, waiting: Waiting) {
+        if !self.may_grow(core) {
+            self.counters.dropped += 1;
+            return;
+        }
+        let limits = core.limits;
+        let bytes = limits.memory.map_or(usize::MAX, |memory| memory / 8);
+        self.counters.dropped += self
+            .waiting
+            .push_within(waiting, limits.orphans, limits.orphan_bytes.min(bytes));
     }
 
     /// Takes in the blocks of an event from `first` on behind `parent`, each the parent of the next.
-    fn run(&mut self, writer: &mut Writer<'_>, store: &Dense<'_>, first: usize, parent: Option<Parent>, work: &mut Work) {
-        let salt_of = |parent: Parent| writer.contexts.get(parent.context).salt;
+    fn run(
+        &mut self,
+        writer: &mut Writer<'_, Core>,
+        store: &Dense<'_>,
+        first: usize,
+        parent: Option<u32>,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
         let salt = store.salt.unwrap_or_else(|| parent.map_or(0, salt_of));
-        let before = parent.map(|parent| parent.key);
+        let before = parent.map(|parent| writer.records.key(parent));
         let context = Context {
             scheme: store.scheme,
             lora: store.lora,
             salt,
         };
-        let number = writer.contexts.retain(context, 1);
+        if !self.cut_by(writer, store.scheme) {
+            return Err("too-many-block-sizes");
+        }
+        let number = writer.contexts.retain(context).ok_or("too-many-contexts")?;
         let count = store.hashes.len() - first;
-        // A long event is hashed while others may read and write; what this stream holds nobody else changes meanwhile.
-        self.cut_by(store.scheme.size);
-        if writer.is_listed() && count > FEW_BLOCKS || pages::are_short() || self.is_tight(count) {
+        self.prepare(writer, count, || hash_all(store, first, before, context.seed(), work));
+        let chain = Chain {
+            hashes: &store.hashes[first..],
+            keys: &work.keys,
+            locals: Some(&work.locals),
+            context: number,
+            plane: store.plane,
+        };
+        let placed = self.place_all(writer, &chain, &mut work.ring, parent);
+        writer.contexts.release(number);
+        placed
+    }
+
+    /// Does what blocks need before they are placed: much of it while others may read and write. What this stream holds nobody else changes
+    /// meanwhile.
+    fn prepare(&mut self, writer: &mut Writer<'_, Core>, count: usize, work: impl FnOnce()) {
+        if count > FEW_BLOCKS || pages::are_short() || self.is_tight(count) {
             let secret = writer.secret;
             writer.unlocked(|| {
                 pages::prepare();
                 self.make_room(count, secret);
-                hash_all(store, first, before, context.seed(), work);
+                work();
             });
         } else {
-            hash_all(store, first, before, context.seed(), work);
+            work();
         }
-        let chain = Chain {
-            hashes: &store.hashes[first..],
-            keys: &work.keys,
-            context: number,
-            plane: store.plane,
+    }
+
+    /// Places blocks behind a record.
+    fn place_all(
+        &mut self,
+        writer: &mut Writer<'_, Core>,
+        chain: &Chain<'_>,
+        ring: &mut Ring,
+        mut parent: Option<u32>,
+    ) -> Result<(), &'static str> {
+        let count = chain.hashes.len();
+        let keys = if chain.locals.is_some() {
+            writer.heads.reach()
+        } else {
+            writer.keyed.reach()
         };
-        self.take_in(writer, &chain, &mut work.ring, parent.and_then(|parent| parent.number));
-        writer.contexts.release(number, 1);
-    }
-
-    /// Takes in blocks behind one that may have a record: keeps them as they came where that may be, and places those that have to be
-    /// looked into.
-    fn take_in(&mut self, writer: &mut Writer<'_>, chain: &Chain<'_>, ring: &mut Ring, parent: Option<u32>) {
-        let mut rest = *chain;
-        while self.may_keep(writer, chain.plane) && !rest.hashes.is_empty() {
-            let kept = self.keep(writer, &rest);
-            writer.pause(kept);
-            rest = rest.behind(kept);
-            let next = rest.first();
-            if !self.place_all(writer, &next, ring, None) {
-                return;
-            }
-            rest = rest.behind(next.hashes.len());
-        }
-        self.place_all(writer, &rest, ring, parent);
-    }
-
-    /// Places blocks behind a record. False when there are too many alike, and not all of them were.
-    fn place_all(&mut self, writer: &mut Writer<'_>, chain: &Chain<'_>, ring: &mut Ring, parent: Option<u32>) -> bool {
-        let (count, plane) = (chain.hashes.len(), chain.plane);
-        if count == 0 {
-            return true;
-        }
         let mut blocks = Ahead {
-            hashes: chain.hashes,
-            keys: chain.keys,
-            context: chain.context,
+            chain,
             ring,
-            reach: self.reach().max(writer.keys.reach()),
+            reach: self.reach().max(keys),
         };
-        let mut guess = parent.map_or(u32::MAX, |parent| parent.wrapping_add(1));
         blocks.start(self, writer);
-        for start in (0..count).step_by(BLOCKS_PER_HOLD) {
-            let core: &mut Core = writer;
-            let end = count.min(start + BLOCKS_PER_HOLD);
-            for at in start..end {
-                let block = blocks.next(self, core, at);
-                let Some((placed, fresh)) = self.place(core, &block, plane, guess) else {
-                    self.counters.reject("none", "too-many-alike");
-                    return false;
-                };
-                guess = placed.wrapping_add(1);
-                if fresh && !self.waiting.is_empty() {
-                    self.link(core, block.hash, placed);
+        let mut at = 0;
+        while at < count {
+            let end = count.min(at + WORK_PER_HOLD);
+            if !self.may_grow(writer) {
+                self.refuse(writer, chain, at, parent);
+                return Ok(());
+            }
+            match self.place_some(writer, &mut blocks, at, end, &mut parent) {
+                Pause::Done => {
+                    writer.spend(end - at);
+                    at = end;
+                }
+                Pause::Awaited { next, number } => {
+                    writer.spend(next - at);
+                    self.link(writer, chain.hashes[next - 1], number);
+                    at = next;
+                }
+                Pause::Alike => return Err("too-many-alike"),
+            }
+        }
+        Ok(())
+    }
+
+    fn place_some(
+        &mut self,
+        core: &mut Core,
+        blocks: &mut Ahead<'_>,
+        start: usize,
+        end: usize,
+        parent: &mut Option<u32>,
+    ) -> Pause {
+        let (chain, mut open) = (blocks.chain, Open::default());
+        // Whether the block before is new, so that no stream holds one behind it, except across a hole.
+        let mut is_new = false;
+        for at in start..end {
+            let block = blocks.next(self, core, at);
+            let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
+            if let Some(before) = parent.filter(|_| is_new && !is_awaited) {
+                let seat = self.seat(block.hash_spot);
+                if !self.knows(core, block.hash, seat) && !core.is_listed(&block) {
+                    if open.used == open.stretch.length {
+                        self.close(core, chain, &mut open);
+                        if !self.open(core, chain, &mut open, before, at, end - at) {
+                            return Pause::Alike;
+                        }
+                    }
+                    let number = open.stretch.first + open.used;
+                    if Records::next(before) == Some(number) && (open.used > 0 || core.may_link(before, block.context)) {
+                        core.records
+                            .put_linked(number, block.local, block.key, block.hash, block.context, open.set);
+                    } else {
+                        core.put_head(number, &block, open.set);
+                    }
+                    self.enter_own(core, block.hash_spot, seat, number);
+                    open.used += 1;
+                    *parent = Some(number);
+                    continue;
                 }
             }
-            writer.pause(end - start);
+            self.close(core, chain, &mut open);
+            let Some(placed) = self.place(core, &block, chain.plane, *parent) else {
+                return Pause::Alike;
+            };
+            if chain.locals.is_some() {
+                (*parent, is_new) = (Some(placed.number), placed.is_new);
+            }
+            if is_awaited && placed.is_unknown {
+                let number = placed.number;
+                return Pause::Awaited { next: at + 1, number };
+            }
         }
+        self.close(core, chain, &mut open);
+        Pause::Done
+    }
+
+    /// Takes slots for blocks that are new. False when there are as many as numbers.
+    fn open(&mut self, core: &mut Core, chain: &Chain<'_>, open: &mut Open, parent: u32, first: usize, count: usize) -> bool {
+        let Some(stretch) = core.records.take(Some(parent), count) else {
+            return false;
+        };
+        let set = core.sets.single(chain.plane, self.number, stretch.length);
+        *open = Open {
+            stretch,
+            used: 0,
+            set,
+            first,
+        };
         true
     }
 
-    /// A block with everything that placing it needs asked for.
-    pub fn asked(&self, core: &Core, hash: u64, key: u64, context: u32) -> Block {
-        let mut block = Block::new(core, hash, key, context);
-        self.ask(core, &mut block, Stage::Bucket);
-        block
-    }
-
-    /// Places what waited for a block, and what waited for that, the nearest first.
-    fn link(&mut self, core: &mut Core, hash: u64, number: u32) {
-        let mut queue: VecDeque<(Waiting, u32)> = self
-            .waiting
-            .take_awaiting(hash)
-            .into_iter()
-            .map(|item| (item, number))
-            .collect();
-        while let Some((item, above)) = queue.pop_front() {
-            let Some(mut content) = item.content else {
-                self.copy(core, item.hash, above, item.plane);
-                continue;
-            };
-            let parent = *core.records.get(above);
-            let salt = content.salt.unwrap_or_else(|| core.contexts.get(parent.context()).salt);
-            let context = Context {
-                scheme: content.scheme,
-                lora: content.lora,
-                salt,
-            };
-            let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
-            let held = core.contexts.retain(context, 1);
-            let block = Block::new(core, item.hash, keys::chained(parent.key, local), held);
-            match self.place(core, &block, item.plane, above.wrapping_add(1)) {
-                Some((placed, true)) => {
-                    queue.extend(self.waiting.take_awaiting(item.hash).into_iter().map(|next| (next, placed)));
-                }
-                Some(_) => {}
-                None => self.counters.reject("none", "too-many-alike"),
-            }
-            core.contexts.release(held, 1);
+    /// Counts the blocks that were put into slots, and gives the other slots back.
+    fn close(&mut self, core: &mut Core, chain: &Chain<'_>, open: &mut Open) {
+        let Open {
+            stretch,
+            used,
+            set,
+            first,
+        } = std::mem::take(open);
+        let left = stretch.length - used;
+        if left > 0 {
+            core.records.give(stretch.first + used, left);
+            core.sets.give(set, left);
+        }
+        if used > 0 {
+            core.contexts.add(chain.context, used);
+            let new = first..first + used as usize;
+            self.count_new(&chain.hashes[new.clone()], &chain.keys[new], chain.plane);
         }
     }
 
-    fn without_tokens(&mut self, writer: &mut Writer<'_>, hash: u64, plane: u16, max_waiting: usize) {
-        self.look_into(writer, hash);
-        match self.newest(writer, hash) {
-            Some(number) => self.copy(writer, hash, number, plane),
+    /// Takes copies of blocks that the stream holds; the others, and all behind them, are refused for the memory limit.
+    fn refuse(&mut self, writer: &mut Writer<'_, Core>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
+        for at in first..chain.hashes.len() {
+            let block = chain.block(writer, at);
+            let Some(number) = self.find(writer, &block, parent) else {
+                self.counters.evicted += (chain.hashes.len() - at) as u64;
+                return;
+            };
+            self.copy(writer, block.hash, number, chain.plane);
+            parent = chain.locals.map(|_| number);
+            writer.spend(1);
+        }
+    }
+
+    /// Places what waited for a block, and what waited for that, the nearest first.
+    fn link(&mut self, writer: &mut Writer<'_, Core>, hash: u64, number: u32) {
+        let mut queue = VecDeque::from([(hash, number)]);
+        while let Some((hash, above)) = queue.pop_front() {
+            while let Some(item) = self.take_awaiting(hash) {
+                let (hash, plane) = (item.hash, item.plane);
+                let Some(content) = item.content else {
+                    self.copy(writer, hash, above, plane);
+                    writer.spend(1);
+                    continue;
+                };
+                match self.place_orphan(writer, hash, plane, content, above) {
+                    Ok(Some(number)) => queue.push_back((hash, number)),
+                    Ok(None) => {}
+                    Err(reason) => self.counters.reject("none", reason),
+                }
+                writer.spend(2);
+            }
+        }
+    }
+
+    /// Places an orphan behind its parent. Returns its record if its hash was unknown.
+    fn place_orphan(
+        &mut self,
+        writer: &mut Writer<'_, Core>,
+        hash: u64,
+        plane: u16,
+        mut content: Content,
+        parent: u32,
+    ) -> Result<Option<u32>, &'static str> {
+        if !self.may_grow(writer) {
+            self.counters.evicted += 1;
+            return Ok(None);
+        }
+        let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
+        let context = Context {
+            scheme: content.scheme,
+            lora: content.lora,
+            salt: content.salt.unwrap_or_else(|| salt_of(parent)),
+        };
+        if !self.cut_by(writer, content.scheme) {
+            return Err("too-many-block-sizes");
+        }
+        let mut hashed = || keys::local_with(&content.tokens, &mut content.extras, context.seed());
+        let local = if content.tokens.len() > FEW_TOKENS {
+            writer.unlocked(hashed)
+        } else {
+            hashed()
+        };
+        let number = writer.contexts.retain(context).ok_or("too-many-contexts")?;
+        let chain = Chain {
+            hashes: &[hash],
+            keys: &[keys::chained(writer.records.key(parent), local)],
+            locals: Some(&[local]),
+            context: number,
+            plane,
+        };
+        let block = chain.block(writer, 0);
+        let placed = self.place(writer, &block, plane, Some(parent));
+        writer.contexts.release(number);
+        let placed = placed.ok_or("too-many-alike")?;
+        Ok(placed.is_unknown.then_some(placed.number))
+    }
+
+    fn without_tokens(&mut self, core: &mut Core, hash: u64, plane: u16) {
+        match self.newest(core, hash) {
+            Some(number) => self.copy(core, hash, number, plane),
             None => {
                 let untied = Waiting {
                     hash,
@@ -388,20 +571,28 @@ impl Stream {
                     awaited: hash,
                     content: None,
                 };
-                self.counters.dropped += self.waiting.push(untied, max_waiting);
+                self.wait(core, untied);
             }
         }
     }
 
-    fn learn(&mut self, writer: &mut Writer<'_>, group: i64, rule: Rule) {
-        if self.rules.get(group) != Some(rule) && self.rules.learn(group, rule) {
-            writer.rule(self.number, self.rules.hybrid());
+    fn learn(&mut self, core: &mut Core, group: i64, rule: Rule) -> Result<(), &'static str> {
+        let known = self.rules.get(group);
+        if known == Some(rule) {
+            return Ok(());
         }
+        if known.is_none() && self.rules.0.len() >= core.limits.groups {
+            return Err("too-many-groups");
+        }
+        self.rules.learn(group, rule);
+        core.rule(self.number, self.rules.hybrid());
+        Ok(())
     }
 
     // --- removals
 
-    fn was_removed(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event) {
+    fn was_removed(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event) {
+        writer.spend(1);
         if self.rules.get(event.group.unwrap_or(0)) == Some(Rule::Unknown) {
             return;
         }
@@ -410,74 +601,47 @@ impl Stream {
             self.counters.unknown += hashes.len() as u64;
             return;
         };
-        let mut leaving = [Leaving::default(); BLOCKS_PER_HOLD];
-        for chunk in hashes.chunks(BLOCKS_PER_HOLD) {
+        let (mut leaving, mut keys) = ([Leaving::default(); WORK_PER_HOLD], KeyCache::default());
+        for chunk in hashes.chunks(WORK_PER_HOLD) {
             let core: &mut Core = writer;
-            if self.has_no_records() {
-                self.remove_all_kept(core, chunk, plane);
-                writer.pause(chunk.len());
-                continue;
-            }
             let leaving = &mut leaving[..chunk.len()];
             for (place, &hash) in leaving.iter_mut().zip(chunk) {
                 *place = self.leaving(core, hash);
             }
-            if core.keys.reach().max(self.reach()) > Reach::Near {
-                leaving.iter_mut().for_each(|each| self.prefetch_record(core, each));
-                leaving.iter().for_each(|each| self.prefetch_key(core, each));
+            if self.reach() > Reach::Near {
+                leaving.iter().for_each(|each| self.prefetch_record(core, each));
             }
             for (each, &hash) in leaving.iter().zip(chunk) {
-                let removed = self.remove_kept(core, hash, plane);
-                if !removed.unwrap_or_else(|| self.remove(core, each, plane)) {
-                    self.was_not_held(hash, plane);
+                if !self.remove(core, each, plane, &mut keys) && !self.waiting.remove(hash, plane) {
+                    self.counters.unknown += 1;
                 }
             }
-            writer.pause(chunk.len());
+            keys.clear();
+            writer.spend(chunk.len());
         }
     }
 
-    /// The same of hashes none of which means a block with a record.
-    fn remove_all_kept(&mut self, core: &mut Core, hashes: &[u64], plane: u16) {
-        if let Some(kept) = core.kept_of(self.number) {
-            hashes.iter().for_each(|&hash| kept.prefetch(core.secret.place(hash)));
-        }
-        for &hash in hashes {
-            if self.remove_kept(core, hash, plane) != Some(true) {
-                self.was_not_held(hash, plane);
-            }
-        }
-    }
-
-    /// Takes a copy from what waits instead.
-    #[inline]
-    fn was_not_held(&mut self, hash: u64, plane: u16) {
-        if !self.waiting.remove(hash, plane) {
-            self.counters.unknown += 1;
-        }
-    }
-
-    fn was_cleared(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event) -> bool {
+    fn was_cleared(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event) -> bool {
+        writer.spend(1);
         let medium = read.text(event.medium).map(tier);
         if medium.is_none() && event.group.is_none() {
             self.forget(writer);
             return true;
         }
-        let meant: Vec<bool> = (writer.planes.iter())
-            .map(|plane| {
-                medium.as_ref().is_none_or(|tier| *tier == plane.tier) && event.group.is_none_or(|group| group == plane.group)
-            })
+        let meant = |plane: &Plane| {
+            medium.as_ref().is_none_or(|tier| *tier == plane.tier) && event.group.is_none_or(|group| group == plane.group)
+        };
+        let planes: Vec<u16> = (self.held().map(|(plane, _)| plane))
+            .filter(|&plane| meant(writer.planes.get(plane)))
             .collect();
-        self.waiting.clear(|plane| meant[plane as usize]);
-        self.look_into_all(writer);
-        for (hash, number) in self.each(writer) {
-            self.drop_block(writer, hash, number, |plane| meant[plane as usize]);
-            writer.pause(1);
+        if !self.clear(writer, |plane| planes.contains(&plane)) {
+            self.counters.reject("none", "too-many-clears");
         }
         false
     }
 
     /// The plane that an event is about.
-    fn plane(&mut self, writer: &mut Writer<'_>, read: &Read<'_>, event: &Event) -> Option<u16> {
+    fn plane(&mut self, core: &mut Core, read: &Read<'_>, event: &Event) -> Option<u16> {
         let (medium, locality, ownership) = (
             read.bytes(event.medium),
             read.bytes(event.locality),
@@ -493,16 +657,17 @@ impl Stream {
         if let Some((_, plane)) = self.places.iter().find(|(place, _)| same(place)) {
             return Some(*plane);
         }
-        if self.places.len() >= MAX_PLACES {
+        if self.places.len() >= core.limits.places {
             return None;
         }
         let text = |span| read.text(span).map(str::to_owned);
-        let plane = writer.plane(Plane {
+        let plane = Plane {
             tier: tier(read.text(event.medium).unwrap_or("")),
             locality: text(event.locality),
             ownership: text(event.ownership),
             group,
-        })?;
+        };
+        let number = self.use_plane(core, plane)?;
         let owned = |bytes: Option<&[u8]>| bytes.map(Box::from);
         let place = Place {
             medium: owned(medium),
@@ -510,29 +675,26 @@ impl Stream {
             ownership: owned(ownership),
             group,
         };
-        self.places.push((place, plane));
-        Some(plane)
+        self.places.push((place, number));
+        Some(number)
     }
 }
 
-/// Keys of the blocks from `first` on, into `work.keys`.
+/// Local hashes and keys of the blocks from `first` on, into `work`.
 fn hash_all(store: &Dense<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut Work) {
-    work.keys.clear();
+    let count = store.hashes.len() - first;
+    let mut roller = keys::Roller::new(parent, count, &mut work.locals, &mut work.keys);
     let size = store.scheme.size as usize;
     if work.extras.is_empty() && !store.pairs {
-        work.keys.extend(
-            store.tokens[first * size..]
-                .chunks_exact(size)
-                .map(|block| keys::local(block, seed)),
-        );
+        for block in store.tokens[first * size..].chunks_exact(size) {
+            roller.push(keys::local(block, seed));
+        }
     } else {
         for at in first..store.hashes.len() {
             let mut extras: Vec<u64> = extras_at(&work.extras, at).collect();
-            let local = keys::local_with(store.window(at, &mut work.window), &mut extras, seed);
-            work.keys.push(local);
+            roller.push(keys::local_with(store.window(at, &mut work.window), &mut extras, seed));
         }
     }
-    keys::chain(parent, &mut work.keys);
 }
 
 /// Extra keys of one block; `extras` are in the order of their blocks.

@@ -1,8 +1,12 @@
 //! What blocks share besides their tokens: how they are cut, and the namespace.
 
-use std::collections::HashMap;
+use std::hash::BuildHasher;
 
+use hashbrown::HashTable;
+
+use crate::hasher::Secret;
 use crate::keys::{self, Scheme};
+use crate::records::MAX_CONTEXTS;
 
 /// Scheme and namespace of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -15,11 +19,11 @@ pub struct Context {
     pub salt: u64,
 }
 
-/// What blocks have in the place of a LoRA that were told by their keys: whatever their namespace is, it is in these.
+/// What blocks have in the place of a LoRA that were stored by their keys: whatever their namespace is, it is in these.
 const KEYED: u64 = u64::MAX;
 
 impl Context {
-    /// Of blocks that were told by their keys.
+    /// Of blocks that were stored by their keys.
     pub fn keyed(size: u32) -> Self {
         Self {
             scheme: Scheme { size, eagle: false },
@@ -28,7 +32,7 @@ impl Context {
         }
     }
 
-    /// Whether its blocks were told by their keys.
+    /// Whether its blocks were stored by their keys.
     #[inline]
     pub fn is_keyed(&self) -> bool {
         self.lora == KEYED
@@ -40,38 +44,54 @@ impl Context {
     }
 }
 
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    context: Context,
+    /// Blocks, and others that use it for a while.
+    users: u32,
+}
+
 /// All contexts that some block has.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Contexts {
-    entries: Vec<(Context, u32)>,
+    entries: Vec<Entry>,
     free: Vec<u32>,
-    lookup: HashMap<Context, u32>,
-    schemes: Vec<(Scheme, u32)>,
-    /// How many are of blocks that were told by their keys.
+    lookup: HashTable<u32>,
+    secret: Secret,
+    /// How many are of blocks that were stored by their keys.
     keyed: u32,
-    /// The last one that was asked for; most batches go on in the same.
+    /// The last one that was retained; most batches go on in the same.
     last: u32,
 }
 
 impl Contexts {
+    /// None so far.
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            entries: Vec::new(),
+            free: Vec::new(),
+            lookup: HashTable::new(),
+            secret,
+            keyed: 0,
+            last: 0,
+        }
+    }
+
     /// The context `number`.
     #[inline]
     pub fn get(&self, number: u32) -> &Context {
-        &self.entries[number as usize].0
+        &self.entries[number as usize].context
     }
 
     /// The number of a context that some block has.
-    pub fn find(&self, context: &Context) -> Option<u32> {
-        self.lookup.get(context).copied()
-    }
-
-    /// Whether some blocks were told by their keys.
     #[inline]
-    pub fn has_keyed(&self) -> bool {
-        self.keyed > 0
+    pub fn find(&self, context: &Context) -> Option<u32> {
+        let same = |&number: &u32| self.entries[number as usize].context == *context;
+        self.lookup.find(self.secret.hash_one(context), same).copied()
     }
 
-    /// The number of the context of blocks that were told by their keys, which are of any namespace.
+    /// The number of the context of blocks that were stored by their keys, which are of any namespace.
+    #[inline]
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
         if self.keyed == 0 || scheme.eagle {
             return None;
@@ -79,78 +99,83 @@ impl Contexts {
         self.find(&Context::keyed(scheme.size))
     }
 
-    /// The number of a context, for `count` blocks more.
-    pub fn retain(&mut self, context: Context, count: u32) -> u32 {
-        if let Some((last, users)) = self.entries.get_mut(self.last as usize)
-            && *last == context
-            && *users > 0
+    /// The number of a context, for one use more; None when there are too many.
+    pub fn retain(&mut self, context: Context) -> Option<u32> {
+        if let Some(last) = self.entries.get_mut(self.last as usize)
+            && last.context == context
+            && last.users > 0
         {
-            *users += count;
-            return self.last;
+            last.users += 1;
+            return Some(self.last);
         }
-        if let Some(&number) = self.lookup.get(&context) {
-            self.entries[number as usize].1 += count;
+        if let Some(number) = self.find(&context) {
+            self.entries[number as usize].users += 1;
             self.last = number;
-            return number;
+            return Some(number);
+        }
+        let number = match self.free.pop() {
+            Some(number) => number,
+            None if self.entries.len() >= MAX_CONTEXTS as usize => return None,
+            None => self.entries.len() as u32,
+        };
+        let entry = Entry { context, users: 1 };
+        match self.entries.get_mut(number as usize) {
+            Some(free) => *free = entry,
+            None => self.entries.push(entry),
         }
         self.keyed += u32::from(context.is_keyed());
-        match self.schemes.iter_mut().find(|(scheme, _)| *scheme == context.scheme) {
-            Some((_, users)) => *users += 1,
-            None => self.schemes.push((context.scheme, 1)),
-        }
-        let number = self.free.pop().unwrap_or_else(|| {
-            self.entries.push((context, 0));
-            (self.entries.len() - 1) as u32
-        });
-        self.entries[number as usize] = (context, count);
-        self.lookup.insert(context, number);
-        number
+        let (entries, secret) = (&self.entries, self.secret);
+        let place_of = |&number: &u32| secret.hash_one(entries[number as usize].context);
+        self.lookup.insert_unique(secret.hash_one(context), number, place_of);
+        self.last = number;
+        Some(number)
     }
 
     /// `count` uses more of a context in use.
     #[inline]
     pub fn add(&mut self, number: u32, count: u32) {
-        self.entries[number as usize].1 += count;
+        self.entries[number as usize].users += count;
     }
 
-    /// Gives back `count` uses of a context.
+    /// Gives back a use of a context.
     #[inline]
-    pub fn release(&mut self, number: u32, count: u32) {
-        let (_, users) = &mut self.entries[number as usize];
-        *users -= count;
-        if *users == 0 {
+    pub fn release(&mut self, number: u32) {
+        let entry = &mut self.entries[number as usize];
+        entry.users -= 1;
+        if entry.users == 0 {
             self.forget(number);
         }
     }
 
-    /// Forgets a context that nobody uses any more.
+    /// Forgets a context that is not used any more.
     #[cold]
     fn forget(&mut self, number: u32) {
-        let context = self.entries[number as usize].0;
-        self.lookup.remove(&context);
+        let context = self.entries[number as usize].context;
+        if let Ok(entry) = self
+            .lookup
+            .find_entry(self.secret.hash_one(context), |&other| other == number)
+        {
+            entry.remove();
+        }
         self.keyed -= u32::from(context.is_keyed());
         self.free.push(number);
-        if let Some(at) = self.schemes.iter().position(|(scheme, _)| *scheme == context.scheme) {
-            self.schemes[at].1 -= 1;
-            if self.schemes[at].1 == 0 {
-                self.schemes.swap_remove(at);
-            }
-        }
         if self.lookup.is_empty() {
-            *self = Self::default();
+            *self = Self::new(self.secret);
         }
     }
 
-    /// Schemes in use.
-    pub fn schemes(&self) -> impl Iterator<Item = Scheme> + '_ {
-        self.schemes.iter().map(|(scheme, _)| *scheme)
+    /// Contexts in use.
+    pub fn len(&self) -> usize {
+        self.lookup.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.lookup.is_empty()
     }
 
     /// Heap bytes, about.
     pub fn bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<(Context, u32)>()
-            + self.free.capacity() * 4
-            + self.lookup.capacity() * (size_of::<(Context, u32)>() + 1)
-            + self.schemes.capacity() * size_of::<(Scheme, u32)>()
+        self.entries.capacity() * size_of::<Entry>() + self.free.capacity() * 4 + self.lookup.allocation_size()
     }
 }

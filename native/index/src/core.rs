@@ -1,24 +1,17 @@
 //! What all streams share: records of blocks, found by key, and who holds them.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
-use parking_lot::Mutex;
+use hashbrown::HashMap;
 
-use crate::behind::Behind;
 use crate::contexts::Contexts;
-use crate::kept::Kept;
-use crate::planes::{Plane, Rule};
+use crate::hasher::Secret;
+use crate::keys::Scheme;
+use crate::limits::Limits;
+use crate::planes::{Planes, Rule};
+use crate::records::Records;
 use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
-use crate::slab::{Record, Slab};
-use crate::stream::{Block, Stream};
 use crate::table::{Hashes, Spot, Table};
-use crate::tally::Tally;
-
-/// Records with one key: streams that hold a block under two hashes at once need one for each.
-pub const MAX_TWINS: usize = 16;
-/// Planes of one index. Engines have a handful; their names and groups are a peer's words.
-pub const MAX_PLANES: usize = 4096;
 
 /// Who a stream is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -29,6 +22,9 @@ pub struct Worker {
     pub rank: i64,
 }
 
+/// Workers by the number of their streams.
+pub type Names = Vec<Option<Arc<Worker>>>;
+
 /// A stream as readers see it.
 #[derive(Debug)]
 pub struct Member {
@@ -38,60 +34,43 @@ pub struct Member {
     pub model: Option<String>,
     /// Rules by group when there are several.
     pub hybrid: Option<Vec<(i64, Rule)>>,
-    /// Its writer's side.
-    pub stream: Weak<Mutex<Stream>>,
+    /// How its present life cuts prompts.
+    pub schemes: Vec<Scheme>,
     /// Its blocks, as of its last batch.
     pub blocks: usize,
 }
 
-/// One number in two hashes: uniform and secret, so that no peer can fill one bucket.
-#[derive(Clone, Copy, Debug)]
-pub struct Secret(u64, u64);
-
-impl Secret {
-    /// New for each index.
-    pub fn new() -> Self {
-        use std::hash::{BuildHasher, RandomState};
-        Self(RandomState::new().hash_one(1), RandomState::new().hash_one(2) | 1)
-    }
-
-    /// The place of `value` in a table.
-    #[inline]
-    pub fn place(self, value: u64) -> u64 {
-        let product = u128::from(value ^ self.0) * u128::from(self.1);
-        let folded = (product as u64) ^ ((product >> 64) as u64);
-        folded.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ (folded >> 32)
-    }
+/// The streams of a model.
+#[derive(Debug, Default)]
+pub struct Model {
+    /// A bit for each.
+    pub streams: Vec<u64>,
+    /// How they cut prompts, and how many of them do so.
+    pub schemes: Vec<(Scheme, u32)>,
 }
 
-impl Default for Secret {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// Places of records in the table of keys.
-pub struct ByKey<'a>(pub &'a Slab, pub Secret);
+/// Places of records in the tables of heads and of keys.
+pub struct ByKey<'a>(pub &'a Records, pub Secret);
 
 impl Hashes for ByKey<'_> {
     #[inline]
     fn hash_of(&self, record: u32) -> u64 {
-        self.1.place(self.0.get(record).key)
+        self.1.place(self.0.word(record))
     }
 
     #[inline]
     fn prefetch(&self, record: u32) {
-        self.0.prefetch(record);
+        self.0.prefetch_all(record);
     }
 }
 
 /// Places of records in the table of a stream.
-pub struct ByHash<'a>(pub &'a Slab, pub Secret);
+pub struct ByHash<'a>(pub &'a Records, pub Secret);
 
 impl Hashes for ByHash<'_> {
     #[inline]
     fn hash_of(&self, record: u32) -> u64 {
-        self.1.place(self.0.get(record).hash)
+        self.1.place(self.0.hash(record))
     }
 
     #[inline]
@@ -100,46 +79,88 @@ impl Hashes for ByHash<'_> {
     }
 }
 
+/// What identifies a block, and where it is looked for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Block {
+    /// The engine's hash.
+    pub hash: u64,
+    /// Its rolling key.
+    pub key: u64,
+    /// Its local hash; of no use where it is `keyed`.
+    pub local: u64,
+    /// Number of its context.
+    pub context: u32,
+    /// Whether it was stored by its key.
+    pub keyed: bool,
+    /// Where its key is looked for.
+    pub key_spot: Spot,
+    /// Where its hash is looked for.
+    pub hash_spot: Spot,
+}
+
 /// The shared part of an index; one writer at a time, or many readers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Core {
     /// All blocks.
-    pub records: Slab,
-    /// The same by key, where these are listed, but for those that are found through the one before them.
-    pub keys: Table,
-    /// Those.
-    pub behind: Behind,
-    /// Keys where they are not, since nobody has asked for any so far.
-    pub tally: Option<Tally>,
-    /// By the number of their stream, blocks that nobody has looked into. None where keys are listed, once each stream has seen that they are.
-    pub kept: Vec<Kept>,
+    pub records: Records,
+    /// Heads of runs by their keys.
+    pub heads: Table,
+    /// Blocks that were stored by their keys, which have no place in a run.
+    pub keyed: Table,
+    /// Streams that come out of snapshots just now: heads may have the keys of linked blocks meanwhile.
+    pub strangers: usize,
     /// Who holds them.
     pub sets: Sets,
     /// How they were cut, in which namespaces.
     pub contexts: Contexts,
     /// Where copies can be.
-    pub planes: Vec<Plane>,
-    /// Levels of `planes`.
-    pub levels: Vec<u8>,
+    pub planes: Planes,
     /// Streams by number.
     pub members: Vec<Option<Member>>,
+    /// Their workers.
+    pub names: Arc<Names>,
     /// Streams whose blocks count: not those that are being cleared.
     pub visible: Vec<u64>,
     /// Streams by their model.
-    pub walls: HashMap<Option<String>, Vec<u64>>,
+    pub models: HashMap<Option<String>, Model, Secret>,
     /// Streams matched by rules of groups.
     pub hybrid: Vec<u64>,
+    /// Heap bytes of all streams, kept only where a memory limit is set.
+    pub streams_bytes: usize,
     /// For the tables.
     pub secret: Secret,
+    /// Its bounds.
+    pub limits: Limits,
 }
 
 impl Core {
+    /// Nothing.
+    pub fn new(limits: Limits) -> Self {
+        let secret = Secret::new();
+        Self {
+            records: Records::default(),
+            heads: Table::new(),
+            keyed: Table::new(),
+            strangers: 0,
+            sets: Sets::new(secret),
+            contexts: Contexts::new(secret),
+            planes: Planes::default(),
+            members: Vec::new(),
+            names: Arc::default(),
+            visible: Vec::new(),
+            models: HashMap::with_hasher(secret),
+            hybrid: Vec::new(),
+            streams_bytes: 0,
+            secret,
+            limits,
+        }
+    }
+
     /// Heap bytes.
     pub fn bytes(&self) -> usize {
         self.records.bytes()
-            + self.keys.bytes()
-            + self.tally.as_ref().map_or(0, Tally::bytes)
-            + self.kept.iter().map(Kept::bytes).sum::<usize>()
+            + self.heads.bytes()
+            + self.keyed.bytes()
             + self.sets.bytes()
             + self.contexts.bytes()
             + self.members.len() * MEMBER_BYTES
@@ -151,41 +172,67 @@ impl Core {
         Spot::from(self.secret.place(value))
     }
 
-    /// Has the record of a block held by one more, which does not hold it yet: its number, and whether it was made for that. `next` is the
-    /// number behind the record of its parent; whoever does not know that is one of the `strangers` of `Behind`, and guesses. None when
-    /// there are too many of its key.
     #[inline]
-    pub fn hold(&mut self, block: &Block, plane: u16, stream: u32, next: u32, last: &mut Move) -> Option<(u32, bool)> {
-        let Block {
-            key,
-            context,
-            key_spot,
-            key_seat,
-            ..
-        } = *block;
-        if let Some(record) = self.records.find(next).filter(|record| record.key == key) {
-            if !record.has_twins() && record.context() == context && !self.sets.knows(record.set, stream) {
+    fn table(&self, keyed: bool) -> &Table {
+        if keyed { &self.keyed } else { &self.heads }
+    }
+
+    /// Lists a record by its key.
+    #[inline]
+    fn insert(&mut self, keyed: bool, spot: Spot, number: u32) {
+        let hashes = ByKey(&self.records, self.secret);
+        let table = if keyed { &mut self.keyed } else { &mut self.heads };
+        table.insert(spot, number, &hashes);
+    }
+
+    /// Whether a head, or of a block that was stored by its key another such one, has the key of a block in its context.
+    #[inline]
+    pub fn is_listed(&self, block: &Block) -> bool {
+        let records = &self.records;
+        let same = |number: u32| records.word(number) == block.key && records.context(number) == block.context;
+        self.table(block.keyed).find(block.key_spot, same).is_some()
+    }
+
+    /// Whether a number is of a head with this key and context.
+    pub fn is_head(&self, number: u32, key: u64, context: u32) -> bool {
+        let records = &self.records;
+        records.is_used(number)
+            && !records.is_linked(number)
+            && records.word(number) == key
+            && records.context(number) == context
+    }
+
+    /// Has the record of a block held by one more stream, which does not hold it yet: its number, and whether it was made for that. `parent` is
+    /// the record of its parent, if that is known. None when there are too many of its key.
+    #[inline]
+    pub fn hold(
+        &mut self,
+        block: &Block,
+        parent: Option<u32>,
+        plane: u16,
+        stream: u32,
+        last: &mut Move,
+    ) -> Option<(u32, bool)> {
+        let &Block { key, context, keyed, .. } = block;
+        if let Some(parent) = parent.filter(|_| !keyed)
+            && let Some(next) = self.records.linked_next(parent)
+            && self.records.word(next) == block.local
+            && self.records.context(next) == context
+        {
+            if !self.sets.knows(self.records.set(next), stream) {
                 self.toggle(next, plane, stream, last);
                 return Some((next, false));
             }
-            if record.is_behind() {
-                self.list(next);
-            }
+            self.list(next);
         }
-        if self.count_in(key) {
-            return self.add(block, plane, stream, last);
-        }
-        let records = &self.records;
-        let (mut twins, mut alike) = (0, false);
-        let mut found = None;
-        let seat = self.keys.seat_again(key_seat, key_spot);
-        self.keys.for_each_match_at(seat, |number| {
-            let record = records.get(number);
-            if record.key == key {
-                alike = true;
-                if record.context() == context {
-                    twins += 1;
-                    if !self.sets.knows(record.set, stream) {
+        let (records, sets) = (&self.records, &self.sets);
+        let (mut same_key, mut is_twin, mut found) = (0, false, None);
+        self.table(keyed).for_each_match(block.key_spot, |number| {
+            if records.word(number) == key {
+                same_key += 1;
+                if records.context(number) == context {
+                    is_twin = true;
+                    if !sets.knows(records.set(number), stream) {
                         found = Some(number);
                     }
                 }
@@ -196,98 +243,155 @@ impl Core {
             self.toggle(number, plane, stream, last);
             return Some((number, false));
         }
-        if twins >= MAX_TWINS {
+        if same_key >= self.limits.records_per_key {
             return None;
         }
-        let made = self.add(block, plane, stream, last)?;
-        let number = made.0;
-        if alike {
-            self.records.get_mut(number).twin();
-            self.mark_twins(key);
-        } else if number == next && self.may_be_behind(number, context) {
-            self.records.get_mut(number).set_behind(true);
-            self.behind.records += 1;
-            return Some(made);
-        }
-        let seat = self.keys.seat_again(seat, key_spot);
-        self.keys
-            .insert_at(seat, key_spot, number, &ByKey(&self.records, self.secret));
-        Some(made)
+        self.add(block, parent.filter(|_| !keyed), is_twin, plane, stream, last)
     }
 
     /// A record that is new, and that one stream holds.
-    #[inline]
-    fn add(&mut self, block: &Block, plane: u16, stream: u32, last: &mut Move) -> Option<(u32, bool)> {
-        let number = self.records.insert(Record::new(block.key, block.hash, block.context))?;
-        self.toggle(number, plane, stream, last);
-        self.contexts.add(block.context, 1);
+    fn add(
+        &mut self,
+        block: &Block,
+        parent: Option<u32>,
+        is_twin: bool,
+        plane: u16,
+        stream: u32,
+        last: &mut Move,
+    ) -> Option<(u32, bool)> {
+        let &Block {
+            hash,
+            key,
+            local,
+            context,
+            keyed,
+            ..
+        } = block;
+        let number = self.records.take(parent, 1)?.first;
+        let set = self.sets.moved(EMPTY, plane, stream, last);
+        self.contexts.add(context, 1);
+        let links =
+            parent.is_some_and(|parent| !is_twin && Records::next(parent) == Some(number) && self.may_link(parent, context));
+        if links {
+            self.records.put_linked(number, local, key, hash, context, set);
+        } else {
+            self.records.put_head(number, key, hash, context, set);
+            self.insert(keyed, block.key_spot, number);
+        }
+        if is_twin {
+            self.mark_twins(keyed, key, context);
+        }
         Some((number, true))
     }
 
-    /// Marks all listed records of a key as not the only one.
-    #[cold]
-    pub fn mark_twins(&mut self, key: u64) {
-        for number in self.twins(key, |_| true) {
-            self.records.get_mut(number).twin();
-            self.list_next(number);
+    /// Whether a block in the slot behind its parent may be linked to it, if it is the only one of its key.
+    #[inline]
+    pub fn may_link(&self, parent: u32, context: u32) -> bool {
+        self.records.context(parent) == context && !self.records.has_twins(parent)
+    }
+
+    /// A head that is new, in a slot that was taken.
+    #[inline]
+    pub fn put_head(&mut self, number: u32, block: &Block, set: u32) {
+        self.records.put_head(number, block.key, block.hash, block.context, set);
+        self.insert(block.keyed, block.key_spot, number);
+    }
+
+    /// Makes a linked block a head.
+    pub fn list(&mut self, number: u32) {
+        debug_assert!(self.records.is_linked(number));
+        let key = self.records.unlink(number);
+        self.insert(false, self.spot(key), number);
+    }
+
+    /// Makes what is linked to a block a head.
+    #[inline]
+    pub fn list_next(&mut self, number: u32) {
+        if let Some(next) = self.records.linked_next(number) {
+            self.list(next);
         }
     }
 
-    /// All listed records of a key in the contexts that `meant` says.
-    pub fn twins(&self, key: u64, meant: impl Fn(u32) -> bool) -> Vec<u32> {
+    /// Marks all records of a key in a context as not the only one.
+    #[cold]
+    pub fn mark_twins(&mut self, keyed: bool, key: u64, context: u32) {
         let mut found = Vec::new();
-        self.keys.for_each_match(self.spot(key), |number| {
-            let record = self.records.get(number);
-            if record.key == key && meant(record.context()) {
-                found.push(number);
+        self.for_each_twin(keyed, key, |number| found.push(number));
+        for number in found {
+            if self.records.context(number) == context {
+                self.records.twin(number);
+                self.list_next(number);
+            }
+        }
+    }
+
+    /// Visits all records that are listed by a key.
+    pub fn for_each_twin(&self, keyed: bool, key: u64, mut visit: impl FnMut(u32)) {
+        self.table(keyed).for_each_match(self.spot(key), |number| {
+            if self.records.word(number) == key {
+                visit(number);
             }
             true
         });
-        found
     }
 
     /// Adds or removes a holder of a block.
     #[inline]
     pub fn toggle(&mut self, number: u32, plane: u16, stream: u32, last: &mut Move) {
-        let record = self.records.get_mut(number);
-        record.set = self.sets.moved(record.set, plane, stream, last);
+        let set = self.sets.moved(self.records.set(number), plane, stream, last);
+        self.records.put_set(number, set);
     }
 
-    /// Forgets a block if nobody holds it any more.
+    /// Forgets a block if no stream holds it any more.
     pub fn sweep(&mut self, number: u32) {
-        let record = *self.records.get(number);
-        if record.set == EMPTY {
-            self.forget(number, &record);
+        if self.records.set(number) == EMPTY {
+            self.forget(number);
         }
     }
 
-    /// Forgets a block that nobody holds any more.
+    /// Forgets a block that no stream holds any more.
     #[inline]
-    pub fn forget(&mut self, number: u32, record: &Record) {
-        if record.is_behind() {
-            self.behind.records -= 1;
-        } else if self.is_listed() {
-            self.keys
-                .remove(self.spot(record.key), number, &ByKey(&self.records, self.secret));
+    pub fn forget(&mut self, number: u32) {
+        self.list_next(number);
+        let context = self.records.context(number);
+        if !self.records.is_linked(number) {
+            let spot = self.spot(self.records.word(number));
+            let hashes = ByKey(&self.records, self.secret);
+            let table = if self.contexts.get(context).is_keyed() {
+                &mut self.keyed
+            } else {
+                &mut self.heads
+            };
+            table.remove(spot, number, &hashes);
         }
         self.records.remove(number);
-        self.list_next(number);
-        self.contexts.release(record.context(), 1);
-        self.count_out(record.key);
+        self.contexts.release(context);
     }
 
-    /// The number of a plane; None when there are too many.
-    pub fn plane(&mut self, plane: Plane) -> Option<u16> {
-        if let Some(found) = self.planes.iter().position(|known| *known == plane) {
-            return Some(found as u16);
+    /// All records of the last block of a chain that begins with the first block of a prompt.
+    pub fn ends_of(&self, keys: &[u64]) -> Vec<u32> {
+        let mut found = Vec::new();
+        let Some(&end) = keys.last() else { return found };
+        self.for_each_twin(true, end, |number| found.push(number));
+        // The last head on the way there; what is linked to one of several is none.
+        let mut heads = Vec::new();
+        for (at, &key) in keys.iter().enumerate().rev() {
+            self.for_each_twin(false, key, |number| heads.push((at, number)));
+            if !heads.is_empty() {
+                break;
+            }
         }
-        if self.planes.len() >= MAX_PLANES {
-            return None;
+        for (at, head) in heads {
+            let follow = |number: u32, at: usize| {
+                let next = self.records.linked_next(number)?;
+                (crate::keys::chained(keys[at - 1], self.records.word(next)) == keys[at]).then_some(next)
+            };
+            found.extend((at + 1..keys.len()).try_fold(head, follow));
         }
-        self.levels.push(plane.level() as u8);
-        self.planes.push(plane);
-        Some((self.planes.len() - 1) as u16)
+        found
     }
+
+    // --- streams
 
     /// The number that the next stream gets; None when there are too many.
     pub fn vacancy(&self) -> Option<u32> {
@@ -295,12 +399,15 @@ impl Core {
         (free < MAX_STREAMS).then_some(free as u32)
     }
 
-    /// Takes a stream in under the number that `vacancy` told.
+    /// Takes a stream in under the number that `vacancy` returned.
     pub fn join(&mut self, number: u32, member: Member) {
         let at = number as usize;
         if at == self.members.len() {
             self.members.push(None);
         }
+        let names = Arc::make_mut(&mut self.names);
+        names.resize(self.members.len(), None);
+        names[at] = Some(member.worker.clone());
         let words = self.members.len().div_ceil(64);
         self.visible.resize(words, 0);
         self.hybrid.resize(words, 0);
@@ -310,28 +417,63 @@ impl Core {
         self.show(number, true);
     }
 
-    /// Moves a stream behind the wall of a model.
+    /// Makes a stream one of a model.
     pub fn label(&mut self, number: u32, model: Option<String>) {
-        for wall in self.walls.values_mut().filter(|wall| wall.len() > number as usize >> 6) {
-            set_bit(wall, number, false);
-        }
-        self.walls.retain(|_, wall| wall.iter().any(|&bits| bits != 0));
-        let Some(member) = self.members[number as usize].as_mut() else {
+        let Some(mut member) = self.members[number as usize].take() else {
             return;
         };
-        member.model.clone_from(&model);
-        let wall = self.walls.entry(model).or_default();
-        wall.resize(wall.len().max((number as usize >> 6) + 1), 0);
-        set_bit(wall, number, true);
+        self.unlabel(number, &member);
+        let (word, schemes) = (number as usize >> 6, &member.schemes);
+        let entry = self.models.entry(model.clone()).or_default();
+        entry.streams.resize(entry.streams.len().max(word + 1), 0);
+        set_bit(&mut entry.streams, number, true);
+        schemes.iter().for_each(|&scheme| entry.count_in(scheme));
+        member.model = model;
+        self.members[number as usize] = Some(member);
     }
 
-    /// Moves streams behind the walls that `model_of` has for their sources; those of which it says nothing stay.
+    fn unlabel(&mut self, number: u32, member: &Member) {
+        let Some(entry) = self.models.get_mut(&member.model) else {
+            return;
+        };
+        let word = number as usize >> 6;
+        if entry.streams.get(word).is_none_or(|bits| bits >> (number & 63) & 1 == 0) {
+            return;
+        }
+        set_bit(&mut entry.streams, number, false);
+        member.schemes.iter().for_each(|&scheme| entry.count_out(scheme));
+        if entry.streams.iter().all(|&bits| bits == 0) {
+            self.models.remove(&member.model);
+        }
+    }
+
+    /// Makes streams those of the models that `model_of` has for their sources; those of which it says nothing stay.
     pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         for number in 0..self.members.len() {
             if let Some(member) = &self.members[number]
                 && let Some(model) = model_of(&member.worker.source)
             {
                 self.label(number as u32, model);
+            }
+        }
+    }
+
+    /// Notes that a stream cuts prompts so.
+    pub fn use_scheme(&mut self, number: u32, scheme: Scheme) {
+        if let Some(member) = self.members[number as usize].as_mut() {
+            member.schemes.push(scheme);
+            if let Some(model) = self.models.get_mut(&member.model) {
+                model.count_in(scheme);
+            }
+        }
+    }
+
+    /// Forgets how a stream cut prompts.
+    pub fn drop_schemes(&mut self, number: u32) {
+        if let Some(member) = self.members[number as usize].as_mut() {
+            let schemes = std::mem::take(&mut member.schemes);
+            if let Some(model) = self.models.get_mut(&member.model) {
+                schemes.iter().for_each(|&scheme| model.count_out(scheme));
             }
         }
     }
@@ -353,10 +495,32 @@ impl Core {
     pub fn leave(&mut self, stream: u32) {
         self.rule(stream, None);
         self.show(stream, false);
-        self.members[stream as usize] = None;
-        self.label(stream, None);
+        if let Some(member) = self.members[stream as usize].take() {
+            self.unlabel(stream, &member);
+        }
         while self.members.last().is_some_and(Option::is_none) {
             self.members.pop();
+        }
+        let names = Arc::make_mut(&mut self.names);
+        names[stream as usize] = None;
+        names.truncate(self.members.len());
+    }
+}
+
+impl Model {
+    fn count_in(&mut self, scheme: Scheme) {
+        match self.schemes.iter_mut().find(|(known, _)| *known == scheme) {
+            Some((_, users)) => *users += 1,
+            None => self.schemes.push((scheme, 1)),
+        }
+    }
+
+    fn count_out(&mut self, scheme: Scheme) {
+        if let Some(at) = self.schemes.iter().position(|(known, _)| *known == scheme) {
+            self.schemes[at].1 -= 1;
+            if self.schemes[at].1 == 0 {
+                self.schemes.remove(at);
+            }
         }
     }
 }

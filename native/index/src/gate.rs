@@ -1,112 +1,243 @@
-//! The lock of the shared part: many readers, or one writer that lets them in every few blocks.
+//! The lock of what streams share: many readers, or one writer that lets others in after a little work.
 
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::core::Core;
-
-/// Blocks that a writer changes before it looks whether a reader waits: about two microseconds.
-pub const BLOCKS_PER_HOLD: usize = 32;
+/// Work of a writer before it looks whether others wait, in blocks that are placed or removed: about two microseconds.
+pub const WORK_PER_HOLD: usize = 32;
 /// Turns of waiting before a thread goes to sleep, which costs much more than a writer's turn.
 const SPINS: usize = 2_000;
 
-/// A `RwLock` whose readers wait awake, for as long as a writer's turn takes.
+/// A `RwLock` whose threads wait awake, for as long as a writer's turn takes. A writer that panics leaves it poisoned: what it protects may
+/// be changed by half.
 #[derive(Debug, Default)]
-pub struct Gate {
-    lock: RwLock<Core>,
+pub struct Gate<T> {
+    lock: RwLock<T>,
+    /// Readers and writers that wait.
     waiting: AtomicUsize,
+    poisoned: AtomicBool,
     /// How often it was locked for writing.
     #[cfg(test)]
     pub holds: AtomicUsize,
 }
 
-impl Gate {
-    /// For reading.
-    pub fn read(&self) -> RwLockReadGuard<'_, Core> {
-        if let Some(guard) = self.lock.try_read() {
-            return guard;
+impl<T> Gate<T> {
+    /// One that protects `value`.
+    pub fn new(value: T) -> Self {
+        Self {
+            lock: RwLock::new(value),
+            waiting: AtomicUsize::new(0),
+            poisoned: AtomicBool::new(false),
+            #[cfg(test)]
+            holds: AtomicUsize::new(0),
         }
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        let awake = (0..SPINS).find_map(|_| {
-            spin_loop();
-            self.lock.try_read()
-        });
-        let guard = awake.unwrap_or_else(|| self.lock.read());
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
-        guard
+    }
+
+    /// Whether a writer has panicked.
+    #[inline]
+    pub fn is_poisoned(&self) -> bool {
+        self.poisoned.load(Ordering::Relaxed)
+    }
+
+    /// Notes that what it protects is whole again.
+    pub fn heal(&self) {
+        self.poisoned.store(false, Ordering::Relaxed);
+    }
+
+    /// For reading.
+    #[inline]
+    pub fn read(&self) -> RwLockReadGuard<'_, T> {
+        match self.lock.try_read() {
+            Some(guard) => guard,
+            None => self.wait(|| self.lock.try_read(), || self.lock.read()),
+        }
+    }
+
+    /// For reading, if that need not be waited for.
+    #[inline]
+    pub fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
+        self.lock.try_read()
     }
 
     /// For writing.
-    pub fn write(&self) -> Writer<'_> {
+    pub fn write(&self) -> Writer<'_, T> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);
         Writer {
             gate: self,
-            guard: Some(self.lock.write()),
-            left: BLOCKS_PER_HOLD,
+            guard: Some(self.lock_for_writing()),
+            left: WORK_PER_HOLD,
+            holds_on: false,
         }
+    }
+
+    /// For writing, if that need not be waited for.
+    pub fn try_write(&self) -> Option<Writer<'_, T>> {
+        #[cfg(test)]
+        self.holds.fetch_add(1, Ordering::Relaxed);
+        Some(Writer {
+            gate: self,
+            guard: Some(self.lock.try_write()?),
+            left: WORK_PER_HOLD,
+            holds_on: false,
+        })
+    }
+
+    fn lock_for_writing(&self) -> RwLockWriteGuard<'_, T> {
+        match self.lock.try_write() {
+            Some(guard) => guard,
+            None => self.wait(|| self.lock.try_write(), || self.lock.write()),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wait<G>(&self, mut awake: impl FnMut() -> Option<G>, asleep: impl FnOnce() -> G) -> G {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let guard = (0..SPINS).find_map(|_| {
+            spin_loop();
+            awake()
+        });
+        let guard = guard.unwrap_or_else(asleep);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        guard
     }
 }
 
 /// The right to write, with pauses.
 #[derive(Debug)]
-pub struct Writer<'a> {
-    gate: &'a Gate,
-    guard: Option<RwLockWriteGuard<'a, Core>>,
+pub struct Writer<'a, T> {
+    gate: &'a Gate<T>,
+    guard: Option<RwLockWriteGuard<'a, T>>,
     left: usize,
+    /// Whether it lets nobody in, since there is little to do.
+    holds_on: bool,
 }
 
-impl Writer<'_> {
-    /// Counts `blocks` of work, and lets waiting readers in when it was enough. Nothing that was read before holds after it, but for
+impl<T> Writer<'_, T> {
+    /// Counts work, in blocks, and lets others in that wait when it was enough. Nothing that was read before holds after it, except
     /// what belongs to the caller's own stream.
     #[inline]
-    pub fn pause(&mut self, blocks: usize) {
-        if self.left > blocks {
-            self.left -= blocks;
+    pub fn spend(&mut self, work: usize) {
+        if self.left > work {
+            self.left -= work;
             return;
         }
-        self.left = BLOCKS_PER_HOLD;
-        if self.gate.waiting.load(Ordering::Relaxed) > 0 {
+        self.left = WORK_PER_HOLD;
+        if self.gate.waiting.load(Ordering::Relaxed) > 0 && !self.holds_on {
             self.let_in();
         }
     }
 
     /// Does `work` while others may read and write.
-    pub fn unlocked(&mut self, work: impl FnOnce()) {
+    pub fn unlocked<R>(&mut self, work: impl FnOnce() -> R) -> R {
+        if self.holds_on {
+            return work();
+        }
         self.guard = None;
-        work();
-        self.guard = Some(self.gate.lock.write());
-        self.left = BLOCKS_PER_HOLD;
+        let done = work();
+        self.lock_again();
+        done
+    }
+
+    /// Keeps the lock until it is dropped: for a caller that must not wait, and has little to do.
+    pub fn hold_on(&mut self) {
+        self.holds_on = true;
     }
 
     #[cold]
     fn let_in(&mut self) {
         self.guard = None;
+        let waiting = self.gate.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
-            if self.gate.waiting.load(Ordering::Relaxed) == 0 {
+            // One of them is enough: it lets the others in, as this one does.
+            if self.gate.waiting.load(Ordering::Relaxed) < waiting {
                 break;
             }
             spin_loop();
         }
-        self.guard = Some(self.gate.lock.write());
+        self.lock_again();
+    }
+
+    fn lock_again(&mut self) {
+        self.guard = Some(self.gate.lock_for_writing());
+        self.left = WORK_PER_HOLD;
     }
 }
 
-impl Deref for Writer<'_> {
-    type Target = Core;
+impl<T> Drop for Writer<'_, T> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.gate.poisoned.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl<T> Deref for Writer<'_, T> {
+    type Target = T;
 
     #[inline]
-    fn deref(&self) -> &Core {
+    fn deref(&self) -> &T {
         self.guard.as_ref().expect("a writer holds the lock between its pauses")
     }
 }
 
-impl DerefMut for Writer<'_> {
+impl<T> DerefMut for Writer<'_, T> {
     #[inline]
-    fn deref_mut(&mut self) -> &mut Core {
+    fn deref_mut(&mut self) -> &mut T {
         self.guard.as_mut().expect("a writer holds the lock between its pauses")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+
+    #[test]
+    fn a_writer_lets_readers_and_writers_in_between_its_work() {
+        let gate = Gate::new(0_u64);
+        let (started, ended) = (AtomicBool::new(false), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut writer = gate.write();
+                started.store(true, Ordering::SeqCst);
+                while ended.load(Ordering::SeqCst) < 2 {
+                    *writer += 1;
+                    writer.spend(WORK_PER_HOLD);
+                }
+            });
+            while !started.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            scope.spawn(|| {
+                drop(gate.read());
+                ended.fetch_add(1, Ordering::SeqCst);
+            });
+            scope.spawn(|| {
+                *gate.write() += 1;
+                ended.fetch_add(1, Ordering::SeqCst);
+            });
+        });
+    }
+
+    #[test]
+    fn a_writer_that_panics_leaves_it_poisoned() {
+        let gate = Gate::new(0);
+        let died = catch_unwind(AssertUnwindSafe(|| {
+            *gate.write() = 1;
+            let _writer = gate.write();
+            panic!("as a test");
+        }));
+        assert!(died.is_err() && gate.is_poisoned());
+        assert_eq!(*gate.read(), 1);
+        gate.heal();
+        assert!(!gate.is_poisoned());
     }
 }

@@ -127,6 +127,37 @@ pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
     }
 }
 
+/// Rolling keys of local hashes as these are made: the next block is hashed while the chain waits for the one before.
+pub struct Roller<'a> {
+    before: Option<u64>,
+    locals: &'a mut Vec<u64>,
+    keys: &'a mut Vec<u64>,
+}
+
+impl<'a> Roller<'a> {
+    /// For so many blocks behind the one whose key is `parent`; takes the place of what was there.
+    pub fn new(parent: Option<u64>, count: usize, locals: &'a mut Vec<u64>, keys: &'a mut Vec<u64>) -> Self {
+        locals.clear();
+        keys.clear();
+        locals.reserve(count);
+        keys.reserve(count);
+        Self {
+            before: parent,
+            locals,
+            keys,
+        }
+    }
+
+    /// Takes in the next block.
+    #[inline]
+    pub fn push(&mut self, local: u64) {
+        let key = self.before.map_or(local, |parent| chained(parent, local));
+        self.before = Some(key);
+        self.locals.push(local);
+        self.keys.push(key);
+    }
+}
+
 /// One multimodal item of a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct Item {

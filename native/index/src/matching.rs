@@ -1,36 +1,22 @@
 //! How long a prefix each worker holds.
 //!
-//! Records along a chain are read until one is missing; runs of records with the same holders are one step. Streams with one group are
+//! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
 //! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
 
-use std::sync::Arc;
-
 use crate::contexts::Context;
-use crate::core::{Core, Worker};
-use crate::keys::Scheme;
+use crate::core::Core;
+use crate::keys::{self, Scheme};
 use crate::planes::{LEVELS, Rule};
+use crate::records::equal;
 use crate::sets::Word;
-use crate::table::Stage;
-
-/// Blocks of a prompt that are looked at before the others are hashed: many prompts are unknown from the start.
-pub const FIRST_LOOK: usize = 64;
-/// How many keys ahead of a search in the table memory is asked for.
-const AHEAD: usize = 12;
 
 /// One worker's answer.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// Who.
-    pub worker: Arc<Worker>,
+    /// The number of its stream.
+    pub stream: u32,
     /// Tokens held by level, each with the levels before it.
-    pub tokens: [u64; LEVELS],
-}
-
-/// Blocks that a stream holds of a prompt, by level.
-#[derive(Clone, Copy, Debug)]
-pub struct Depth {
-    stream: u32,
-    tokens: [u64; LEVELS],
+    pub tokens: [u32; LEVELS],
 }
 
 /// Holders of one block after another: either a number in `Sets`, or several of them together.
@@ -40,11 +26,22 @@ enum Holders {
     Together(usize),
 }
 
+/// Blocks in a row with the same holders.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    /// One more than the place of the last one.
+    end: usize,
+    holders: Holders,
+}
+
 /// Room to work in, kept from one match to the next.
 #[derive(Debug, Default)]
 pub struct Walk {
-    runs: Vec<(usize, Holders)>,
+    steps: Vec<Step>,
     together: Vec<Vec<Word>>,
+    keys: Vec<u64>,
+    /// Records of one block.
+    found: Vec<u32>,
     alive: Vec<u64>,
     now: Vec<u64>,
     blocks: Vec<[u32; LEVELS]>,
@@ -52,165 +49,235 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Reads the records of a chain in one context, and those that were told by their keys. Returns how many there are before the first
-    /// that is missing.
-    pub fn find(&mut self, core: &Core, keys: &[u64], context: &Context) -> usize {
-        match (core.contexts.find(context), core.contexts.keyed(context.scheme)) {
-            (Some(number), None) | (None, Some(number)) => self.read(core, keys, |other| other == number),
-            (Some(number), Some(keyed)) => self.read(core, keys, |other| other == number || other == keyed),
-            (None, None) => self.read(core, &[], |_| false),
+    /// Reads the records of a chain in one context, and those that were stored by their keys, by the local hashes of its blocks. Returns how many
+    /// there are before the first that is missing.
+    pub fn find(&mut self, core: &Core, locals: &[u64], context: &Context) -> usize {
+        let number = core.contexts.find(context);
+        let keyed = core.contexts.keyed(context.scheme);
+        match number {
+            Some(number) if keyed.is_none() && core.strangers == 0 => self.read(core, locals, number),
+            None if keyed.is_none() => self.read_keys(core, &[], |_| false, None),
+            _ => {
+                let mut keys = std::mem::take(&mut self.keys);
+                keys.clear();
+                keys.extend_from_slice(locals);
+                keys::chain(None, &mut keys);
+                let found = self.read_keys(core, &keys, |other| Some(other) == number, keyed);
+                self.keys = keys;
+                found
+            }
         }
     }
 
-    /// Reads the records of a chain in the contexts that `meant` says. Returns how many there are before the first that is missing.
-    pub fn read(&mut self, core: &Core, keys: &[u64], meant: impl Fn(u32) -> bool) -> usize {
-        self.runs.clear();
-        self.together.clear();
-        let (mut guess, mut asked) = (u32::MAX, 0);
-        for (at, &key) in keys.iter().enumerate() {
-            let (number, holders) = match core.records.find(guess) {
-                Some(record) if record.key == key && !record.has_twins() && meant(record.context()) => {
-                    (guess, Holders::Set(record.set))
+    /// The usual case: the place in a run stands for all that is before it, so that keys are only made where a run ends.
+    fn read(&mut self, core: &Core, locals: &[u64], context: u32) -> usize {
+        self.clear();
+        let Some(&(mut key)) = locals.first() else { return 0 };
+        let mut at = 0;
+        loop {
+            self.found.clear();
+            let (records, found) = (&core.records, &mut self.found);
+            core.for_each_twin(false, key, |number| {
+                if records.context(number) == context {
+                    found.push(number);
                 }
-                _ => {
-                    let end = keys.len().min(at + AHEAD);
-                    for &next in &keys[asked.max(at + 1).min(end)..end] {
-                        core.keys.prefetch(core.spot(next), Stage::Bucket);
-                    }
-                    asked = end;
-                    let Some(found) = self.search(core, key, &meant) else {
-                        return at;
-                    };
-                    found
-                }
-            };
-            guess = number.wrapping_add(1);
-            match self.runs.last_mut() {
-                Some((end, same)) if *same == holders => *end = at + 1,
-                _ => self.runs.push((at + 1, holders)),
+            });
+            let Some(&number) = self.found.last() else { return at };
+            at += 1;
+            self.step_to(core, at);
+            let behind = records.behind(number);
+            let length = behind.common(&locals[at..], context);
+            let mut sets = &behind.sets[..length];
+            while let Some(&set) = sets.first() {
+                let count = equal(sets);
+                at += count;
+                self.step(at, Holders::Set(set));
+                sets = &sets[count..];
             }
+            match locals.get(at) {
+                Some(&local) => key = keys::chained(records.key(number + length as u32), local),
+                None => return at,
+            }
+        }
+    }
+
+    /// Reads the records of a chain by its keys, in the contexts that `meant` says, and those that were stored by their keys in the context
+    /// `keyed`. Returns how many there are before the first that is missing.
+    pub fn read_keys(&mut self, core: &Core, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
+        self.clear();
+        let records = &core.records;
+        let mut before: Option<u32> = None;
+        for (at, &key) in keys.iter().enumerate() {
+            self.found.clear();
+            let next = before.and_then(|before| records.linked_next(before));
+            let next =
+                next.filter(|&next| meant(records.context(next)) && keys::chained(keys[at - 1], records.word(next)) == key);
+            self.found.extend(next);
+            let found = &mut self.found;
+            if next.is_none() || core.strangers > 0 {
+                core.for_each_twin(false, key, |number| {
+                    if meant(records.context(number)) {
+                        found.push(number);
+                    }
+                });
+            }
+            before = found.first().copied();
+            if keyed.is_some() {
+                core.for_each_twin(true, key, |number| {
+                    if Some(records.context(number)) == keyed {
+                        found.push(number);
+                    }
+                });
+            }
+            if found.is_empty() {
+                return at;
+            }
+            self.step_to(core, at + 1);
         }
         keys.len()
     }
 
-    // Out of the way of the loop that calls it, which is faster so.
-    #[cold]
-    #[inline(never)]
-    fn search(&mut self, core: &Core, key: u64, meant: &impl Fn(u32) -> bool) -> Option<(u32, Holders)> {
-        let number = core.keys.find(core.spot(key), |number| {
-            let record = core.records.get(number);
-            record.key == key && meant(record.context())
-        })?;
-        let record = core.records.get(number);
-        if !record.has_twins() {
-            return Some((number, Holders::Set(record.set)));
-        }
-        let mut words: Vec<Word> = Vec::new();
-        for twin in core.twins(key, meant) {
-            for word in core.sets.words(core.records.get(twin).set) {
-                match words.iter_mut().find(|known| known.at == word.at) {
-                    Some(known) => known.bits |= word.bits,
-                    None => words.push(*word),
-                }
-            }
-        }
-        self.together.push(words);
-        Some((number, Holders::Together(self.together.len() - 1)))
+    fn clear(&mut self) {
+        self.steps.clear();
+        self.together.clear();
     }
 
-    fn words<'a>(&'a self, core: &'a Core, holders: Holders) -> &'a [Word] {
+    /// Goes on by one block, of which `found` has the records.
+    fn step_to(&mut self, core: &Core, end: usize) {
+        let holders = match self.found[..] {
+            [number] => Holders::Set(core.records.set(number)),
+            _ => {
+                let mut words: Vec<Word> = Vec::new();
+                for &number in &self.found {
+                    for word in core.sets.words(core.records.set(number)) {
+                        match words.iter_mut().find(|known| known.at == word.at) {
+                            Some(known) => known.bits |= word.bits,
+                            None => words.push(*word),
+                        }
+                    }
+                }
+                self.together.push(words);
+                Holders::Together(self.together.len() - 1)
+            }
+        };
+        self.step(end, holders);
+    }
+
+    #[inline]
+    fn step(&mut self, end: usize, holders: Holders) {
+        match self.steps.last_mut() {
+            Some(last) if last.holders == holders => last.end = end,
+            _ => self.steps.push(Step { end, holders }),
+        }
+    }
+
+    #[inline]
+    fn words<'a>(core: &'a Core, together: &'a [Vec<Word>], holders: Holders) -> &'a [Word] {
         match holders {
             Holders::Set(set) => core.sets.words(set),
-            Holders::Together(at) => &self.together[at],
+            Holders::Together(at) => &together[at],
         }
     }
 
-    /// Depths of all streams behind one wall, from what `read` found.
-    pub fn depths(&mut self, core: &Core, scheme: Scheme, model: &Option<String>, out: &mut Vec<Depth>) {
-        let (Some(wall), false) = (core.walls.get(model), self.runs.is_empty()) else {
+    /// What the streams of a model hold of what was read last.
+    pub fn hits(&mut self, core: &Core, scheme: Scheme, streams: &[u64], out: &mut Vec<Hit>) {
+        if self.steps.is_empty() {
             return;
-        };
-        let levels = core.levels.iter().max().map_or(1, |&level| usize::from(level) + 1);
-        self.simple(core, wall, levels, u64::from(scheme.size), out);
-        let size = u64::from(scheme.size);
-        for (at, (hybrid, wall)) in core.hybrid.iter().zip(wall).enumerate() {
-            let mut bits = hybrid & wall & core.visible[at];
+        }
+        let words = streams.len().min(core.visible.len());
+        self.simple(core, &streams[..words], scheme.size, out);
+        for (at, &streams) in streams[..words].iter().enumerate() {
+            let mut bits = core.hybrid[at] & streams & core.visible[at];
             while bits != 0 {
                 let stream = (at << 6) as u32 + bits.trailing_zeros();
                 bits &= bits - 1;
                 let blocks: [u64; LEVELS] = std::array::from_fn(|level| self.hybrid(core, stream, level));
                 if blocks[LEVELS - 1] > 0 {
-                    out.push(Depth {
-                        stream,
-                        tokens: blocks.map(|count| count * size),
-                    });
+                    let tokens = blocks.map(|count| tokens_of(count, scheme.size));
+                    out.push(Hit { stream, tokens });
                 }
             }
         }
     }
 
     /// Streams whose blocks are all of one kind.
-    fn simple(&mut self, core: &Core, wall: &[u64], levels: usize, size: u64, out: &mut Vec<Depth>) {
-        let words = wall.len().min(core.visible.len());
-        let mut walk = std::mem::take(self);
-        walk.blocks.resize(walk.blocks.len().max(words << 6), [0; LEVELS]);
-        walk.alive.clear();
-        walk.alive.resize(words * levels, u64::MAX);
-        let mut start = 0;
-        for run in 0..walk.runs.len() {
-            let (end, holders) = walk.runs[run];
-            let mut now = std::mem::take(&mut walk.now);
-            now.clear();
-            now.resize(words * levels, 0);
-            for word in walk.words(core, holders) {
+    fn simple(&mut self, core: &Core, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
+        let (words, levels) = (streams.len(), core.planes.depth());
+        let Self {
+            steps,
+            together,
+            alive,
+            now,
+            blocks,
+            first,
+            ..
+        } = self;
+        let plane_levels = core.planes.levels();
+        let fill = |row: &mut Vec<u64>, holders: Holders| {
+            row.clear();
+            row.resize(words * levels, 0);
+            for word in Self::words(core, together, holders) {
                 if word.word() < words {
-                    for level in usize::from(core.levels[word.plane()])..levels {
-                        now[level * words + word.word()] |= word.bits;
+                    for level in usize::from(plane_levels[word.plane()])..levels {
+                        row[level * words + word.word()] |= word.bits;
                     }
                 }
             }
-            if start == 0 {
-                for (at, bits) in now.iter_mut().enumerate() {
-                    let word = at % words;
-                    *bits &= wall[word] & core.visible[word] & !core.hybrid[word];
-                }
-                walk.first.clear();
-                walk.first.extend_from_slice(&now[(levels - 1) * words..]);
-                for_each(&walk.first, |stream| walk.blocks[stream] = [0; LEVELS]);
-                walk.alive.copy_from_slice(&now);
-            } else {
-                let mut any = 0;
-                for (at, bits) in now.iter().enumerate() {
-                    let mut dropped = walk.alive[at] & !bits;
-                    walk.alive[at] &= bits;
-                    any |= walk.alive[at];
+        };
+        fill(alive, steps[0].holders);
+        for level in alive.chunks_exact_mut(words.max(1)) {
+            for (at, bits) in level.iter_mut().enumerate() {
+                *bits &= streams[at] & core.visible[at] & !core.hybrid[at];
+            }
+        }
+        let top = (levels - 1) * words;
+        let count: u32 = alive[top..].iter().map(|bits| bits.count_ones()).sum();
+        out.reserve(count as usize);
+        if steps.len() == 1 && levels == 1 {
+            let tokens = [tokens_of(steps[0].end as u64, size); LEVELS];
+            return for_each(alive, |stream| {
+                out.push(Hit {
+                    stream: stream as u32,
+                    tokens,
+                });
+            });
+        }
+        first.clear();
+        first.extend_from_slice(&alive[top..]);
+        blocks.resize(blocks.len().max(words << 6), [0; LEVELS]);
+        for_each(first, |stream| blocks[stream] = [0; LEVELS]);
+        let mut start = steps[0].end;
+        for step in &steps[1..] {
+            fill(now, step.holders);
+            let mut any = 0;
+            let rows = alive.chunks_exact_mut(words.max(1)).zip(now.chunks_exact(words.max(1)));
+            for (level, (alive, now)) in rows.enumerate() {
+                for (word, (alive, now)) in alive.iter_mut().zip(now).enumerate() {
+                    let mut dropped = *alive & !now;
+                    *alive &= now;
+                    any |= *alive;
                     while dropped != 0 {
-                        let stream = ((at % words) << 6) + dropped.trailing_zeros() as usize;
+                        let stream = (word << 6) + dropped.trailing_zeros() as usize;
                         dropped &= dropped - 1;
-                        walk.blocks[stream][at / words] = start as u32;
+                        blocks[stream][level] = start as u32;
                     }
                 }
-                if any == 0 {
-                    walk.now = now;
-                    break;
-                }
             }
-            walk.now = now;
-            start = end;
+            if any == 0 {
+                break;
+            }
+            start = step.end;
         }
-        for (at, &bits) in walk.alive.iter().enumerate() {
-            let (level, word) = (at / words, at % words);
-            for_each(&[bits], |bit| walk.blocks[(word << 6) + bit][level] = start as u32);
+        for (level, alive) in alive.chunks_exact(words.max(1)).enumerate() {
+            for_each(alive, |stream| blocks[stream][level] = start as u32);
         }
-        for_each(&walk.first, |stream| {
-            let held = walk.blocks[stream];
-            let tokens = std::array::from_fn(|level| u64::from(held[level.min(levels - 1)]) * size);
-            out.push(Depth {
+        for_each(first, |stream| {
+            let held = blocks[stream];
+            out.push(Hit {
                 stream: stream as u32,
-                tokens,
+                tokens: std::array::from_fn(|level| tokens_of(held[level.min(levels - 1)].into(), size)),
             });
         });
-        *self = walk;
     }
 
     /// Blocks of a stream with several groups.
@@ -223,13 +290,13 @@ impl Walk {
         };
         let mut held = vec![0; rules.len()];
         let (mut start, mut best) = (0, 0);
-        for &(end, holders) in &self.runs {
+        for &Step { end, holders } in &self.steps {
             for ((group, rule), run) in rules.iter().zip(&mut held) {
-                let here = self.words(core, holders).iter().any(|word| {
+                let here = Self::words(core, &self.together, holders).iter().any(|word| {
                     word.word() == stream as usize >> 6
                         && word.bits >> (stream & 63) & 1 == 1
-                        && usize::from(core.levels[word.plane()]) <= level
-                        && core.planes[word.plane()].group == *group
+                        && usize::from(core.planes.levels()[word.plane()]) <= level
+                        && core.planes.get(word.plane() as u16).group == *group
                 });
                 *run = if here { *run + end - start } else { 0 };
                 if *rule == Rule::Dense && !here {
@@ -250,6 +317,10 @@ impl Walk {
     }
 }
 
+fn tokens_of(blocks: u64, size: u32) -> u32 {
+    u32::try_from(blocks.saturating_mul(size.into())).unwrap_or(u32::MAX)
+}
+
 fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
     for (at, &word) in words.iter().enumerate() {
         let mut bits = word;
@@ -260,26 +331,16 @@ fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
     }
 }
 
-/// Turns depths, perhaps of several schemes, into the answer, in the order of the streams' numbers.
-pub fn hits(core: &Core, depths: &mut Vec<Depth>, several: bool) -> Vec<Hit> {
-    if several {
-        depths.sort_by_key(|depth| depth.stream);
-        depths.dedup_by(|next, kept| {
-            let same = next.stream == kept.stream;
-            if same {
-                for (kept, next) in kept.tokens.iter_mut().zip(next.tokens) {
-                    *kept = next.max(*kept);
-                }
+/// Makes one answer of those that several schemes gave.
+pub fn merge(hits: &mut Vec<Hit>) {
+    hits.sort_by_key(|hit| hit.stream);
+    hits.dedup_by(|next, kept| {
+        let same = next.stream == kept.stream;
+        if same {
+            for (kept, next) in kept.tokens.iter_mut().zip(next.tokens) {
+                *kept = next.max(*kept);
             }
-            same
-        });
-    }
-    let hit = |depth: &Depth| {
-        let worker = core.members[depth.stream as usize].as_ref()?.worker.clone();
-        Some(Hit {
-            worker,
-            tokens: depth.tokens,
-        })
-    };
-    depths.iter().filter_map(hit).collect()
+        }
+        same
+    });
 }

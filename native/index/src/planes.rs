@@ -52,6 +52,88 @@ pub fn tier(medium: &str) -> String {
     }
 }
 
+/// Planes of one index. Engines have a handful; their names and groups are a peer's words.
+pub const MAX_PLANES: usize = 4096;
+
+#[derive(Debug)]
+struct Entry {
+    plane: Plane,
+    /// Streams that name it.
+    users: u32,
+}
+
+/// Planes in use, by their numbers.
+#[derive(Debug, Default)]
+pub struct Planes {
+    entries: Vec<Entry>,
+    levels: Vec<u8>,
+    /// The levels that any of them has are below this one.
+    depth: usize,
+}
+
+impl Planes {
+    /// The plane `number`.
+    pub fn get(&self, number: u16) -> &Plane {
+        &self.entries[number as usize].plane
+    }
+
+    /// Levels by number.
+    #[inline]
+    pub fn levels(&self) -> &[u8] {
+        &self.levels
+    }
+
+    /// How many levels a prefix may use: one more than the highest of any plane.
+    #[inline]
+    pub fn depth(&self) -> usize {
+        self.depth.max(1)
+    }
+
+    /// All of them by number, those too that are not in use any more.
+    pub fn all(&self) -> Vec<Plane> {
+        self.entries.iter().map(|entry| entry.plane.clone()).collect()
+    }
+
+    /// Planes in use, with their numbers.
+    pub fn iter(&self) -> impl Iterator<Item = (u16, &Plane)> {
+        let used = self.entries.iter().enumerate().filter(|(_, entry)| entry.users > 0);
+        used.map(|(number, entry)| (number as u16, &entry.plane))
+    }
+
+    /// The number of a plane, for one stream more; None when there are too many.
+    pub fn retain(&mut self, plane: Plane) -> Option<u16> {
+        let known = |entry: &Entry| entry.users > 0 && entry.plane == plane;
+        if let Some(at) = self.entries.iter().position(known) {
+            self.entries[at].users += 1;
+            return Some(at as u16);
+        }
+        let level = plane.level();
+        self.depth = self.depth.max(level + 1);
+        let entry = Entry { plane, users: 1 };
+        if let Some(at) = self.entries.iter().position(|entry| entry.users == 0) {
+            (self.entries[at], self.levels[at]) = (entry, level as u8);
+            return Some(at as u16);
+        }
+        if self.entries.len() >= MAX_PLANES {
+            return None;
+        }
+        self.entries.push(entry);
+        self.levels.push(level as u8);
+        Some((self.entries.len() - 1) as u16)
+    }
+
+    /// Gives back the number of a plane that a stream named, on which it holds nothing any more.
+    pub fn release(&mut self, number: u16) {
+        self.entries[number as usize].users -= 1;
+        while self.entries.last().is_some_and(|entry| entry.users == 0) {
+            self.entries.pop();
+            self.levels.pop();
+        }
+        let levels = self.iter().map(|(_, plane)| plane.level() + 1);
+        self.depth = levels.max().unwrap_or(0);
+    }
+}
+
 /// How blocks of a KV cache group count towards a prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
@@ -73,14 +155,12 @@ impl Rules {
         self.0.iter().find(|(known, _)| *known == group).map(|(_, rule)| *rule)
     }
 
-    /// Learns a rule; says whether anything is new.
-    pub fn learn(&mut self, group: i64, rule: Rule) -> bool {
+    /// Learns a rule.
+    pub fn learn(&mut self, group: i64, rule: Rule) {
         match self.0.iter_mut().find(|(known, _)| *known == group) {
-            Some((_, known)) if *known == rule => return false,
             Some((_, known)) => *known = rule,
             None => self.0.push((group, rule)),
         }
-        true
     }
 
     /// Groups whose rules are known, when there are several.

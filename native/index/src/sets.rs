@@ -5,6 +5,8 @@
 
 use hashbrown::HashTable;
 
+use crate::hasher::Secret;
+
 /// 64 streams on one plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word {
@@ -38,14 +40,14 @@ struct Entry {
     words: Box<[Word]>,
     refs: u32,
     /// Differs between sets that had the same number one after the other.
-    born: u32,
+    born: u64,
 }
 
 /// A change from one set to another that was made before, to make it again without a search.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Move {
-    from: (u32, u32),
-    to: (u32, u32),
+    from: (u32, u64),
+    to: (u32, u64),
     holder: (u16, u32),
     known: bool,
 }
@@ -58,36 +60,36 @@ pub struct Sets {
     lookup: HashTable<u32>,
     scratch: Vec<Word>,
     words: usize,
-    births: u32,
+    births: u64,
+    secret: Secret,
 }
 
-impl Default for Sets {
-    fn default() -> Self {
+/// The hash of a set; keyed, since who registers streams chooses their numbers' order.
+fn hash_of(secret: Secret, words: &[Word]) -> u64 {
+    words.iter().fold(words.len() as u64, |hash, word| {
+        secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)
+    })
+}
+
+impl Sets {
+    /// The empty one alone.
+    pub fn new(secret: Secret) -> Self {
         let empty = Entry {
             words: Box::default(),
             refs: 1,
             born: 0,
         };
-        let (free, lookup, scratch) = (Vec::new(), HashTable::new(), Vec::new());
         Self {
             entries: vec![empty],
-            free,
-            lookup,
-            scratch,
+            free: Vec::new(),
+            lookup: HashTable::new(),
+            scratch: Vec::new(),
             words: 0,
             births: 0,
+            secret,
         }
     }
-}
 
-fn hash_of(words: &[Word]) -> u64 {
-    words.iter().fold(0x9E37_79B9_7F4A_7C15, |hash, word| {
-        let product = u128::from(hash ^ word.bits) * u128::from(0xD6E8_FEB8_6659_FD93 ^ (u64::from(word.at) << 17));
-        (product as u64) ^ ((product >> 64) as u64) ^ u64::from(word.at)
-    })
-}
-
-impl Sets {
     /// The holders, by plane and stream.
     #[inline]
     pub fn words(&self, set: u32) -> &[Word] {
@@ -107,6 +109,21 @@ impl Sets {
     pub fn planes(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
         let meant = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
         self.words(set).iter().filter(meant).map(|word| word.plane() as u16)
+    }
+
+    /// All streams that hold on some plane, each once.
+    pub fn streams(&self, set: u32) -> Vec<u32> {
+        let mut found = Vec::new();
+        for word in self.words(set) {
+            let mut bits = word.bits;
+            while bits != 0 {
+                found.push((word.word() << 6) as u32 + bits.trailing_zeros());
+                bits &= bits - 1;
+            }
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
     }
 
     /// Whether `stream` holds on any plane.
@@ -159,7 +176,7 @@ impl Sets {
 
     /// Whether a set is the one that had the number then.
     #[inline]
-    fn is(&self, (number, born): (u32, u32)) -> bool {
+    fn is(&self, (number, born): (u32, u64)) -> bool {
         self.entries.get(number as usize).is_some_and(|entry| entry.born == born)
     }
 
@@ -171,6 +188,25 @@ impl Sets {
         }
         if from != EMPTY {
             self.release(from);
+        }
+    }
+
+    /// The set of one holder, of `count` blocks more.
+    pub fn single(&mut self, plane: u16, stream: u32, count: u32) -> u32 {
+        let word = Word {
+            at: u32::from(plane) << 16 | stream >> 6,
+            bits: 1 << (stream & 63),
+        };
+        let set = self.intern(&[word]);
+        self.entries[set as usize].refs += count;
+        set
+    }
+
+    /// Gives back a set of which no block was made.
+    pub fn give(&mut self, set: u32, count: u32) {
+        if count > 0 {
+            self.entries[set as usize].refs -= count - 1;
+            self.release(set);
         }
     }
 
@@ -213,14 +249,15 @@ impl Sets {
         if words.is_empty() {
             return EMPTY;
         }
-        let hash = hash_of(words);
+        let secret = self.secret;
+        let hash = hash_of(secret, words);
         if let Some(&found) = self
             .lookup
             .find(hash, |&number| *self.entries[number as usize].words == *words)
         {
             return found;
         }
-        self.births = self.births.wrapping_add(1);
+        self.births += 1;
         let entry = Entry {
             words: words.into(),
             refs: 0,
@@ -235,7 +272,7 @@ impl Sets {
             (self.entries.len() - 1) as u32
         };
         self.lookup
-            .insert_unique(hash, number, |&other| hash_of(&self.entries[other as usize].words));
+            .insert_unique(hash, number, |&other| hash_of(secret, &self.entries[other as usize].words));
         number
     }
 
@@ -253,10 +290,10 @@ impl Sets {
     fn forget(&mut self, set: u32) {
         let entry = &mut self.entries[set as usize];
         let words = std::mem::take(&mut entry.words);
-        self.births = self.births.wrapping_add(1);
+        self.births += 1;
         entry.born = self.births;
         self.words -= words.len();
-        if let Ok(found) = self.lookup.find_entry(hash_of(&words), |&number| number == set) {
+        if let Ok(found) = self.lookup.find_entry(hash_of(self.secret, &words), |&number| number == set) {
             found.remove();
         }
         self.free.push(set);
@@ -264,7 +301,7 @@ impl Sets {
             let births = self.births;
             *self = Self {
                 births,
-                ..Self::default()
+                ..Self::new(self.secret)
             };
         }
     }

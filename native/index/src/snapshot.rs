@@ -17,13 +17,16 @@
 //! PLANE    tier, locality?, ownership?, group          planes are numbered as they come
 //! STREAM   source, rank, incarnation, last number, rules; then, up to DONE, what belongs to it:
 //!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
-//!   RUN      how many, u16; context; its planes with the copies on each; then hash and key of every block
+//!   RUN      how many, u16; which kind; context; its planes with the copies on each; then hash and word of every block
 //!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
 //!   WAITING  hash, plane, awaited, content?            in the order in which they came
 //!   DONE     how many blocks, digest
 //! FENCE    source, rank, incarnation                   the oldest first
 //! LABEL    source, model
 //! ```
+//!
+//! Words are rolling keys in a run of kind KEYS. In one of kind CHAIN each block is behind the one before it, and only the first word is a key, the
+//! others are local hashes; in one of kind REST all are, and the first block is behind the last one of the run before.
 //!
 //! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains. A file may hold
 //! some workers of an index alone, with their fences and the labels of their sources.
@@ -47,6 +50,10 @@ const WAITING: u8 = 6;
 const DONE: u8 = 7;
 const FENCE: u8 = 8;
 const LABEL: u8 = 9;
+
+const KEYS: u8 = 0;
+const CHAIN: u8 = 1;
+const REST: u8 = 2;
 
 /// Contexts that a stream's part of a file tells apart at once.
 const MAX_CONTEXTS: usize = 1 << 16;

@@ -1,26 +1,20 @@
 //! The blocks of one stream by the engine's own hashes.
 
-mod keeping;
-
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 
 use hashbrown::HashTable;
 
-use crate::core::{ByHash, Core, Secret};
-use crate::gate::{BLOCKS_PER_HOLD, Gate, Writer};
-use crate::planes::Rules;
+use crate::core::{Block, ByHash, Core};
+use crate::gate::{Gate, WORK_PER_HOLD, Writer};
+use crate::hasher::Secret;
+use crate::keys::Scheme;
+use crate::planes::{Plane, Rules};
+use crate::records::Records;
 use crate::sets::{EMPTY, Move};
-use crate::slab::Record;
 use crate::table::{Reach, Seat, Spot, Stage, Table};
-use crate::waiting::Queue;
-
-pub use keeping::{Chain, Parent};
-
-/// Blocks with one hash that a stream may hold: engines that hash pages without their prefix have thousands.
-pub const MAX_SAME_HASH: usize = 1 << 16;
-
-/// Sizes of blocks that are remembered of a stream, which has one, or two while it lies.
-const MAX_SIZES: usize = 8;
+use crate::waiting::{Queue, Waiting};
 
 /// A block under another hash than its record has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +24,7 @@ struct Foreign {
     number: u32,
 }
 
-/// What a stream was told and could not be used, counted.
+/// What a stream was sent and could not be used, counted.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
     /// Stores that were set aside, by kind of group and reason.
@@ -74,6 +68,21 @@ impl Counters {
     }
 }
 
+/// A plane that the stream has named.
+#[derive(Clone, Copy, Debug)]
+struct Own {
+    plane: u16,
+    /// The part of a digest that it stands for.
+    mark: u64,
+    /// Blocks held there.
+    held: usize,
+}
+
+/// Blocks that a clear of a part may look at, for each block that was stored: engines clear far less often than they store.
+const LOOKS_PER_BLOCK: usize = 16;
+/// The same at the beginning.
+const FIRST_LOOKS: usize = 1 << 20;
+
 /// One stream. Its writer has it locked, and the shared part besides while blocks change.
 #[derive(Debug)]
 pub struct Stream {
@@ -81,6 +90,8 @@ pub struct Stream {
     pub number: u32,
     /// Which life of the publisher.
     pub incarnation: i64,
+    /// The same for those who do not have it locked.
+    pub life: Arc<AtomicI64>,
     /// Number of the last batch; -1 before the first.
     pub last: i64,
     /// Blocks, however many planes each is on.
@@ -97,20 +108,20 @@ pub struct Stream {
     pub gone: bool,
     /// Planes by what events call them.
     pub places: Vec<(Place, u16)>,
-    /// Bytes that the index has counted for it.
+    /// Bytes that are counted for it in the shared part.
     pub counted: usize,
     table: Table,
     foreign: HashTable<Foreign>,
     /// Of hashes with several blocks all of them, the newest last.
     several: HashMap<u64, Vec<u32>>,
+    /// Blocks in those.
+    several_len: usize,
     /// Copies beyond the first.
     copies: HashMap<(u32, u16), u32>,
-    /// By plane, the part of a digest that it stands for.
-    marks: Vec<u64>,
-    /// By plane, blocks held there.
-    held: Vec<usize>,
-    /// Tokens per block that this life has told of.
-    sizes: Vec<u32>,
+    own: Vec<Own>,
+    /// How this life has cut prompts.
+    schemes: Vec<Scheme>,
+    looks: usize,
     added: Move,
     removed: Move,
 }
@@ -126,6 +137,17 @@ pub struct Place {
     pub ownership: Option<Box<[u8]>>,
     /// Its group.
     pub group: i64,
+}
+
+/// What became of a block that was placed.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed {
+    /// Its record.
+    pub number: u32,
+    /// Whether the stream knew no block of its hash.
+    pub is_unknown: bool,
+    /// Whether no stream held it.
+    pub is_new: bool,
 }
 
 /// One copy's part of a digest.
@@ -146,6 +168,7 @@ impl Stream {
         Self {
             number,
             incarnation,
+            life: Arc::new(AtomicI64::new(incarnation)),
             last: -1,
             blocks: 0,
             digest: 0,
@@ -158,10 +181,11 @@ impl Stream {
             table: Table::dense(),
             foreign: HashTable::new(),
             several: HashMap::new(),
+            several_len: 0,
             copies: HashMap::new(),
-            marks: Vec::new(),
-            held: Vec::new(),
-            sizes: Vec::new(),
+            own: Vec::new(),
+            schemes: Vec::new(),
+            looks: FIRST_LOOKS,
             added: Move::default(),
             removed: Move::default(),
         }
@@ -172,7 +196,7 @@ impl Stream {
         self.table.bytes()
             + self.foreign.allocation_size()
             + self.several.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
-            + self.several.values().map(|list| list.capacity() * 4).sum::<usize>()
+            + self.several_len * 8
             + self.copies.capacity() * (size_of::<((u32, u16), u32)>() + 1)
             + self.waiting.bytes()
     }
@@ -182,32 +206,86 @@ impl Stream {
         self.copies.values().map(|&extra| extra as usize).sum()
     }
 
-    /// Blocks held on each plane.
-    pub fn held(&self) -> &[usize] {
-        &self.held
+    /// Planes that the stream has named, and the blocks held on each.
+    pub fn held(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
+        self.own.iter().map(|own| (own.plane, own.held))
     }
 
-    /// Tokens per block that this life has told of, as far as they are remembered.
-    pub fn sizes(&self) -> &[u32] {
-        &self.sizes
-    }
-
-    /// Notes how a life cuts its blocks.
-    #[inline]
-    pub fn cut_by(&mut self, size: u32) {
-        if !self.sizes.contains(&size) && self.sizes.len() < MAX_SIZES {
-            self.sizes.push(size);
+    /// Tokens per block that this life has told of.
+    pub fn sizes(&self) -> Vec<u32> {
+        let mut sizes: Vec<u32> = Vec::new();
+        for scheme in &self.schemes {
+            if !sizes.contains(&scheme.size) {
+                sizes.push(scheme.size);
+            }
         }
+        sizes
+    }
+
+    /// Notes how a life cuts prompts; false where it did so in too many ways.
+    #[inline]
+    pub fn cut_by(&mut self, core: &mut Core, scheme: Scheme) -> bool {
+        self.schemes.contains(&scheme) || self.cut_anew(core, scheme)
+    }
+
+    #[cold]
+    fn cut_anew(&mut self, core: &mut Core, scheme: Scheme) -> bool {
+        if self.schemes.len() >= core.limits.block_sizes {
+            return false;
+        }
+        self.schemes.push(scheme);
+        core.use_scheme(self.number, scheme);
+        true
+    }
+
+    /// The number of a plane that the stream names from now on; None when there are too many.
+    pub fn use_plane(&mut self, core: &mut Core, plane: Plane) -> Option<u16> {
+        let mark = plane.digest();
+        let number = core.planes.retain(plane)?;
+        if self.own.iter().any(|own| own.plane == number) {
+            core.planes.release(number);
+            return Some(number);
+        }
+        if self.own.len() >= core.limits.places {
+            core.planes.release(number);
+            return None;
+        }
+        self.own.push(Own {
+            plane: number,
+            mark,
+            held: 0,
+        });
+        Some(number)
     }
 
     /// Begins a life of another publisher: nothing of the one before holds.
-    pub fn begin(&mut self, writer: &mut Writer<'_>, incarnation: i64) {
+    pub fn begin(&mut self, writer: &mut Writer<'_, Core>, incarnation: i64) {
         self.forget(writer);
+        self.leave_planes(writer);
         self.rules = Rules::default();
-        self.places.clear();
-        self.sizes.clear();
+        self.schemes.clear();
+        self.looks = FIRST_LOOKS;
+        writer.drop_schemes(self.number);
         writer.rule(self.number, None);
         (self.incarnation, self.last) = (incarnation, -1);
+        self.life.store(incarnation, Ordering::Relaxed);
+    }
+
+    /// Leaves the shared part, with all that it holds.
+    pub fn quit(&mut self, writer: &mut Writer<'_, Core>) {
+        self.forget(writer);
+        self.leave_planes(writer);
+        writer.leave(self.number);
+        writer.streams_bytes = writer.streams_bytes.wrapping_sub(self.counted);
+        self.counted = 0;
+    }
+
+    /// Gives back the planes that it named, on which it holds nothing any more.
+    pub fn leave_planes(&mut self, core: &mut Core) {
+        self.places.clear();
+        for own in self.own.drain(..) {
+            core.planes.release(own.plane);
+        }
     }
 
     /// Whether so many blocks more may need a larger table for those under other hashes than their records'.
@@ -235,31 +313,6 @@ impl Stream {
         self.table.reach()
     }
 
-    /// Asks for what a block will need that is to be placed soon, in the stages of its tables; last for their buckets, by which time it is
-    /// known where it belongs.
-    #[inline]
-    pub fn ask(&self, core: &Core, block: &mut Block, stage: Stage) {
-        let listed = core.keys.reach() > Reach::Near;
-        if stage == Stage::Bucket {
-            if listed {
-                block.key_seat = core.keys.seat_ahead(block.key_spot);
-            }
-            block.hash_seat = self.table.seat_ahead(block.hash_spot);
-            return;
-        }
-        if listed {
-            core.keys.prefetch(block.key_spot, stage);
-        }
-        self.table.prefetch(block.hash_spot, stage);
-    }
-
-    /// Looks at these buckets, which are here, and asks for what is behind full ones.
-    #[inline]
-    pub fn look_behind(&self, core: &Core, block: &Block) {
-        core.keys.look_behind(block.key_seat);
-        self.table.look_behind(block.hash_seat);
-    }
-
     fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
         if self.foreign.is_empty() {
             return None;
@@ -277,77 +330,103 @@ impl Stream {
         {
             return list.last().copied();
         }
-        let found = self
-            .table
-            .find(core.spot(hash), |number| core.records.get(number).hash == hash);
+        let found = self.table.find(core.spot(hash), |number| core.records.hash(number) == hash);
         found.or_else(|| self.foreign_of(core, hash, |_| true))
     }
 
-    /// One copy more of a block; the record's number, and whether `hash` was unknown before. `next` is that of `Core::hold`. None when there
-    /// are too many like it.
+    /// The record of a block, if the stream holds that one.
+    pub fn find(&self, core: &Core, block: &Block, parent: Option<u32>) -> Option<u32> {
+        let same = |number| is_block(core, number, block, parent);
+        let found = self.table.find(block.hash_spot, |number| {
+            core.records.hash(number) == block.hash && same(number)
+        });
+        found.or_else(|| self.foreign_of(core, block.hash, same))
+    }
+
+    /// One copy more of a block. `parent` is the record of its parent, if that is known. None when there are too many like it.
     #[inline]
-    pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, next: u32) -> Option<(u32, bool)> {
-        let Block {
-            hash,
-            key,
-            context,
-            hash_spot,
-            hash_seat,
-            ..
-        } = *block;
-        self.look_into(core, hash);
-        if core.is_crowded(key) {
-            core.list_keys();
-            self.look_into_all(core);
-        }
-        let seat = self.table.seat_again(hash_seat, hash_spot);
+    pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, parent: Option<u32>) -> Option<Placed> {
+        let hash = block.hash;
+        let seat = self.table.seat(block.hash_spot);
         let (mut known, mut own) = (None, None);
         self.table.for_each_match_at(seat, |number| {
-            let record = core.records.get(number);
-            if record.hash == hash {
+            if core.records.hash(number) == hash {
                 known = Some(number);
-                if record.key == key && record.context() == context {
+                if is_block(core, number, block, parent) {
                     own = known;
                 }
             }
             own.is_none()
         });
         if own.is_none() && !self.foreign.is_empty() {
-            let same = |number: u32| core.records.get(number).key == key && core.records.get(number).context() == context;
-            own = self.foreign_of(core, hash, same);
+            own = self.foreign_of(core, hash, |number| is_block(core, number, block, parent));
             known = known.or_else(|| self.foreign_of(core, hash, |_| true));
         }
+        self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK);
         if let Some(number) = own {
             self.copy(core, hash, number, plane);
             self.renew(hash, number);
-            return Some((number, false));
+            return Some(Placed {
+                number,
+                is_unknown: false,
+                is_new: false,
+            });
         }
-        if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= MAX_SAME_HASH) {
+        let limit = core.limits.blocks_per_hash;
+        if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= limit) {
             return None;
         }
-        let (number, fresh) = core.hold(block, plane, self.number, next, &mut self.added)?;
-        self.enter(core, block, number, fresh);
+        let (number, is_new) = core.hold(block, parent, plane, self.number, &mut self.added)?;
+        self.enter(core, block, seat, number, is_new);
         self.blocks += 1;
-        self.count_in(core, hash, key, plane);
+        self.count_in(hash, block.key, plane);
         if let Some(other) = known {
-            self.several.entry(hash).or_insert_with(|| vec![other]).push(number);
+            let list = self.several.entry(hash).or_insert_with(|| vec![other]);
+            self.several_len += if list.len() == 1 { 2 } else { 1 };
+            list.push(number);
         }
-        Some((number, known.is_none()))
+        Some(Placed {
+            number,
+            is_unknown: known.is_none(),
+            is_new,
+        })
+    }
+
+    /// Whether the stream holds some block of this hash.
+    #[inline]
+    pub fn knows(&self, core: &Core, hash: u64, seat: Seat) -> bool {
+        let mut found = false;
+        self.table.for_each_match_at(seat, |number| {
+            found = core.records.hash(number) == hash;
+            !found
+        });
+        found || self.foreign_of(core, hash, |_| true).is_some()
+    }
+
+    /// Where a hash belongs in the stream's table.
+    #[inline]
+    pub fn seat(&self, spot: Spot) -> Seat {
+        self.table.seat(spot)
     }
 
     /// Enters a record under the hash of its block.
     #[inline]
-    fn enter(&mut self, core: &Core, block: &Block, number: u32, fresh: bool) {
+    fn enter(&mut self, core: &Core, block: &Block, seat: Seat, number: u32, is_new: bool) {
         let hash = block.hash;
-        if fresh || core.records.get(number).hash == hash {
-            let seat = self.table.seat_again(block.hash_seat, block.hash_spot);
-            let hashes = ByHash(&core.records, core.secret);
-            self.table.insert_at(seat, block.hash_spot, number, &hashes);
+        if is_new || core.records.hash(number) == hash {
+            self.enter_own(core, block.hash_spot, seat, number);
         } else {
             let place = core.secret.place(hash);
             self.foreign
                 .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
         }
+    }
+
+    /// Enters a record under its own hash.
+    #[inline]
+    pub fn enter_own(&mut self, core: &Core, spot: Spot, seat: Seat, number: u32) {
+        let hashes = ByHash(&core.records, core.secret);
+        self.table.insert_at(seat, spot, number, &hashes);
     }
 
     /// Makes a block the newest of its hash.
@@ -366,30 +445,45 @@ impl Stream {
     /// One copy more of a block that the stream knows.
     #[inline]
     pub fn copy(&mut self, core: &mut Core, hash: u64, number: u32, plane: u16) {
-        let Record { key, set, .. } = *core.records.get(number);
-        if core.sets.holds(set, plane, self.number) {
-            *self.copies.entry((number, plane)).or_default() += 1;
-            self.digest = self.digest.wrapping_add(mark(hash, key, self.mark_of(core, plane)));
+        let key = core.records.key(number);
+        if core.sets.holds(core.records.set(number), plane, self.number) {
+            let extra = self.copies.entry((number, plane)).or_default();
+            *extra = extra.saturating_add(1);
+            let mark = mark(hash, key, self.own(plane).mark);
+            self.digest = self.digest.wrapping_add(mark);
         } else {
             core.toggle(number, plane, self.number, &mut self.added);
-            self.count_in(core, hash, key, plane);
+            self.count_in(hash, key, plane);
         }
     }
 
     /// Counts the first copy of a block on a plane.
     #[inline]
-    fn count_in(&mut self, core: &Core, hash: u64, key: u64, plane: u16) {
-        self.digest = self.digest.wrapping_add(mark(hash, key, self.mark_of(core, plane)));
-        self.held[plane as usize] += 1;
+    fn count_in(&mut self, hash: u64, key: u64, plane: u16) {
+        let own = self.own(plane);
+        own.held += 1;
+        let mark = mark(hash, key, own.mark);
+        self.digest = self.digest.wrapping_add(mark);
     }
 
+    /// Counts blocks that are new on a plane, and were entered.
     #[inline]
-    fn mark_of(&mut self, core: &Core, plane: u16) -> u64 {
-        while self.marks.len() <= plane as usize {
-            self.marks.push(core.planes[self.marks.len()].digest());
-            self.held.push(0);
-        }
-        self.marks[plane as usize]
+    pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], plane: u16) {
+        let count = hashes.len();
+        let own = self.own(plane);
+        own.held += count;
+        let part = own.mark;
+        let sum = |sum: u128, (&hash, &key): (&u64, &u64)| sum.wrapping_add(mark(hash, key, part));
+        self.digest = hashes.iter().zip(keys).fold(self.digest, sum);
+        self.blocks += count;
+        self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK * count);
+    }
+
+    /// A plane that the stream has named.
+    #[inline]
+    fn own(&mut self, plane: u16) -> &mut Own {
+        let found = self.own.iter_mut().find(|own| own.plane == plane);
+        found.expect("a stream names a plane before it has blocks there")
     }
 
     /// What is asked for ahead of the removal of a hash.
@@ -397,95 +491,80 @@ impl Stream {
     pub fn leaving(&self, core: &Core, hash: u64) -> Leaving {
         let spot = core.spot(hash);
         self.prefetch(spot, Stage::Bucket);
-        Leaving {
-            hash,
-            spot,
-            ..Leaving::default()
-        }
+        Leaving { hash, spot }
     }
 
     /// Asks for the record that a hash may mean, when its bucket is here.
     #[inline]
-    pub fn prefetch_record(&self, core: &Core, leaving: &mut Leaving) {
-        leaving.seat = self.table.seat(leaving.spot);
-        self.table.for_each_match_at(leaving.seat, |number| {
-            core.records.prefetch(number);
-            false
-        });
-    }
-
-    /// Asks for where the key of that record is found, when the record is here.
-    #[inline]
-    pub fn prefetch_key(&self, core: &Core, leaving: &Leaving) {
-        let seat = self.table.seat_again(leaving.seat, leaving.spot);
-        self.table.for_each_match_at(seat, |number| {
-            let record = core.records.get(number);
-            if !record.is_behind() {
-                core.keys.prefetch(core.spot(record.key), Stage::Bucket);
-            }
+    pub fn prefetch_record(&self, core: &Core, leaving: &Leaving) {
+        self.table.for_each_match(leaving.spot, |number| {
+            core.records.prefetch_all(number);
             false
         });
     }
 
     /// Takes one copy from the oldest block of a hash on `plane`. Says whether there was one.
     #[inline]
-    pub fn remove(&mut self, core: &mut Core, leaving: &Leaving, plane: u16) -> bool {
-        let Leaving { hash, spot, seat } = *leaving;
+    pub fn remove(&mut self, core: &mut Core, leaving: &Leaving, plane: u16, keys: &mut KeyCache) -> bool {
+        let Leaving { hash, spot } = *leaving;
         if !self.several.is_empty() {
             return self.remove_oldest(core, hash, plane);
         }
-        let seat = self.table.seat_again(seat, spot);
+        let seat = self.table.seat(spot);
         let mut found = None;
         self.table.for_each_match_at(seat, |number| {
-            let record = core.records.get(number);
-            if record.hash == hash {
-                found = Some((number, *record));
+            if core.records.hash(number) == hash {
+                found = Some(number);
             }
             found.is_none()
         });
-        let Some((number, record)) = found else {
+        let Some(number) = found else {
             return !self.foreign.is_empty() && self.remove_oldest(core, hash, plane);
         };
-        if self.remove_copy(number, plane) {
-            self.digest = self.digest.wrapping_sub(mark(hash, record.key, self.mark_of(core, plane)));
-            return true;
+        if !self.copies.is_empty() && self.copies.contains_key(&(number, plane)) {
+            return self.remove_oldest(core, hash, plane);
         }
-        let Some(rest) = core.sets.taken(record.set, plane, self.number, &mut self.removed) else {
+        let Some(rest) = core
+            .sets
+            .taken(core.records.set(number), plane, self.number, &mut self.removed)
+        else {
             return false;
         };
-        self.digest = self.digest.wrapping_sub(mark(hash, record.key, self.mark_of(core, plane)));
-        self.held[plane as usize] -= 1;
-        if rest != EMPTY {
-            core.records.get_mut(number).set = rest;
-            if core.sets.knows(rest, self.number) {
-                return true;
-            }
+        let key = keys.key(&core.records, number);
+        let own = self.own(plane);
+        own.held -= 1;
+        let mark = mark(hash, key, own.mark);
+        self.digest = self.digest.wrapping_sub(mark);
+        core.records.put_set(number, rest);
+        if rest != EMPTY && core.sets.knows(rest, self.number) {
+            return true;
         }
         self.table.remove_at(seat, spot, number, &ByHash(&core.records, core.secret));
         self.blocks -= 1;
         if rest == EMPTY {
-            core.forget(number, &record);
+            core.forget(number);
         }
         true
     }
 
-    /// The same of a hash that several blocks may have, or a block whose record has another one.
+    /// The same of a hash that several blocks may have, of which there are copies, or of a block whose record has another one.
     #[inline(never)]
     fn remove_oldest(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
-        let held = |number: &u32| core.sets.holds(core.records.get(*number).set, plane, self.number);
+        let held = |number: &u32| core.sets.holds(core.records.set(*number), plane, self.number);
         let found = match self.several.get(&hash) {
             Some(list) => list.iter().copied().find(held),
             None => self.newest(core, hash).filter(held),
         };
         let Some(number) = found else { return false };
-        let key = core.records.get(number).key;
-        self.digest = self.digest.wrapping_sub(mark(hash, key, self.mark_of(core, plane)));
+        let key = core.records.key(number);
+        let mark = mark(hash, key, self.own(plane).mark);
+        self.digest = self.digest.wrapping_sub(mark);
         if self.remove_copy(number, plane) {
             return true;
         }
         core.toggle(number, plane, self.number, &mut self.removed);
-        self.held[plane as usize] -= 1;
-        if !core.sets.knows(core.records.get(number).set, self.number) {
+        self.own(plane).held -= 1;
+        if !core.sets.knows(core.records.set(number), self.number) {
             self.leave(core, hash, number);
         }
         true
@@ -494,9 +573,6 @@ impl Stream {
     /// Takes one of the copies beyond the first; false if there is none.
     #[inline]
     fn remove_copy(&mut self, number: u32, plane: u16) -> bool {
-        if self.copies.is_empty() {
-            return false;
-        }
         let Some(extra) = self.copies.get_mut(&(number, plane)) else {
             return false;
         };
@@ -513,7 +589,7 @@ impl Stream {
     /// Forgets a block that the stream holds nowhere any more.
     fn leave(&mut self, core: &mut Core, hash: u64, number: u32) {
         let place = core.secret.place(hash);
-        if core.records.get(number).hash == hash {
+        if core.records.hash(number) == hash {
             self.table.remove(place, number, &ByHash(&core.records, core.secret));
         } else if let Ok(entry) = self
             .foreign
@@ -524,7 +600,9 @@ impl Stream {
         }
         if let Some(list) = self.several.get_mut(&hash) {
             list.retain(|&other| other != number);
+            self.several_len -= 1;
             if list.len() < 2 {
+                self.several_len -= list.len();
                 self.several.remove(&hash);
                 if self.several.is_empty() {
                     self.several = HashMap::new();
@@ -544,29 +622,25 @@ impl Stream {
         }
     }
 
-    /// Every block with a record as (hash, record).
-    pub fn each(&self, core: &Core) -> Vec<(u64, u32)> {
-        let own = self.table.iter().map(|number| (core.records.get(number).hash, number));
-        own.chain(self.foreign.iter().map(|entry| (entry.hash, entry.number)))
-            .collect()
-    }
-
     /// Copies of a block on a plane.
     pub fn count(&self, core: &Core, number: u32, plane: u16) -> u32 {
-        let held = core.sets.holds(core.records.get(number).set, plane, self.number);
+        let held = core.sets.holds(core.records.set(number), plane, self.number);
         u32::from(held) + self.copies.get(&(number, plane)).copied().unwrap_or(0)
     }
 
-    /// The blocks that share a hash, the oldest first; what `each` does not tell the order of.
+    /// The blocks that share a hash, the oldest first; what `numbers` does not tell the order of.
     pub fn ordered(&self) -> impl Iterator<Item = (&u64, &Vec<u32>)> {
         self.several.iter()
     }
 
-    // --- snapshots
-
-    /// The record of every block that has one, in no order.
+    /// The record of every block, in no order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
+    }
+
+    /// Records that the stream has under their own hash, in no order.
+    pub fn own_numbers(&self) -> impl Iterator<Item = u32> + '_ {
+        self.table.iter()
     }
 
     /// Records of which this stream has another hash than theirs, and that hash, in no order.
@@ -579,18 +653,60 @@ impl Stream {
         self.copies.is_empty()
     }
 
+    // --- the memory limit
+
+    /// Counts its bytes in the shared part.
+    pub fn recount(&mut self, core: &mut Core) {
+        let bytes = self.bytes();
+        core.streams_bytes = core.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));
+        self.counted = bytes;
+    }
+
+    /// Whether the memory limit lets this stream hold some blocks more. The last part of the memory is for streams that hold less than the
+    /// others.
+    #[inline]
+    pub fn may_grow(&mut self, core: &mut Core) -> bool {
+        match core.limits.memory {
+            None => true,
+            Some(limit) => self.may_grow_within(core, limit),
+        }
+    }
+
+    #[cold]
+    fn may_grow_within(&mut self, core: &mut Core, limit: usize) -> bool {
+        self.recount(core);
+        let next = core.bytes() + core.streams_bytes + core.records.growth(WORK_PER_HOLD) + TABLE_GROWTH.min(limit / 8);
+        if next > limit {
+            return false;
+        }
+        if next <= limit - limit / RESERVE {
+            return true;
+        }
+        let blocks = |number: usize, known: usize| if number == self.number as usize { self.blocks } else { known };
+        let counts = (core.members.iter().enumerate())
+            .filter_map(|(number, member)| Some(blocks(number, member.as_ref()?.blocks)))
+            .filter(|&count| count > 0);
+        let (sum, streams) = counts.fold((0, 0), |(sum, streams), count| (sum + count, streams + 1));
+        self.blocks * streams < sum
+    }
+
+    // --- snapshots
+
     /// Takes in a block that the stream does not know, on planes with so many copies. Returns its record, or None where that cannot be.
     #[inline]
-    pub fn put(&mut self, core: &mut Core, block: &Block, planes: &[(u16, u32)], guess: u32) -> Option<u32> {
+    pub fn put(&mut self, core: &mut Core, block: &Block, planes: &[(u16, u32)], parent: Option<u32>) -> Option<u32> {
         let known = self.blocks;
-        self.cut_by(core.contexts.get(block.context).scheme.size);
-        let (number, _) = self.place(core, block, planes.first()?.0, guess)?;
+        let scheme = core.contexts.get(block.context).scheme;
+        if !self.cut_by(core, scheme) {
+            return None;
+        }
+        let Placed { number, .. } = self.place(core, block, planes.first()?.0, parent)?;
         if self.blocks == known {
             return None;
         }
         for (at, &(plane, copies)) in planes.iter().enumerate() {
             if at > 0 {
-                if core.sets.holds(core.records.get(number).set, plane, self.number) {
+                if core.sets.holds(core.records.set(number), plane, self.number) {
                     return None;
                 }
                 self.copy(core, block.hash, number, plane);
@@ -598,30 +714,79 @@ impl Stream {
             let more = copies.checked_sub(1)?;
             if more > 0 {
                 self.copies.insert((number, plane), more);
-                let each = mark(block.hash, block.key, self.mark_of(core, plane));
+                let each = mark(block.hash, block.key, self.own(plane).mark);
                 self.digest = self.digest.wrapping_add(each.wrapping_mul(more.into()));
             }
         }
         Some(number)
     }
 
-    /// Puts the blocks of one hash, given by key and context, in this order. Says whether these are its blocks.
-    pub fn reorder(&mut self, gate: &Gate, hash: u64, blocks: &[(u64, u32)]) -> bool {
+    /// What a block on some planes is in a digest.
+    pub fn digest_of(&mut self, hash: u64, key: u64, planes: &[(u16, u32)]) -> u128 {
+        planes.iter().fold(0, |sum: u128, &(plane, copies)| {
+            let each = mark(hash, key, self.own(plane).mark);
+            sum.wrapping_add(each.wrapping_mul(copies.into()))
+        })
+    }
+
+    /// Puts the blocks of one hash, given by key and context, in this order; those that were refused are passed over. Says whether these are
+    /// its blocks.
+    pub fn reorder(&mut self, gate: &Gate<Core>, hash: u64, blocks: &[(u64, u32)], refused: bool) -> bool {
         let Some(list) = self.several.get_mut(&hash) else {
-            return false;
+            return refused;
         };
         let mut known: HashMap<(u64, u32), u32> = HashMap::with_capacity(list.len());
-        for some in list.chunks(BLOCKS_PER_HOLD) {
+        for some in list.chunks(WORK_PER_HOLD) {
             let core = gate.read();
-            known.extend(some.iter().map(|&number| {
-                let record = core.records.get(number);
-                ((record.key, record.context()), number)
-            }));
+            known.extend(
+                some.iter()
+                    .map(|&number| ((core.records.key(number), core.records.context(number)), number)),
+            );
         }
-        let ordered: Option<Vec<u32>> = blocks.iter().map(|block| known.remove(block)).collect();
-        match ordered {
-            Some(ordered) if known.is_empty() => *list = ordered,
-            _ => return false,
+        let mut ordered = Vec::with_capacity(list.len());
+        for block in blocks {
+            match known.remove(block) {
+                Some(number) => ordered.push(number),
+                None if refused => {}
+                None => return false,
+            }
+        }
+        if !known.is_empty() {
+            return false;
+        }
+        *list = ordered;
+        true
+    }
+
+    /// Holds a record in the place of another one of the same block. False, and nothing has changed, where it holds both, or that one under
+    /// another hash than the record's.
+    pub fn exchange(&mut self, core: &mut Core, from: u32, to: u32) -> bool {
+        let hash = core.records.hash(from);
+        let spot = core.spot(hash);
+        let holds_both = core.sets.knows(core.records.set(to), self.number);
+        if holds_both || self.table.find(spot, |number| number == from).is_none() {
+            return false;
+        }
+        let planes: Vec<u16> = core.sets.planes(core.records.set(from), self.number).collect();
+        for plane in planes {
+            core.toggle(from, plane, self.number, &mut self.removed);
+            core.toggle(to, plane, self.number, &mut self.added);
+            if let Some(extra) = self.copies.remove(&(from, plane)) {
+                self.copies.insert((to, plane), extra);
+            }
+        }
+        self.table.remove(spot, from, &ByHash(&core.records, core.secret));
+        if core.records.hash(to) == hash {
+            self.table.insert(spot, to, &ByHash(&core.records, core.secret));
+        } else {
+            let place = core.secret.place(hash);
+            self.foreign
+                .insert_unique(place, Foreign { hash, number: to }, |entry| core.secret.place(entry.hash));
+        }
+        if let Some(list) = self.several.get_mut(&hash) {
+            list.iter_mut()
+                .filter(|number| **number == from)
+                .for_each(|number| *number = to);
         }
         true
     }
@@ -630,75 +795,140 @@ impl Stream {
 
     /// Drops every copy of one block on the planes that `meant` says.
     pub fn drop_block(&mut self, core: &mut Core, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
-        let key = core.records.get(number).key;
         let planes: Vec<u16> = core
             .sets
-            .planes(core.records.get(number).set, self.number)
+            .planes(core.records.set(number), self.number)
             .filter(|&plane| meant(plane))
             .collect();
+        if planes.is_empty() {
+            return;
+        }
+        let key = core.records.key(number);
         for plane in planes {
-            let copies = 1 + self.copies.remove(&(number, plane)).unwrap_or(0);
-            let each = mark(hash, key, self.mark_of(core, plane));
-            self.digest = self.digest.wrapping_sub(each.wrapping_mul(u128::from(copies)));
+            let copies = 1 + u128::from(self.copies.remove(&(number, plane)).unwrap_or(0));
             core.toggle(number, plane, self.number, &mut self.removed);
-            self.held[plane as usize] -= 1;
+            let own = self.own(plane);
+            own.held -= 1;
+            let each = mark(hash, key, own.mark);
+            self.digest = self.digest.wrapping_sub(each.wrapping_mul(copies));
         }
         if self.copies.is_empty() {
             self.copies = HashMap::new();
         }
-        if !core.sets.knows(core.records.get(number).set, self.number) {
+        if !core.sets.knows(core.records.set(number), self.number) {
             self.leave(core, hash, number);
         }
     }
 
+    /// Drops every copy on the planes that `meant` says. False where that happens so often that all blocks had to go.
+    pub fn clear(&mut self, writer: &mut Writer<'_, Core>, meant: impl Fn(u16) -> bool) -> bool {
+        let looks = self.blocks + self.waiting.len();
+        if !self
+            .own
+            .iter()
+            .any(|own| meant(own.plane) && (own.held > 0 || self.waiting.is_on(own.plane)))
+        {
+            return true;
+        }
+        if self.looks < looks {
+            self.forget(writer);
+            return false;
+        }
+        self.looks -= looks;
+        let bound = writer.records.bound();
+        let (marked, foreign) = writer.unlocked(|| {
+            self.waiting.clear(&meant);
+            let foreign: Vec<(u32, u64)> = self.foreign().collect();
+            (Marked::new(bound, self.own_numbers()), foreign)
+        });
+        for number in marked.downwards() {
+            let hash = writer.records.hash(number);
+            self.drop_block(writer, hash, number, &meant);
+            writer.spend(1);
+        }
+        for (number, hash) in foreign {
+            self.drop_block(writer, hash, number, &meant);
+            writer.spend(1);
+        }
+        true
+    }
+
     /// Forgets every block, which readers see at once. The rules of groups stay.
-    pub fn forget(&mut self, writer: &mut Writer<'_>) {
+    pub fn forget(&mut self, writer: &mut Writer<'_, Core>) {
         let number = self.number;
         writer.show(number, false);
-        let (table, foreign) = (
-            std::mem::replace(&mut self.table, Table::dense()),
-            std::mem::take(&mut self.foreign),
-        );
-        for entry in writer.take_all_kept(number) {
-            writer.contexts.release(entry.context, 1);
-        }
-        for record in table.iter().chain(foreign.iter().map(|entry| entry.number)) {
-            let set = writer.records.get(record).set;
+        let bound = writer.records.bound();
+        // From the ends of runs on, where nothing is linked to a block any more.
+        let marked = writer.unlocked(|| {
+            let marked = Marked::new(bound, self.numbers());
+            (self.table, self.foreign) = (Table::dense(), HashTable::new());
+            (self.several, self.copies, self.waiting) = (HashMap::new(), HashMap::new(), Queue::default());
+            marked
+        });
+        for record in marked.downwards() {
+            let set = writer.records.set(record);
             let without = writer.sets.without(set, number);
-            writer.records.get_mut(record).set = without;
+            writer.records.put_set(record, without);
             writer.sweep(record);
-            writer.pause(1);
+            writer.spend(1);
         }
-        (self.several, self.copies, self.waiting) = (HashMap::new(), HashMap::new(), Queue::default());
-        (self.blocks, self.digest) = (0, 0);
-        self.held.fill(0);
+        (self.blocks, self.digest, self.several_len) = (0, 0, 0);
+        self.own.iter_mut().for_each(|own| own.held = 0);
         writer.show(number, true);
     }
 
-    /// The hashes that this stream has for some records.
-    pub fn hashes_of(&self, core: &Core, numbers: &[u32]) -> Vec<(u64, u32)> {
-        let mut found = Vec::with_capacity(numbers.len());
-        let mut strange = std::collections::HashSet::new();
-        for &number in numbers {
-            let Some(record) = core.records.find(number) else { continue };
-            if !core.sets.knows(record.set, self.number) {
-                continue;
-            }
-            let own = self.table.find(core.spot(record.hash), |other| other == number);
-            match own {
-                Some(_) => found.push((record.hash, number)),
-                None => _ = strange.insert(number),
-            }
+    /// What waits, and what else is to be placed behind a block that came.
+    pub fn take_awaiting(&mut self, hash: u64) -> Option<Waiting> {
+        self.waiting.take_one_awaiting(hash)
+    }
+}
+
+/// Whether a record is of a block, whose parent is the record `parent`, if that is known.
+#[inline]
+fn is_block(core: &Core, number: u32, block: &Block, parent: Option<u32>) -> bool {
+    let records = &core.records;
+    if records.context(number) != block.context {
+        return false;
+    }
+    if !records.is_linked(number) {
+        return records.word(number) == block.key;
+    }
+    match parent {
+        // A linked block is behind the only record of its parent's key in that context.
+        Some(parent) if records.context(parent) == block.context => {
+            Records::next(parent) == Some(number) && records.word(number) == block.local
         }
-        if !strange.is_empty() {
-            found.extend(
-                self.foreign
-                    .iter()
-                    .filter(|entry| strange.contains(&{ entry.number }))
-                    .map(|entry| (entry.hash, entry.number)),
-            );
+        _ => records.key(number) == block.key,
+    }
+}
+
+/// What tables of an index may grow by while some blocks are placed.
+const TABLE_GROWTH: usize = 16 << 10;
+/// The part of the memory limit that is for streams that hold less than the others: one of so many.
+const RESERVE: usize = 16;
+
+/// A bit for each record.
+struct Marked(Vec<u64>);
+
+impl Marked {
+    fn new(bound: u32, numbers: impl Iterator<Item = u32>) -> Self {
+        let mut bits = vec![0; (bound as usize).div_ceil(64)];
+        for number in numbers {
+            bits[number as usize >> 6] |= 1 << (number & 63);
         }
-        found
+        Self(bits)
+    }
+
+    /// Those that are marked, the last one first.
+    fn downwards(&self) -> impl Iterator<Item = u32> + '_ {
+        self.0.iter().enumerate().rev().flat_map(|(at, &word)| {
+            let mut bits = word;
+            std::iter::from_fn(move || {
+                let bit = 63_u32.checked_sub(bits.leading_zeros())?;
+                bits &= !(1 << bit);
+                Some((at << 6) as u32 + bit)
+            })
+        })
     }
 }
 
@@ -708,41 +938,38 @@ pub struct Leaving {
     hash: u64,
     /// Where it is looked for.
     spot: Spot,
-    /// Where it belongs, if somebody has looked.
-    seat: Seat,
 }
 
-/// What identifies a block.
+/// Slots of which keys are remembered together.
+const REMEMBERED: usize = 8;
+
+/// Keys that were rolled for a block, and may be wanted for those before it: of blocks that all are held meanwhile.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Block {
-    /// The engine's hash.
-    pub hash: u64,
-    /// Its key.
-    pub key: u64,
-    /// Number of its context.
-    pub context: u32,
-    /// Where its key is looked for.
-    pub key_spot: Spot,
-    /// Where its hash is looked for.
-    pub hash_spot: Spot,
-    /// Where its key belongs, if somebody has looked.
-    pub key_seat: Seat,
-    /// Where its hash belongs, if somebody has looked.
-    pub hash_seat: Seat,
+pub struct KeyCache {
+    /// One more than the number of the group.
+    group: u32,
+    known: u8,
+    keys: [u64; REMEMBERED],
 }
 
-impl Block {
-    /// A block with its spots.
+impl KeyCache {
+    /// Forgets them: records may be of other blocks.
+    pub fn clear(&mut self) {
+        self.group = 0;
+    }
+
     #[inline]
-    pub fn new(core: &Core, hash: u64, key: u64, context: u32) -> Self {
-        Self {
-            hash,
-            key,
-            context,
-            key_spot: core.spot(key),
-            hash_spot: core.spot(hash),
-            key_seat: Seat::default(),
-            hash_seat: Seat::default(),
+    fn key(&mut self, records: &Records, number: u32) -> u64 {
+        let (group, at) = (number / REMEMBERED as u32 + 1, number as usize % REMEMBERED);
+        if self.group != group {
+            (self.group, self.known) = (group, 0);
         }
+        if self.known >> at & 1 == 0 {
+            records.keys_up_to(number, |at, key| {
+                self.known |= 1 << at;
+                self.keys[at] = key;
+            });
+        }
+        self.keys[at]
     }
 }

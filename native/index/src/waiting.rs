@@ -1,6 +1,9 @@
-//! What a stream cannot place yet, oldest first: orphans wait for their parent, untied hashes for a store with tokens.
+//! What a stream cannot place yet, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
+//!
+//! Entries stand in rows of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the same hash, and
+//! copies of one hash on one plane. So each of them comes and goes in constant time, however many others there are.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::HashMap;
 
 use crate::keys::Scheme;
 
@@ -45,59 +48,141 @@ pub struct Waiting<C = Content> {
 }
 
 impl<C: Weight> Waiting<C> {
-    fn bytes(&self) -> usize {
-        ENTRY_BYTES + self.content.as_ref().map_or(0, Weight::bytes)
+    /// What it takes in a queue, about.
+    pub fn bytes(&self) -> usize {
+        size_of::<Entry<C>>() + 2 * MAP_BYTES + self.content.as_ref().map_or(0, Weight::bytes)
     }
 }
 
-/// About what one entry takes in the maps below, besides its content.
-const ENTRY_BYTES: usize = size_of::<(u64, Waiting)>() * 3 / 2 + 2 * 64;
+/// About what one entry takes in each of the maps below.
+const MAP_BYTES: usize = 64;
+
+const NONE: u32 = u32::MAX;
+
+/// The first and the last of a row.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    first: u32,
+    last: u32,
+}
+
+impl Row {
+    const EMPTY: Self = Self { first: NONE, last: NONE };
+
+    fn is_empty(self) -> bool {
+        self.first == NONE
+    }
+}
+
+/// Neighbours in a row.
+#[derive(Clone, Copy, Debug)]
+struct Links {
+    before: u32,
+    next: u32,
+}
+
+/// Rows that an entry stands in.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Order,
+    Awaited,
+    Copies,
+}
+
+#[derive(Debug)]
+struct Entry<C> {
+    waiting: Waiting<C>,
+    /// In the order in which entries came.
+    number: u64,
+    links: [Links; 3],
+}
+
+/// Copies of one hash on one plane, those with tokens apart.
+#[derive(Clone, Copy, Debug)]
+struct Copies {
+    plane: u16,
+    orphans: Row,
+    others: Row,
+}
+
+impl Copies {
+    fn row(&mut self, is_orphan: bool) -> &mut Row {
+        if is_orphan { &mut self.orphans } else { &mut self.others }
+    }
+}
 
 /// A bounded queue.
 #[derive(Debug)]
 pub struct Queue<C = Content> {
-    items: BTreeMap<u64, Waiting<C>>,
-    by_awaited: HashMap<u64, VecDeque<u64>>,
-    by_hash: HashMap<u64, VecDeque<u64>>,
+    entries: Vec<Option<Entry<C>>>,
+    free: Vec<u32>,
+    order: Row,
+    by_awaited: HashMap<u64, Row>,
+    by_hash: HashMap<u64, Vec<Copies>>,
+    /// Entries by plane.
+    planes: HashMap<u16, usize>,
     next: u64,
+    length: usize,
     bytes: usize,
-}
-
-fn drop_from(lists: &mut HashMap<u64, VecDeque<u64>>, of: u64, number: u64) {
-    if let Some(list) = lists.get_mut(&of) {
-        if list.front() == Some(&number) {
-            list.pop_front();
-        } else {
-            list.retain(|other| *other != number);
-        }
-        if list.is_empty() {
-            lists.remove(&of);
-        }
-    }
 }
 
 impl<C> Default for Queue<C> {
     fn default() -> Self {
         Self {
-            items: BTreeMap::new(),
+            entries: Vec::new(),
+            free: Vec::new(),
+            order: Row::EMPTY,
             by_awaited: HashMap::new(),
             by_hash: HashMap::new(),
+            planes: HashMap::new(),
             next: 0,
+            length: 0,
             bytes: 0,
         }
+    }
+}
+
+fn entry<C>(entries: &mut [Option<Entry<C>>], at: u32) -> &mut Entry<C> {
+    entries[at as usize].as_mut().expect("rows hold entries in use")
+}
+
+/// Puts an entry at the end of a row.
+fn append<C>(entries: &mut [Option<Entry<C>>], row: &mut Row, at: u32, kind: Kind) {
+    let last = std::mem::replace(&mut row.last, at);
+    entry(entries, at).links[kind as usize] = Links {
+        before: last,
+        next: NONE,
+    };
+    if last == NONE {
+        row.first = at;
+    } else {
+        entry(entries, last).links[kind as usize].next = at;
+    }
+}
+
+/// Takes an entry out of a row.
+fn unlink<C>(entries: &mut [Option<Entry<C>>], row: &mut Row, at: u32, kind: Kind) {
+    let Links { before, next } = entry(entries, at).links[kind as usize];
+    match before {
+        NONE => row.first = next,
+        before => entry(entries, before).links[kind as usize].next = next,
+    }
+    match next {
+        NONE => row.last = before,
+        next => entry(entries, next).links[kind as usize].before = before,
     }
 }
 
 impl<C: Weight> Queue<C> {
     /// How many wait.
     pub fn len(&self) -> usize {
-        self.items.len()
+        self.length
     }
 
     /// Whether nothing waits.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.items.is_empty()
+        self.length == 0
     }
 
     /// Heap bytes, about.
@@ -107,85 +192,282 @@ impl<C: Weight> Queue<C> {
 
     /// In the order in which they came.
     pub fn iter(&self) -> impl Iterator<Item = &Waiting<C>> {
-        self.items.values()
+        let mut at = self.order.first;
+        std::iter::from_fn(move || {
+            let entry = self.entries.get(at as usize)?.as_ref()?;
+            at = entry.links[Kind::Order as usize].next;
+            Some(&entry.waiting)
+        })
     }
 
     /// Whether something waits that has this hash, or for it.
     pub fn names(&self, hash: u64) -> bool {
-        self.by_hash.contains_key(&hash) || self.by_awaited.contains_key(&hash)
+        self.by_hash.contains_key(&hash) || self.awaits(hash)
+    }
+
+    /// Whether something waits for this hash.
+    #[inline]
+    pub fn awaits(&self, hash: u64) -> bool {
+        self.by_awaited.contains_key(&hash)
+    }
+
+    /// Whether something waits on a plane.
+    pub fn is_on(&self, plane: u16) -> bool {
+        self.planes.contains_key(&plane)
     }
 
     /// Lets one more wait; the oldest ones fall out above `limit`, and are counted.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
-        self.bytes += waiting.bytes();
-        self.by_awaited.entry(waiting.awaited).or_default().push_back(self.next);
-        self.by_hash.entry(waiting.hash).or_default().push_back(self.next);
-        self.items.insert(self.next, waiting);
-        self.next += 1;
-        let mut dropped = 0;
-        while self.items.len() > limit {
+        self.push_within(waiting, limit, usize::MAX)
+    }
+
+    /// The same with a bound for the bytes of all.
+    pub fn push_within(&mut self, waiting: Waiting<C>, limit: usize, bytes: usize) -> u64 {
+        let (size, mut dropped) = (waiting.bytes(), 0);
+        if limit == 0 || size > bytes {
+            return 1;
+        }
+        while self.length >= limit || self.bytes + size > bytes {
             self.pop();
             dropped += 1;
         }
+        self.insert(waiting);
         dropped
+    }
+
+    fn insert(&mut self, waiting: Waiting<C>) {
+        let at = self.free.pop().unwrap_or(self.entries.len() as u32);
+        let (hash, plane, awaited) = (waiting.hash, waiting.plane, waiting.awaited);
+        let is_orphan = waiting.content.is_some();
+        self.bytes += waiting.bytes();
+        let none = Links {
+            before: NONE,
+            next: NONE,
+        };
+        let new = Some(Entry {
+            waiting,
+            number: self.next,
+            links: [none; 3],
+        });
+        match self.entries.get_mut(at as usize) {
+            Some(free) => *free = new,
+            None => self.entries.push(new),
+        }
+        self.next += 1;
+        self.length += 1;
+        *self.planes.entry(plane).or_default() += 1;
+        append(&mut self.entries, &mut self.order, at, Kind::Order);
+        let row = self.by_awaited.entry(awaited).or_insert(Row::EMPTY);
+        append(&mut self.entries, row, at, Kind::Awaited);
+        let copies = self.by_hash.entry(hash).or_default();
+        let found = copies.iter().position(|copies| copies.plane == plane).unwrap_or_else(|| {
+            copies.push(Copies {
+                plane,
+                orphans: Row::EMPTY,
+                others: Row::EMPTY,
+            });
+            copies.len() - 1
+        });
+        append(&mut self.entries, copies[found].row(is_orphan), at, Kind::Copies);
     }
 
     /// Drops the oldest one.
     pub fn pop(&mut self) {
-        if let Some(&number) = self.items.keys().next() {
-            self.take(number);
+        if !self.order.is_empty() {
+            self.take(self.order.first);
         }
     }
 
-    fn take(&mut self, number: u64) -> Option<Waiting<C>> {
-        let waiting = self.items.remove(&number)?;
-        self.bytes -= waiting.bytes();
-        drop_from(&mut self.by_awaited, waiting.awaited, number);
-        drop_from(&mut self.by_hash, waiting.hash, number);
-        if self.items.is_empty() {
+    fn take(&mut self, at: u32) -> Waiting<C> {
+        let found = &entry(&mut self.entries, at).waiting;
+        let (hash, plane, awaited, is_orphan) = (found.hash, found.plane, found.awaited, found.content.is_some());
+        unlink(&mut self.entries, &mut self.order, at, Kind::Order);
+        if let Some(row) = self.by_awaited.get_mut(&awaited) {
+            unlink(&mut self.entries, row, at, Kind::Awaited);
+            if row.is_empty() {
+                self.by_awaited.remove(&awaited);
+            }
+        }
+        if let Some(copies) = self.by_hash.get_mut(&hash) {
+            if let Some(found) = copies.iter_mut().find(|copies| copies.plane == plane) {
+                unlink(&mut self.entries, found.row(is_orphan), at, Kind::Copies);
+            }
+            copies.retain(|copies| !copies.orphans.is_empty() || !copies.others.is_empty());
+            if copies.is_empty() {
+                self.by_hash.remove(&hash);
+            }
+        }
+        if let Some(count) = self.planes.get_mut(&plane) {
+            *count -= 1;
+            if *count == 0 {
+                self.planes.remove(&plane);
+            }
+        }
+        let taken = self.entries[at as usize].take().expect("rows hold entries in use");
+        self.free.push(at);
+        self.length -= 1;
+        self.bytes -= taken.waiting.bytes();
+        if self.length == 0 {
             let next = self.next;
             *self = Self { next, ..Self::default() };
         }
-        Some(waiting)
+        taken.waiting
+    }
+
+    /// Takes the oldest one that waits for `hash`.
+    pub fn take_one_awaiting(&mut self, hash: u64) -> Option<Waiting<C>> {
+        let first = self.by_awaited.get(&hash)?.first;
+        Some(self.take(first))
     }
 
     /// Takes everything that waits for `hash`.
     pub fn take_awaiting(&mut self, hash: u64) -> Vec<Waiting<C>> {
-        let Some(numbers) = self.by_awaited.remove(&hash) else {
-            return Vec::new();
-        };
-        numbers.into_iter().filter_map(|number| self.take(number)).collect()
+        std::iter::from_fn(|| self.take_one_awaiting(hash)).collect()
     }
 
-    /// Takes one copy of `hash` on `plane`: of an orphan, else of an untied hash. Says whether there was one.
+    /// Takes one copy of `hash` on `plane`: of an orphan, else of a hash without tokens. Says whether there was one.
     pub fn remove(&mut self, hash: u64, plane: u16) -> bool {
         self.remove_where(hash, |other| other == plane)
     }
 
     /// The same of any plane that `meant` says.
     pub fn remove_where(&mut self, hash: u64, meant: impl Fn(u16) -> bool) -> bool {
-        let Some(numbers) = self.by_hash.get(&hash) else {
+        let Some(copies) = self.by_hash.get(&hash) else {
             return false;
         };
-        let here = |number: &&u64| meant(self.items[number].plane);
-        let orphan = numbers
-            .iter()
-            .filter(here)
-            .find(|number| self.items[number].content.is_some());
-        let found = orphan.or_else(|| numbers.iter().find(here)).copied();
-        found.is_some_and(|number| self.take(number).is_some())
+        let here = || copies.iter().filter(|copies| meant(copies.plane));
+        let number = |at: &u32| self.entries[*at as usize].as_ref().map(|entry| entry.number);
+        let oldest = |rows: Vec<Row>| {
+            rows.into_iter()
+                .map(|row| row.first)
+                .filter(|&at| at != NONE)
+                .min_by_key(number)
+        };
+        let found = oldest(here().map(|copies| copies.orphans).collect());
+        match found.or_else(|| oldest(here().map(|copies| copies.others).collect())) {
+            Some(at) => {
+                self.take(at);
+                true
+            }
+            None => false,
+        }
     }
 
     /// Drops everything on planes that `meant` says.
     pub fn clear(&mut self, meant: impl Fn(u16) -> bool) {
-        let numbers: Vec<u64> = self
-            .items
-            .iter()
-            .filter(|(_, item)| meant(item.plane))
-            .map(|(number, _)| *number)
-            .collect();
-        for number in numbers {
-            self.take(number);
+        if !self.planes.keys().any(|&plane| meant(plane)) {
+            return;
+        }
+        let mut at = self.order.first;
+        while let Some(Some(entry)) = self.entries.get(at as usize) {
+            let (next, plane) = (entry.links[Kind::Order as usize].next, entry.waiting.plane);
+            if meant(plane) {
+                self.take(at);
+            }
+            at = next;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    impl Weight for u64 {
+        fn bytes(&self) -> usize {
+            *self as usize
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Push(u64, u16, u64, Option<u64>),
+        Take(u64),
+        Remove(u64, u16),
+        RemoveAny(u64),
+        Pop,
+        Clear(u16),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let content = prop::option::of(0_u64..100);
+        prop_oneof![
+            8 => (0_u64..5, 0_u16..3, 0_u64..5, content).prop_map(|(hash, plane, awaited, content)| {
+                Step::Push(hash, plane, if content.is_some() { awaited } else { hash }, content)
+            }),
+            1 => (0_u64..5).prop_map(Step::Take),
+            3 => (0_u64..5, 0_u16..3).prop_map(|(hash, plane)| Step::Remove(hash, plane)),
+            1 => (0_u64..5).prop_map(Step::RemoveAny),
+            1 => Just(Step::Pop),
+            1 => (0_u16..3).prop_map(Step::Clear),
+        ]
+    }
+
+    type Plain = (u64, u16, u64, Option<u64>);
+
+    fn plain(waiting: &Waiting<u64>) -> Plain {
+        (waiting.hash, waiting.plane, waiting.awaited, waiting.content)
+    }
+
+    proptest! {
+        #[test]
+        fn is_a_list(steps in prop::collection::vec(step(), 0..80), limit in 1_usize..30, bytes in 300_usize..6_000) {
+            let (mut queue, mut model) = (Queue::default(), Vec::<Plain>::new());
+            let weight = |&(hash, plane, awaited, content): &Plain| Waiting { hash, plane, awaited, content }.bytes();
+            for step in steps {
+                match step {
+                    Step::Push(hash, plane, awaited, content) => {
+                        let before = model.len();
+                        let new = (hash, plane, awaited, content);
+                        model.push(new);
+                        if weight(&new) > bytes {
+                            model.pop();
+                        }
+                        while model.len() > limit || model.iter().map(weight).sum::<usize>() > bytes {
+                            model.remove(0);
+                        }
+                        let dropped = queue.push_within(Waiting { hash, plane, awaited, content }, limit, bytes);
+                        prop_assert_eq!(dropped as usize, before + 1 - model.len());
+                    }
+                    Step::Take(awaited) => {
+                        let (taken, kept) = model.iter().copied().partition(|entry| entry.2 == awaited);
+                        let taken: Vec<Plain> = taken;
+                        prop_assert_eq!(queue.take_awaiting(awaited).iter().map(plain).collect::<Vec<_>>(), taken);
+                        model = kept;
+                    }
+                    Step::Remove(hash, plane) => {
+                        let here = |entry: &Plain| entry.0 == hash && entry.1 == plane;
+                        let at = model.iter().position(|entry| here(entry) && entry.3.is_some()).or_else(|| model.iter().position(here));
+                        at.map(|at| model.remove(at));
+                        prop_assert_eq!(queue.remove(hash, plane), at.is_some());
+                    }
+                    Step::RemoveAny(hash) => {
+                        let here = |entry: &Plain| entry.0 == hash;
+                        let at = model.iter().position(|entry| here(entry) && entry.3.is_some()).or_else(|| model.iter().position(here));
+                        at.map(|at| model.remove(at));
+                        prop_assert_eq!(queue.remove_where(hash, |_| true), at.is_some());
+                    }
+                    Step::Pop => {
+                        queue.pop();
+                        if !model.is_empty() {
+                            model.remove(0);
+                        }
+                    }
+                    Step::Clear(plane) => {
+                        queue.clear(|other| other == plane);
+                        model.retain(|entry| entry.1 != plane);
+                    }
+                }
+                prop_assert_eq!(queue.iter().map(plain).collect::<Vec<_>>(), model.clone());
+                prop_assert_eq!((queue.len(), queue.bytes()), (model.len(), model.iter().map(weight).sum::<usize>()));
+                for value in 0..5 {
+                    prop_assert_eq!(queue.awaits(value), model.iter().any(|entry| entry.2 == value));
+                    prop_assert_eq!(queue.names(value), model.iter().any(|entry| entry.0 == value || entry.2 == value));
+                    prop_assert_eq!(queue.is_on(value as u16), model.iter().any(|entry| u64::from(entry.1) == value));
+                }
+            }
         }
     }
 }

@@ -38,11 +38,11 @@ fn hashes(
     let scheme = scheme_of(block_size, eagle)?;
     let given = tokens_of(tokens)?;
     let scope = scope_of(namespace)?;
-    let (slice, mut found) = (given.slice(), Vec::new());
+    let (slice, mut found) = (given.slice().to_vec(), Vec::new());
     tokens.py().detach(|| {
         let blocks = 0..scheme.blocks(slice.len());
         keys::locals(
-            slice,
+            &slice,
             scheme,
             keys::seed(scope.lora, scope.salt),
             &scope.items,
@@ -88,7 +88,7 @@ fn crc32_of(py: Python<'_>, parts: &Bound<'_, PyAny>, before: u32) -> PyResult<u
 }
 
 /// `kvevents._native`.
-#[pymodule]
+#[pymodule(gil_used = true)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
     module.add_class::<Compactor>()?;

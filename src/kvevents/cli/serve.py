@@ -92,7 +92,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     index.add_argument("--state-dir", metavar="FOLDER", help="where snapshots and registrations outlive the process")
     index.add_argument("--snapshot-seconds", type=seconds, metavar="S", help="between two snapshots (default: 60)")
     index.add_argument(
-        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; above it blocks are evicted"
+        "--memory-limit", type=size, metavar="SIZE", help="of the index, such as 8GiB; at the limit new blocks are refused"
     )
     plane = parser.add_argument_group("replica of a plane: NATS servers, and how to log in there")
     nats.add_servers(plane, "--from", "build the index from a plane's log at this NATS server, rather than follow engines")

@@ -69,5 +69,5 @@ def digits_of(digest: int) -> str:
 
 def _evicted_of(index: NativeIndex, stream: Stream) -> int:
     """Blocks that the memory limit has cost a stream in all of its lives."""
-    infos = index._workers()  # noqa: SLF001 - as above
-    return sum(info["evicted"] for info in infos if (info["source"], info["rank"]) == stream)
+    info = index._worker(*stream)  # noqa: SLF001 - as above
+    return 0 if info is None else info["evicted"]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, BinaryIO, Final, Self, TypeAlias
 
 from kvevents import _native
@@ -42,13 +42,8 @@ class PrefixIndex(_native.NativeIndex):
     """Which worker holds how long a prefix of a prompt, on which tier: exactly what the streams said.
 
     Any number of threads may ask while others apply; deliveries of one stream must be applied in order, as a subscriber hands
-    them out. `memory_limit` is in bytes: above it, workers with at least the average number of blocks lose their oldest ones,
-    counted as `evicted`. `clock` is for the overlay.
-
-    `asked=False` is for who wants to know a stream's digest and how many blocks it holds, and neither who holds a prompt nor
-    which blocks these are. They are kept as they came then, which takes about half of the time; a block that several streams
-    hold takes memory for each; and the first who does ask, or writes a snapshot, waits until all of them are listed. Answers
-    are the same. With a memory limit it changes nothing.
+    them out. `memory_limit` is in bytes: at the limit, new blocks are refused and counted as `evicted`, first those of workers
+    with at least the average number of blocks; what is held stays. `clock` is for the overlay.
     """
 
     def __new__(
@@ -57,7 +52,6 @@ class PrefixIndex(_native.NativeIndex):
         memory_limit: int | None = None,
         limits: IndexLimits = IndexLimits(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
-        asked: bool = True,
     ) -> Self:
         """See the class. Raises `ConfigError`."""
         if memory_limit is not None and memory_limit < 1:
@@ -76,11 +70,8 @@ class PrefixIndex(_native.NativeIndex):
             native_layouts(),
             bounds,
             memory_limit,
-            limits.max_orphans,
-            limits.max_fences,
-            limits.max_speculated,
+            asdict(limits),
             (_APPLIED, _CLEARED, _DUPLICATE, _VOID),
-            asked=asked,
         )
         self._clock = clock
         self._wire_rejected = Counter()
@@ -280,7 +271,7 @@ class PrefixIndex(_native.NativeIndex):
 
         Others may ask and apply meanwhile; they find each of these workers with all of its blocks, or not at all. Their streams
         go on behind the numbers that the snapshot has: deliver nothing of them before. Fences against them are lifted, and
-        labels are taken for sources that have none here. Above a memory limit, blocks are evicted when all is there.
+        labels are taken for sources that have none here. What a memory limit has no room for is refused (`evicted`).
 
         On `SnapshotError` nothing of it has come, as when the index holds one of the workers: remove that one first.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from kvevents.errors import ConfigError
@@ -15,15 +15,27 @@ class IndexLimits:
 
     max_orphans: int = 65_536
     """Blocks of one stream that wait for their parent or their tokens; the oldest ones fall out. About 200 bytes each."""
+    max_orphan_bytes: int = 64 << 20
+    """Bytes of those: a block may have as many tokens as fit in a payload. With a memory limit an eighth of that at most."""
+    max_places: int = 64
+    """Names of places (tier, locality, owner, group) that one life of a stream may use; an engine has a handful."""
+    max_groups: int = 64
+    """KV cache groups of one life of a stream; a hybrid model has a handful."""
+    max_block_sizes: int = 16
+    """Block sizes of one life of a stream, since each is another search for every prompt; an engine has one."""
+    max_records_per_key: int = 16
+    """Records with one block key: streams that hold a block under two hashes at once need one for each."""
+    max_blocks_per_hash: int = 1_024
+    """Blocks of one stream with one hash: engines that hash pages without their prefix have some."""
     max_fences: int = 65_536
     """Removed workers whose late deliveries are still recognised; beyond, the oldest ones are forgotten."""
     max_speculated: int = 1_000_000
     """Blocks of the overlay; beyond, the oldest decisions end early."""
 
     def __post_init__(self) -> None:
-        for name in ("max_orphans", "max_fences", "max_speculated"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name, limit in asdict(self).items():
+            if limit < 0:
+                raise ConfigError(f"{name} is {limit}; it must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvevents.publisher.kept import Numbered
 
 _NAME: Final = "own"
-_MAX_ORPHANS: Final = 65_536
-"""Blocks that wait for their parents: as many as `kvevents.index.IndexLimits` lets wait, since what falls out counts."""
+_INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
+"""Others are those of `kvevents.index.IndexLimits`, whose defaults the native index has too, since what they cost counts."""
 _EMPTY: Final = f"{0:032x}"
 _APPLIED, _CLEARED = "applied", "cleared"
 _OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
@@ -48,7 +48,7 @@ class Resident:
                 "heartbeat needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
             ) from error
         limits = astuple(DEFAULT_WIRE_LIMITS)[:6]
-        return cls(native.NativeIndex(native_layouts(), limits, None, _MAX_ORPHANS, 0, 0, _OUTCOMES, asked=False))
+        return cls(native.NativeIndex(native_layouts(), limits, None, _INDEX_LIMITS, _OUTCOMES))
 
     def apply(self, batches: Sequence[Numbered]) -> None:
         """Take in what was sent, as it was sent, other threads running meanwhile."""

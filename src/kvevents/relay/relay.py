@@ -118,7 +118,7 @@ class Relay:
             undo.pop_all()
 
     def _open(self, undo: ExitStack, transport: Transport | None) -> None:
-        settings, index = self.settings, PrefixIndex(asked=False)
+        settings, index = self.settings, PrefixIndex()
         self._mirror = Mirror(index, "relay")
         self._spelling = spelling = Spelling(settings.spelling, known=settings.rewrites)
         plain = plain_mirrors(settings, index)

@@ -189,7 +189,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     snapshot_seconds: float = 60.0
     """Between two snapshots."""
     memory_limit: int | None = None
-    """Bytes of the index; above it blocks are evicted and their workers are DEGRADED."""
+    """Bytes of the index; at the limit new blocks are refused and their workers are DEGRADED."""
     hide_stale_seconds: float = 300.0
     """After so long without a connection a worker is left out of the answers of /query and /query_by_hash, whose clients may
     not look at trust."""

@@ -356,7 +356,7 @@ def _numbers(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, f
     yield "kvevents_follower_failed", "Whether nothing is followed any more", int(service.fleet.failure is not None)
     yield "kvevents_event_listeners", "Clients of /v1/events", len(service.fleet.announcer)
     yield "kvevents_index_bytes", "Memory of the index", stats.index_bytes
-    yield "kvevents_index_limit_bytes", "Above it blocks are evicted; none without a limit", stats.memory_limit
+    yield "kvevents_index_limit_bytes", "At the limit new blocks are refused; none without a limit", stats.memory_limit
     yield "kvevents_index_blocks", "Different blocks, however many workers hold each", stats.unique_blocks
     if service.keeper is not None:
         age = stats.uptime_seconds if stats.snapshot_at is None else _since(stats.snapshot_at, time.time())

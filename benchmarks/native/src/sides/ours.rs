@@ -5,7 +5,8 @@ mod layouts;
 
 use std::sync::Arc;
 
-use kvevents_index::index::{Index, Limits, Outcome, Scope};
+use kvevents_index::index::{Index, Outcome, Scope};
+use kvevents_index::limits::Limits;
 use kvevents_index::matching::Hit;
 use kvevents_index::scan::{self, Kind, Schema, Scratch};
 
@@ -48,16 +49,17 @@ impl Ours {
 
 impl Find for Reader {
     fn find(&self, tokens: &[u32]) -> u64 {
-        let hits = self.index.matched(tokens, &Scope::default());
-        hits.iter().map(|hit| hit.tokens[0]).sum::<u64>() / self.size
+        let found = self.index.matched(tokens, &Scope::default());
+        found.hits.iter().map(|hit| u64::from(hit.tokens[0])).sum::<u64>() / self.size
     }
 
     fn scores(&self, tokens: &[u32]) -> Scores {
+        let found = self.index.matched(tokens, &Scope::default());
         let score = |hit: &Hit| {
-            let worker = self.names.iter().position(|name| *name == hit.worker.source);
-            (worker.expect("it was named here") as u32, (hit.tokens[0] / self.size) as u32)
+            let worker = self.names.iter().position(|name| *name == found.worker(hit).source);
+            (worker.expect("it was named here") as u32, hit.tokens[0] / self.size as u32)
         };
-        self.index.matched(tokens, &Scope::default()).iter().map(score).collect()
+        found.hits.iter().map(score).collect()
     }
 }
 
@@ -75,12 +77,7 @@ impl Side for Ours {
     const NAME: &'static str = "kvevents";
 
     fn new(workers: u32, size: u32) -> Self {
-        let limits = Limits {
-            memory: None,
-            orphans: 100_000,
-            fences: 1_000,
-            speculated: 100_000,
-        };
+        let limits = Limits::default();
         let reader = Reader {
             index: Arc::new(Index::new(schema(), limits)),
             names: (0..workers).map(|worker| format!("worker-{worker}")).collect(),

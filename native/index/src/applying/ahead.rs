@@ -1,19 +1,18 @@
-//! The blocks of a run, on their way to be placed.
+//! The blocks of an event, on their way to be placed.
 
-use crate::core::Core;
-use crate::stream::{Block, Stream};
+use super::Chain;
+use crate::core::{Block, Core};
+use crate::stream::Stream;
 use crate::table::{Reach, Stage};
 
 /// Blocks between one step of asking for memory and the next: placing so many takes longer than memory does.
 const AHEAD: usize = 8;
-/// Blocks before a block is placed that its buckets are looked at: they are here by then, and what is behind a full one is not.
-const SOON: usize = 3;
 /// Places for blocks that were asked for, a power of two.
 const RING: usize = 4 * AHEAD;
 
 /// Blocks that were asked for, by their number modulo `RING`; kept from one run to the next to spare allocations.
 #[derive(Debug)]
-pub struct Ring(Box<[Block; RING]>);
+pub(super) struct Ring(Box<[Block; RING]>);
 
 impl Default for Ring {
     fn default() -> Self {
@@ -21,15 +20,30 @@ impl Default for Ring {
     }
 }
 
-/// Blocks of one context, and the keys that they are placed by. What each of them needs of large tables is a cache miss that leads to
-/// the next one, so it is asked for in three steps; in a fourth one it is seen whether there is more to ask for. Small tables need less.
-pub struct Ahead<'a> {
-    pub hashes: &'a [u64],
-    pub keys: &'a [u64],
-    pub context: u32,
-    pub ring: &'a mut Ring,
+impl Chain<'_> {
+    /// The block `at`.
+    #[inline]
+    pub(super) fn block(&self, core: &Core, at: usize) -> Block {
+        let (hash, key) = (self.hashes[at], self.keys[at]);
+        Block {
+            hash,
+            key,
+            local: self.locals.map_or(0, |locals| locals[at]),
+            context: self.context,
+            keyed: self.locals.is_none(),
+            key_spot: core.spot(key),
+            hash_spot: core.spot(hash),
+        }
+    }
+}
+
+/// Blocks of one chain. What each of them needs of large tables is a cache miss that leads to the next one, so it is asked for in three steps. Small
+/// tables need less.
+pub(super) struct Ahead<'a> {
+    pub(super) chain: &'a Chain<'a>,
+    pub(super) ring: &'a mut Ring,
     /// Of the tables.
-    pub reach: Reach,
+    pub(super) reach: Reach,
 }
 
 impl Ahead<'_> {
@@ -43,39 +57,36 @@ impl Ahead<'_> {
     }
 
     /// Asks for what the first blocks need.
-    pub fn start(&mut self, stream: &Stream, core: &Core) {
-        let first = self.steps() * AHEAD;
-        let known = self.hashes.iter().zip(self.keys).zip(&mut *self.ring.0);
-        for (at, ((&hash, &key), place)) in known.take(first).enumerate() {
-            *place = Block::new(core, hash, key, self.context);
+    pub(super) fn start(&mut self, stream: &Stream, core: &Core) {
+        let first = (self.steps() * AHEAD).min(self.chain.hashes.len());
+        for at in 0..first {
+            let block = self.chain.block(core, at);
             let stage = match at / AHEAD {
                 0 => Stage::Bucket,
                 1 => Stage::Segment,
                 _ => Stage::Directory,
             };
-            stream.ask(core, place, stage);
+            ask(stream, core, &block, stage);
+            self.ring.0[at] = block;
         }
     }
 
     /// The block `at`, which is to be placed next; asks for what later ones need.
     #[inline]
-    pub fn next(&mut self, stream: &Stream, core: &Core, at: usize) -> Block {
+    pub(super) fn next(&mut self, stream: &Stream, core: &Core, at: usize) -> Block {
+        let count = self.chain.hashes.len();
         match self.reach {
-            Reach::Near => return Block::new(core, self.hashes[at], self.keys[at], self.context),
+            Reach::Near => return self.chain.block(core, at),
             Reach::Middle => self.come(stream, core, at + AHEAD, Stage::Bucket),
             Reach::Far => {
-                let count = self.hashes.len();
                 if at + AHEAD < count {
-                    stream.ask(core, &mut self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                    ask(stream, core, &self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
                 }
                 if at + 2 * AHEAD < count {
-                    stream.ask(core, &mut self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                    ask(stream, core, &self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
                 }
                 self.come(stream, core, at + 3 * AHEAD, Stage::Directory);
             }
-        }
-        if at + SOON < self.hashes.len() {
-            stream.look_behind(core, &self.ring.0[(at + SOON) % RING]);
         }
         self.ring.0[at % RING]
     }
@@ -83,10 +94,18 @@ impl Ahead<'_> {
     /// Takes in the block `at`, if there is one, and asks for the first that it needs.
     #[inline]
     fn come(&mut self, stream: &Stream, core: &Core, at: usize, stage: Stage) {
-        if let (Some(&hash), Some(&key)) = (self.hashes.get(at), self.keys.get(at)) {
-            let block = &mut self.ring.0[at % RING];
-            *block = Block::new(core, hash, key, self.context);
-            stream.ask(core, block, stage);
+        if at < self.chain.hashes.len() {
+            let block = self.chain.block(core, at);
+            ask(stream, core, &block, stage);
+            self.ring.0[at % RING] = block;
         }
     }
+}
+
+#[inline]
+fn ask(stream: &Stream, core: &Core, block: &Block, stage: Stage) {
+    if core.heads.reach() > Reach::Near {
+        core.heads.prefetch(block.key_spot, stage);
+    }
+    stream.prefetch(block.hash_spot, stage);
 }

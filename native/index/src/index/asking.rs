@@ -3,20 +3,26 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use parking_lot::MutexGuard;
+use parking_lot::{MutexGuard, RwLockReadGuard};
 
 use super::Index;
 use crate::contexts::Context;
-use crate::core::{Member, Worker};
+use crate::core::{Core, Member, Names, Worker};
 use crate::keys::{self, Item, Scheme};
-use crate::matching::{Depth, FIRST_LOOK, Hit, Walk, hits};
+use crate::matching::{Hit, Walk, merge};
 use crate::overlay::Overlay;
 use crate::planes::LEVELS;
+
+/// Blocks of a prompt that are looked for before the others are hashed, and tokens of those: many prompts are unknown from the start.
+const FIRST_BLOCKS: usize = 64;
+const FIRST_TOKENS: usize = 1_024;
+/// How many times as many are hashed next.
+const GROWTH: usize = 8;
 
 /// Where a prompt is looked for.
 #[derive(Clone, Debug, Default)]
 pub struct Scope {
-    /// The wall.
+    /// The model that workers are labelled with.
     pub model: Option<String>,
     /// What the LoRA adds to the seed.
     pub lora: u64,
@@ -36,19 +42,45 @@ impl Scope {
         }
     }
 
-    /// Goes on with the keys of a prompt's blocks up to `wanted` of them.
-    fn extend(&self, tokens: &[u32], scheme: Scheme, wanted: usize, keys: &mut Vec<u64>) {
-        let known = keys.len();
-        let parent = keys.last().copied();
-        keys::locals(
-            tokens,
-            scheme,
-            self.context(scheme).seed(),
-            &self.items,
-            known..wanted.max(known),
-            keys,
-        );
-        keys::chain(parent, &mut keys[known..]);
+    /// Goes on with the local hashes of a prompt's blocks up to `wanted` of them.
+    fn extend(&self, tokens: &[u32], scheme: Scheme, wanted: usize, locals: &mut Vec<u64>) {
+        let (known, wanted) = (locals.len(), scheme.blocks(tokens.len()).min(wanted));
+        if known < wanted {
+            let seed = self.context(scheme).seed();
+            keys::locals(tokens, scheme, seed, &self.items, known..wanted, locals);
+        }
+    }
+}
+
+/// Workers that hold a beginning of a prompt.
+#[derive(Clone, Debug, Default)]
+pub struct Matches {
+    /// What each of them holds.
+    pub hits: Vec<Hit>,
+    names: Arc<Names>,
+}
+
+impl Matches {
+    /// The worker of a hit.
+    pub fn worker(&self, hit: &Hit) -> &Worker {
+        let name = self.names.get(hit.stream as usize).and_then(Option::as_ref);
+        name.expect("a match has the names of its streams")
+    }
+}
+
+/// A prompt as it is cut in one scheme.
+#[derive(Debug)]
+struct Cut {
+    scheme: Scheme,
+    locals: Vec<u64>,
+    wanted: usize,
+}
+
+impl Cut {
+    fn begin(&mut self, scheme: Scheme) {
+        self.scheme = scheme;
+        self.locals.clear();
+        self.wanted = (FIRST_TOKENS / scheme.size as usize).clamp(1, FIRST_BLOCKS);
     }
 }
 
@@ -56,75 +88,133 @@ impl Scope {
 #[derive(Default)]
 struct Room {
     walk: Walk,
-    /// Keys of a prompt by scheme.
-    keys: Vec<Vec<u64>>,
-    depths: Vec<Depth>,
+    /// By scheme; the schemes are probably those of the next prompt too.
+    cuts: Vec<Cut>,
+    schemes: Vec<Scheme>,
 }
 
 thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
 }
 
+/// Bytes of local hashes that are kept for the next prompt.
+const HASHES_KEPT: usize = 1 << 16;
+
+impl Room {
+    /// Whether the prompt is cut in the schemes that its scope has; if not, it is to be.
+    fn is_cut(&mut self, core: &Core, scope: &Scope) -> bool {
+        self.schemes.clear();
+        if let Some(model) = core.models.get(&scope.model) {
+            let known = |scheme: &Scheme| {
+                core.contexts.find(&scope.context(*scheme)).is_some() || core.contexts.keyed(*scheme).is_some()
+            };
+            self.schemes
+                .extend(model.schemes.iter().map(|(scheme, _)| *scheme).filter(known));
+        }
+        let same = self.cuts.iter().map(|cut| cut.scheme).eq(self.schemes.iter().copied());
+        if !same {
+            self.cuts.truncate(self.schemes.len());
+            self.cuts.resize_with(self.schemes.len(), || Cut {
+                scheme: Scheme { size: 1, eagle: false },
+                locals: Vec::new(),
+                wanted: 0,
+            });
+            for (cut, &scheme) in self.cuts.iter_mut().zip(&self.schemes) {
+                cut.begin(scheme);
+            }
+        }
+        same
+    }
+}
+
 impl Index {
     /// Workers that hold a beginning of a prompt.
     ///
-    /// Keys are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
-    /// true at one moment: the last look is at every key, of every scheme, under one lock.
-    pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Vec<Hit> {
+    /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
+    /// true at one moment: the last look is at every block, of every scheme, under one lock.
+    pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
+        self.matched_by(tokens, scope, || Some(self.gate.read())).unwrap_or_default()
+    }
+
+    /// The same if no lock has to be waited for.
+    pub fn try_matched(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
+        self.matched_by(tokens, scope, || self.gate.try_read())
+    }
+
+    fn matched_by<'a>(
+        &'a self,
+        tokens: &[u32],
+        scope: &Scope,
+        lock: impl Fn() -> Option<RwLockReadGuard<'a, Core>>,
+    ) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
-            let Room { walk, keys, depths, .. } = room;
-            let schemes = self.schemes(scope);
-            keys.resize_with(schemes.len().max(keys.len()), Vec::new);
-            keys.iter_mut().for_each(Vec::clear);
-            let mut wanted = FIRST_LOOK;
+            room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme));
+            let mut hits = Vec::new();
             loop {
-                for (&scheme, keys) in schemes.iter().zip(&mut *keys) {
-                    scope.extend(tokens, scheme, scheme.blocks(tokens.len()).min(wanted), keys);
+                for cut in &mut room.cuts {
+                    scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
                 }
-                let core = self.asked();
-                depths.clear();
+                let core = lock()?;
+                if !room.is_cut(&core, scope) {
+                    continue;
+                }
+                hits.clear();
                 let mut goes_on = false;
-                for (&scheme, keys) in schemes.iter().zip(&*keys) {
-                    let found = walk.find(&core, keys, &scope.context(scheme));
-                    goes_on |= found == keys.len() && found < scheme.blocks(tokens.len());
-                    walk.depths(&core, scheme, &scope.model, depths);
+                let streams = core.models.get(&scope.model).map_or(&[][..], |model| &model.streams);
+                for cut in &mut room.cuts {
+                    let found = room.walk.find(&core, &cut.locals, &scope.context(cut.scheme));
+                    if found == cut.locals.len() && found < cut.scheme.blocks(tokens.len()) {
+                        cut.wanted = cut.wanted.saturating_mul(GROWTH);
+                        goes_on = true;
+                    }
+                    if !goes_on {
+                        room.walk.hits(&core, cut.scheme, streams, &mut hits);
+                    }
                 }
-                if !goes_on {
-                    return hits(&core, depths, schemes.len() > 1);
+                if goes_on {
+                    continue;
                 }
-                wanted = usize::MAX;
+                if room.cuts.len() > 1 {
+                    merge(&mut hits);
+                }
+                let names = core.names.clone();
+                drop(core);
+                for cut in &mut room.cuts {
+                    cut.locals.clear();
+                    cut.locals.shrink_to(HASHES_KEPT);
+                }
+                return Some(Matches { hits, names });
             }
         })
     }
 
     /// The same for keys that the caller has computed. None when block sizes differ and none is given.
-    pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Vec<Hit>> {
+    pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
-            let core = self.asked();
-            let schemes: Vec<Scheme> = core
-                .contexts
-                .schemes()
+            let core = self.gate.read();
+            let model = core.models.get(model);
+            let schemes: Vec<Scheme> = model
+                .map_or(&[][..], |model| &model.schemes)
+                .iter()
+                .map(|(scheme, _)| *scheme)
                 .filter(|scheme| size.is_none_or(|size| size == scheme.size))
                 .collect();
             if size.is_none() && schemes.iter().any(|scheme| scheme.size != schemes[0].size) {
                 return None;
             }
-            room.depths.clear();
+            let mut hits = Vec::new();
+            let streams = model.map_or(&[][..], |model| &model.streams);
             for &scheme in &schemes {
-                room.walk
-                    .read(&core, keys, |number| core.contexts.get(number).scheme == scheme);
-                room.walk.depths(&core, scheme, model, &mut room.depths);
+                let meant = |number| core.contexts.get(number).scheme == scheme;
+                room.walk.read_keys(&core, keys, meant, core.contexts.keyed(scheme));
+                room.walk.hits(&core, scheme, streams, &mut hits);
             }
-            Some(hits(&core, &mut room.depths, schemes.len() > 1))
+            if schemes.len() > 1 {
+                merge(&mut hits);
+            }
+            let names = core.names.clone();
+            Some(Matches { hits, names })
         })
-    }
-
-    /// Schemes in which this namespace has blocks at all.
-    fn schemes(&self, scope: &Scope) -> Vec<Scheme> {
-        let core = self.gate.read();
-        let known =
-            |scheme: &Scheme| core.contexts.find(&scope.context(*scheme)).is_some() || core.contexts.keyed(*scheme).is_some();
-        core.contexts.schemes().filter(known).collect()
     }
 
     // --- the overlay
@@ -142,22 +232,18 @@ impl Index {
 
     /// The overlay, in which what is over by `now` has ended.
     pub(super) fn overlay_at(&self, now: f64) -> MutexGuard<'_, Overlay> {
-        let overlay = self.overlay.lock();
-        if !overlay.is_due(now) {
-            return overlay;
-        }
-        drop(overlay);
-        drop(self.asked());
         let mut overlay = self.overlay.lock();
-        self.expire(&mut overlay, now);
+        if overlay.is_due(now) {
+            self.expire(&mut overlay, now);
+        }
         overlay
     }
 
     fn expire(&self, overlay: &mut Overlay, now: f64) {
-        let core = self.asked();
+        let core = self.gate.read();
         overlay.expire(now, |worker, keys| {
             let ends = core.ends_of(keys);
-            let holds = |stream: u32| ends.iter().any(|&end| core.sets.knows(core.records.get(end).set, stream));
+            let holds = |stream: u32| ends.iter().any(|&end| core.sets.knows(core.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
             // Most decisions that end unconfirmed have brought no such block anywhere: then nobody is looked for.
             !ends.is_empty() && core.members.iter().position(same).is_some_and(|stream| holds(stream as u32))
@@ -165,7 +251,7 @@ impl Index {
     }
 
     /// Lengthens an answer to what is believed.
-    pub fn believed(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Vec<Hit>) {
+    pub fn believed(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
         if self.overlay_at(now).is_empty() {
             return;
         }
@@ -177,13 +263,21 @@ impl Index {
             let depths = prompts
                 .iter()
                 .map(|(scheme, keys)| overlay.depth(worker, keys) as u64 * u64::from(scheme.size));
-            let depth = depths.max().unwrap_or(0);
-            match found.iter_mut().find(|hit| *hit.worker == *worker) {
-                Some(hit) => hit.tokens.iter_mut().for_each(|tokens| *tokens = depth.max(*tokens)),
-                None if depth > 0 => found.push(Hit {
-                    worker: Arc::new(worker.clone()),
-                    tokens: [depth; LEVELS],
-                }),
+            let depth = u32::try_from(depths.max().unwrap_or(0)).unwrap_or(u32::MAX);
+            let known = found.hits.iter().position(|hit| found.worker(hit) == worker);
+            match known {
+                Some(at) => found.hits[at]
+                    .tokens
+                    .iter_mut()
+                    .for_each(|tokens| *tokens = depth.max(*tokens)),
+                None if depth > 0 => {
+                    let names = Arc::make_mut(&mut found.names);
+                    names.push(Some(Arc::new(worker.clone())));
+                    found.hits.push(Hit {
+                        stream: (names.len() - 1) as u32,
+                        tokens: [depth; LEVELS],
+                    });
+                }
                 None => {}
             }
         }
@@ -191,10 +285,18 @@ impl Index {
 
     /// Keys of a prompt in every scheme that some worker uses.
     fn keys_of_all(&self, tokens: &[u32], scope: &Scope) -> Vec<(Scheme, Vec<u64>)> {
-        let schemes: Vec<Scheme> = self.gate.read().contexts.schemes().collect();
+        let core = self.gate.read();
+        let mut schemes: Vec<Scheme> = Vec::new();
+        for (scheme, _) in core.models.values().flat_map(|model| &model.schemes) {
+            if !schemes.contains(scheme) {
+                schemes.push(*scheme);
+            }
+        }
+        drop(core);
         let keys = |scheme: Scheme| {
             let mut found = Vec::new();
-            scope.extend(tokens, scheme, scheme.blocks(tokens.len()), &mut found);
+            scope.extend(tokens, scheme, usize::MAX, &mut found);
+            keys::chain(None, &mut found);
             (scheme, found)
         };
         schemes.into_iter().map(keys).collect()

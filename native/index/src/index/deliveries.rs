@@ -1,11 +1,15 @@
 //! What subscribers deliver: batches, gaps and resets, each to its stream.
 
 use std::cell::RefCell;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::Index;
 use crate::applying::{Read, Work};
+use crate::core::Core;
 use crate::gate::Writer;
-use crate::scan::{Schema, Scratch, scan};
+use crate::scan::{Event, Kind, Schema, Scratch, scan};
 use crate::stream::Stream;
 
 /// What became of a delivery.
@@ -21,6 +25,8 @@ pub enum Outcome {
     Unread,
     /// There are more streams than an index can hold.
     Full,
+    /// A panic has left the index changed by half.
+    Damaged,
 }
 
 /// Kept from one batch to the next to spare allocations.
@@ -33,6 +39,9 @@ struct Room {
 thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
 }
+
+/// Blocks of a batch up to which it is applied by `try_batch`: some tens of microseconds.
+const QUICK_BLOCKS: usize = 256;
 
 impl Index {
     /// Applies a batch.
@@ -47,23 +56,36 @@ impl Index {
                 room.scratch.shrink();
                 return Outcome::Unread;
             }
-            let (scratch, work) = (&room.scratch, &mut room.work);
             let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
-                if seq <= stream.last {
-                    stream.counters.duplicates += 1;
-                    return Outcome::Duplicate;
-                }
-                let read = Read { payload, scratch };
-                let mut cleared = false;
-                for event in &scratch.events {
-                    cleared |= stream.event(writer, &read, event, work, self.limits.orphans);
-                }
-                stream.last = seq;
-                Outcome::Applied(cleared)
+                room.apply(payload, stream, writer, seq)
             });
-            room.scratch.shrink();
-            work.shrink();
+            room.shrink();
             outcome
+        })
+    }
+
+    /// Applies a batch, if no lock has to be waited for and there is little to do; None, and nothing has changed, where that is not so.
+    pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+        ROOM.with_borrow_mut(|room| {
+            if scan(payload, &self.schema, &mut room.scratch).is_none() {
+                room.scratch.shrink();
+                return Some(Outcome::Unread);
+            }
+            if !room.is_quick() {
+                return None;
+            }
+            let stream = self.registry.try_read()?.find(source, rank).cloned()?;
+            let mut stream = stream.try_lock()?;
+            if stream.gone || incarnation != stream.incarnation || !stream.waiting.is_empty() {
+                return None;
+            }
+            let mut writer = self.gate.try_write()?;
+            writer.hold_on();
+            let outcome = self.applied(&mut stream, &mut writer, |stream, writer| {
+                room.apply(payload, stream, writer, seq)
+            });
+            room.shrink();
+            Some(outcome)
         })
     }
 
@@ -92,11 +114,11 @@ impl Index {
         source: &str,
         rank: i64,
         incarnation: i64,
-        apply: impl FnOnce(&mut Stream, &mut Writer<'_>) -> Outcome,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, Core>) -> Outcome,
     ) -> Outcome {
         loop {
             let found = self.registry.read().find(source, rank).cloned();
-            let stream = match found {
+            let stream: Arc<Mutex<Stream>> = match found {
                 Some(stream) => stream,
                 None => match self.enlist(source, rank, incarnation) {
                     Ok(stream) => stream,
@@ -107,6 +129,9 @@ impl Index {
             if stream.gone {
                 continue;
             }
+            if self.is_damaged() {
+                return Outcome::Damaged;
+            }
             if incarnation < stream.incarnation {
                 stream.counters.void += 1;
                 return Outcome::Void;
@@ -115,13 +140,54 @@ impl Index {
             if incarnation > stream.incarnation {
                 stream.begin(&mut writer, incarnation);
             }
-            let outcome = apply(&mut stream, &mut writer);
-            if let Some(member) = writer.members[stream.number as usize].as_mut() {
-                member.blocks = stream.blocks;
-            }
-            drop(writer);
-            self.settle(&mut stream);
-            return outcome;
+            return self.applied(&mut stream, &mut writer, apply);
         }
+    }
+
+    fn applied(
+        &self,
+        stream: &mut Stream,
+        writer: &mut Writer<'_, Core>,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, Core>) -> Outcome,
+    ) -> Outcome {
+        if self.is_damaged() {
+            return Outcome::Damaged;
+        }
+        let outcome = apply(stream, writer);
+        if let Some(member) = writer.members[stream.number as usize].as_mut() {
+            member.blocks = stream.blocks;
+        }
+        if self.limits.memory.is_some() {
+            stream.recount(writer);
+        }
+        outcome
+    }
+}
+
+impl Room {
+    fn apply(&mut self, payload: &[u8], stream: &mut Stream, writer: &mut Writer<'_, Core>, seq: i64) -> Outcome {
+        if seq <= stream.last {
+            stream.counters.duplicates += 1;
+            return Outcome::Duplicate;
+        }
+        let Self { scratch, work } = self;
+        let read = Read { payload, scratch };
+        let mut cleared = false;
+        for event in &scratch.events {
+            cleared |= stream.event(writer, &read, event, work);
+        }
+        stream.last = seq;
+        Outcome::Applied(cleared)
+    }
+
+    /// Whether the batch is of few blocks that are stored and removed.
+    fn is_quick(&self) -> bool {
+        let is_clear = |event: &Event| event.kind == Kind::Cleared;
+        !self.scratch.events.iter().any(is_clear) && self.scratch.hashes.len() + self.scratch.events.len() <= QUICK_BLOCKS
+    }
+
+    fn shrink(&mut self) {
+        self.scratch.shrink();
+        self.work.shrink();
     }
 }

@@ -1,17 +1,40 @@
 //! Who there is: streams by worker, models, and fences of those that were removed.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicI64, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
+use hashbrown::HashMap;
+use parking_lot::Mutex;
 
 use super::{Index, Newcomer, Outcome};
 use crate::core::{Core, Member, Worker};
+use crate::hasher::Secret;
 use crate::stream::Stream;
 
-/// Streams of one source by rank.
-type Ranks = Vec<(i64, Arc<Mutex<Stream>>)>;
+/// A stream, with what can be known of it while it is busy.
+#[derive(Clone, Debug)]
+pub(super) struct Rank {
+    pub(super) rank: i64,
+    pub(super) stream: Arc<Mutex<Stream>>,
+    number: u32,
+    /// Its incarnation.
+    life: Arc<AtomicI64>,
+}
+
+impl Rank {
+    fn new(rank: i64, stream: Arc<Mutex<Stream>>) -> Self {
+        let locked = stream.lock();
+        let (number, life) = (locked.number, locked.life.clone());
+        drop(locked);
+        Self {
+            rank,
+            stream,
+            number,
+            life,
+        }
+    }
+}
 
 /// A stream without blocks, which joins the shared part under a number that is free.
 pub(super) fn seated(
@@ -26,37 +49,44 @@ pub(super) fn seated(
         worker,
         model,
         hybrid: None,
-        stream: Arc::downgrade(&stream),
+        schemes: Vec::new(),
         blocks: 0,
     };
     core.join(number, member);
     stream
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Registry {
-    pub(super) streams: HashMap<String, Ranks>,
+    pub(super) streams: HashMap<String, Vec<Rank>, Secret>,
     /// Newest lives of removed workers, and the order in which those were removed.
-    pub(super) fences: HashMap<Worker, i64>,
+    pub(super) fences: HashMap<Worker, i64, Secret>,
     fenced: VecDeque<Worker>,
     /// Models by source.
-    pub(super) labels: HashMap<String, String>,
+    pub(super) labels: HashMap<String, String, Secret>,
 }
 
 impl Registry {
+    pub(super) fn new(secret: Secret) -> Self {
+        Self {
+            streams: HashMap::with_hasher(secret),
+            fences: HashMap::with_hasher(secret),
+            fenced: VecDeque::new(),
+            labels: HashMap::with_hasher(secret),
+        }
+    }
+
+    #[inline]
     pub(super) fn find(&self, source: &str, rank: i64) -> Option<&Arc<Mutex<Stream>>> {
-        self.streams
-            .get(source)?
-            .iter()
-            .find(|(other, _)| *other == rank)
-            .map(|(_, stream)| stream)
+        let ranks = self.streams.get(source)?;
+        ranks.iter().find(|other| other.rank == rank).map(|found| &found.stream)
     }
 
     /// Takes in a stream out of a snapshot, whose worker is not known.
     pub(super) fn enter(&mut self, newcomer: &Newcomer) {
         let Worker { source, rank } = &*newcomer.worker;
-        let stream = newcomer.stream.clone();
-        self.streams.entry(source.clone()).or_default().push((*rank, stream));
+        let rank = Rank::new(*rank, newcomer.stream.clone());
+        self.streams.entry(source.clone()).or_default().push(rank);
     }
 
     pub(super) fn admit(&mut self, worker: &Worker) {
@@ -90,7 +120,7 @@ impl Index {
             .streams
             .entry(source.into())
             .or_default()
-            .push((rank, stream.clone()));
+            .push(Rank::new(rank, stream.clone()));
         Ok(stream)
     }
 
@@ -131,34 +161,38 @@ impl Index {
         let ranks = registry.streams.remove(source).unwrap_or_default();
         let (removed, kept): (Vec<_>, Vec<_>) = ranks
             .into_iter()
-            .partition(|(other, _)| rank.is_none_or(|rank| rank == *other));
+            .partition(|other| rank.is_none_or(|rank| rank == other.rank));
         if !kept.is_empty() {
             registry.streams.insert(source.into(), kept);
         }
-        let mut locked: Vec<(Worker, MutexGuard<'_, Stream>)> = Vec::new();
-        for (rank, stream) in &removed {
-            let stream = stream.lock();
-            locked.push((
-                Worker {
-                    source: source.into(),
-                    rank: *rank,
-                },
-                stream,
-            ));
-        }
-        for (worker, stream) in &mut locked {
-            stream.gone = true;
-            self.fence(&mut registry, worker.clone(), stream.incarnation);
+        let worker_of = |rank: &Rank| Worker {
+            source: source.into(),
+            rank: rank.rank,
+        };
+        for rank in &removed {
+            let life = rank.life.load(Ordering::Relaxed);
+            self.fence(&mut registry, worker_of(rank), life);
         }
         drop(registry);
+        // Streams may be busy for long, as when a snapshot is written: they are waited for while no lock is held that others need.
+        let mut writer = self.gate.write();
+        removed.iter().for_each(|rank| writer.show(rank.number, false));
+        drop(writer);
         let mut blocks = 0;
-        for (_, mut stream) in locked {
+        for rank in &removed {
+            let mut stream = rank.stream.lock();
+            if stream.gone {
+                continue;
+            }
+            stream.gone = true;
+            // It may have begun another life meanwhile.
+            if let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank)) {
+                *fence = stream.incarnation.max(*fence);
+            }
             blocks += stream.blocks;
             let mut writer = self.gate.write();
-            stream.forget(&mut writer);
-            writer.leave(stream.number);
+            stream.quit(&mut writer);
             drop(writer);
-            self.streams_bytes.fetch_sub(stream.counted, Ordering::Relaxed);
             self.ended.lock().add(&stream.counters);
         }
         self.overlay.lock().forget(source, rank);
@@ -186,13 +220,13 @@ impl Index {
     pub fn streams(&self) -> Vec<(Worker, Arc<Mutex<Stream>>)> {
         let registry = self.registry.read();
         let all = registry.streams.iter().flat_map(|(source, ranks)| {
-            ranks.iter().map(|(rank, stream)| {
+            ranks.iter().map(|rank| {
                 (
                     Worker {
                         source: source.clone(),
-                        rank: *rank,
+                        rank: rank.rank,
                     },
-                    stream.clone(),
+                    rank.stream.clone(),
                 )
             })
         });

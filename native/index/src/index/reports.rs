@@ -6,9 +6,12 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Index;
-use crate::core::Worker;
+use crate::core::{Core, Worker};
 use crate::planes::Plane;
 use crate::stream::{Counters, Stream};
+
+/// Blocks that are listed while writers wait.
+const BLOCKS_AT_ONCE: usize = 512;
 
 /// One stream as an operator sees it.
 #[derive(Clone, Debug)]
@@ -65,7 +68,7 @@ impl Index {
         let labels = self.registry.read().labels.clone();
         let info = |(worker, stream): (Worker, Arc<Mutex<Stream>>)| {
             let model = labels.get(&worker.source).cloned();
-            self.told(worker, &stream, model)
+            self.info_of(worker, &stream, model)
         };
         self.streams().into_iter().filter_map(info).collect()
     }
@@ -75,10 +78,10 @@ impl Index {
         let stream = self.stream(source, rank)?;
         let model = self.registry.read().labels.get(source).cloned();
         let source = source.to_owned();
-        self.told(Worker { source, rank }, &stream, model)
+        self.info_of(Worker { source, rank }, &stream, model)
     }
 
-    fn told(&self, worker: Worker, stream: &Mutex<Stream>, model: Option<String>) -> Option<Info> {
+    fn info_of(&self, worker: Worker, stream: &Mutex<Stream>, model: Option<String>) -> Option<Info> {
         let stream = stream.lock();
         (!stream.gone).then(|| Info {
             model,
@@ -88,7 +91,7 @@ impl Index {
             last: stream.last,
             orphans: stream.waiting.len(),
             copies: stream.copies(),
-            sizes: stream.sizes().to_vec(),
+            sizes: stream.sizes(),
             tiers: self.tiers(&stream),
             counters: stream.counters.clone(),
         })
@@ -97,8 +100,8 @@ impl Index {
     fn tiers(&self, stream: &Stream) -> BTreeMap<String, usize> {
         let core = self.gate.read();
         let mut found = BTreeMap::new();
-        for (plane, &blocks) in core.planes.iter().zip(stream.held()).filter(|(_, blocks)| **blocks > 0) {
-            *found.entry(plane.tier.clone()).or_default() += blocks;
+        for (plane, blocks) in stream.held().filter(|(_, blocks)| *blocks > 0) {
+            *found.entry(core.planes.get(plane).tier.clone()).or_default() += blocks;
         }
         found
     }
@@ -112,7 +115,7 @@ impl Index {
     pub fn bytes(&self) -> (usize, usize) {
         let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
         let core = self.gate.read();
-        (core.bytes() + streams, core.records.len() + core.unlooked())
+        (core.bytes() + streams, core.records.len())
     }
 
     /// Blocks of a stream on each of their planes, and all planes.
@@ -120,23 +123,33 @@ impl Index {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());
         };
-        drop(self.asked());
         let stream = stream.lock();
-        let core = self.gate.read();
-        let mut found = Vec::new();
-        for (hash, number) in stream.each(&core) {
-            let record = core.records.get(number);
-            for plane in core.sets.planes(record.set, stream.number) {
-                let copies = stream.count(&core, number, plane);
+        let own: Vec<u32> = stream.own_numbers().collect();
+        let foreign: Vec<(u32, u64)> = stream.foreign().collect();
+        let mut found = Vec::with_capacity(stream.blocks);
+        let mut list = |core: &Core, number: u32, hash: u64| {
+            for plane in core.sets.planes(core.records.set(number), stream.number) {
                 found.push(Held {
-                    key: record.key,
+                    key: core.records.key(number),
                     hash,
                     plane,
-                    copies,
+                    copies: stream.count(core, number, plane),
                 });
             }
+        };
+        // The stream is locked, so what it holds does not change while others write.
+        for numbers in own.chunks(BLOCKS_AT_ONCE) {
+            let core = self.gate.read();
+            numbers
+                .iter()
+                .for_each(|&number| list(&core, number, core.records.hash(number)));
         }
-        (found, core.planes.clone())
+        for some in foreign.chunks(BLOCKS_AT_ONCE) {
+            let core = self.gate.read();
+            some.iter().for_each(|&(number, hash)| list(&core, number, hash));
+        }
+        let planes = self.gate.read().planes.all();
+        (found, planes)
     }
 
     /// The key of the block that a stream means by a hash.
@@ -144,7 +157,7 @@ impl Index {
         let stream = self.stream(source, rank)?;
         let stream = stream.lock();
         let core = self.gate.read();
-        stream.parent(&core, hash).map(|found| found.key)
+        stream.newest(&core, hash).map(|number| core.records.key(number))
     }
 
     /// The overlay in numbers.

@@ -3,7 +3,6 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
@@ -11,6 +10,7 @@ use super::Index;
 use super::registry::{Registry, seated};
 use crate::core::{Core, Worker};
 use crate::gate::Gate;
+use crate::hasher::Secret;
 use crate::sets::MAX_STREAMS;
 use crate::snapshot::{self, Failure};
 use crate::stream::Stream;
@@ -36,12 +36,10 @@ impl Newcomer {
     }
 
     /// Takes it out again, with all that it holds.
-    pub fn leave(&self, gate: &Gate) {
+    pub fn leave(&self, gate: &Gate<Core>) {
         let mut stream = self.stream.lock();
         stream.gone = true;
-        let mut writer = gate.write();
-        stream.forget(&mut writer);
-        writer.leave(self.number);
+        stream.quit(&mut gate.write());
     }
 }
 
@@ -74,39 +72,17 @@ fn held(worker: &Worker) -> Failure {
 }
 
 impl Index {
-    /// Whether a snapshot is being written, in which case a delivery may have to wait.
-    pub fn is_saving(&self) -> bool {
-        self.saving.load(Ordering::Relaxed) > 0
-    }
-
     /// Writes a snapshot, of these workers alone where some are given.
     pub fn save<W: Write>(&self, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
-        drop(self.asked());
-        self.saving.fetch_add(1, Ordering::Relaxed);
-        let saved = snapshot::save(self, out, workers);
-        self.saving.fetch_sub(1, Ordering::Relaxed);
-        saved
-    }
-
-    /// Blocks of one stream that may wait.
-    pub fn max_waiting(&self) -> usize {
-        self.limits.orphans
+        snapshot::save(self, out, workers)
     }
 
     /// Puts what was restored, with the shared part in which it is, in the place of everything but the overlay.
-    pub fn replace(&self, gate: Gate, part: Part) {
-        let mut fresh = Registry::default();
-        let mut bytes = 0;
-        for newcomer in &part.streams {
-            if self.limits.memory.is_some() {
-                let mut stream = newcomer.stream.lock();
-                stream.counted = stream.bytes();
-                bytes += stream.counted;
-            }
-            fresh.enter(newcomer);
-        }
+    pub fn replace(&self, gate: Gate<Core>, part: Part) {
+        let mut fresh = Registry::new(Secret::new());
+        part.streams.iter().for_each(|newcomer| fresh.enter(newcomer));
         part.show(&mut gate.write(), &by_source(&part.labels));
-        let Part { streams, labels, fences } = part;
+        let Part { labels, fences, .. } = part;
         fresh.labels.extend(labels);
         for (worker, incarnation) in fences {
             self.fence(&mut fresh, worker, incarnation);
@@ -115,8 +91,8 @@ impl Index {
         let mut ended = Vec::new();
         let whole = self.whole.write();
         let mut registry = self.registry.write();
-        for (_, stream) in registry.streams.values().flatten() {
-            let mut stream = stream.lock();
+        for rank in registry.streams.values().flatten() {
+            let mut stream = rank.stream.lock();
             let mut empty = Stream::new(stream.number, stream.incarnation);
             empty.gone = true;
             ended.push(std::mem::replace(&mut *stream, empty));
@@ -124,24 +100,13 @@ impl Index {
         let mut old = gate.write();
         let mut core = self.gate.write();
         std::mem::swap(&mut *core, &mut *old);
-        self.hand.store(0, Ordering::Relaxed);
-        self.streams_bytes.store(bytes, Ordering::Relaxed);
+        self.gate.heal();
         drop(core);
         drop(old);
         *registry = fresh;
         drop(registry);
         drop(whole);
         ended.iter().for_each(|stream| self.ended.lock().add(&stream.counters));
-        self.settle_all(&streams);
-    }
-
-    fn settle_all(&self, streams: &[Newcomer]) {
-        for newcomer in streams {
-            let mut stream = newcomer.stream.lock();
-            if !stream.gone {
-                self.settle(&mut stream);
-            }
-        }
     }
 
     // --- absorbing
@@ -151,17 +116,14 @@ impl Index {
         // What replaces the shared part would leave these streams in one that nobody has.
         let _whole = self.whole.read_recursive();
         let mut part = Part::default();
-        let mut writer = self.gate.write();
-        writer.behind.strangers += 1;
-        writer.list_all();
-        drop(writer);
+        // Until the end, heads may have the keys of linked blocks.
+        self.gate.write().strangers += 1;
         let outcome = snapshot::absorb(self, from, &mut part).and_then(|()| self.take_in(&part));
-        self.gate.write().behind.strangers -= 1;
+        self.gate.write().strangers -= 1;
         if let Err(failure) = outcome {
             part.streams.iter().for_each(|newcomer| self.expel(newcomer));
             return Err(failure);
         }
-        self.settle_all(&part.streams);
         Ok(part.streams.into_iter().map(|newcomer| newcomer.worker).collect())
     }
 
@@ -181,18 +143,9 @@ impl Index {
         Ok(Newcomer::join(&mut core, number, worker, incarnation, model))
     }
 
-    /// Counts what a stream out of a snapshot holds that is not taken in yet; from now on it may have to give up blocks.
-    pub fn count(&self, stream: &mut Stream) {
-        if self.limits.memory.is_some() {
-            self.recount(stream);
-        }
-    }
-
     /// Takes a stream out that was let join and not taken in.
     pub fn expel(&self, newcomer: &Newcomer) {
         newcomer.leave(&self.gate);
-        let counted = newcomer.stream.lock().counted;
-        self.streams_bytes.fetch_sub(counted, Ordering::Relaxed);
     }
 
     /// Makes streams that have joined, and are whole, a part of the index.

@@ -1,5 +1,5 @@
 #[path = "cases.rs"]
-mod cases;
+pub(crate) mod cases;
 #[path = "layouts.rs"]
 pub(crate) mod layouts;
 

@@ -153,7 +153,9 @@ impl<R: Read> FrameReader<R> {
                 at: 0,
                 sum: xxh3_64(&head()),
             }),
-            ..VERSION => Err(bad(format!("its version {version} was never written by any release"))),
+            ..VERSION => Err(bad(format!(
+                "its version {version} is one that this release of kvevents does not read any more"
+            ))),
             _ => Err(bad(format!(
                 "its version {version} is newer than {VERSION}, the newest that this release of kvevents reads"
             ))),

@@ -3,31 +3,36 @@
 //! Others may read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while bytes
 //! are read: those may come from Python, whose lock others may hold while they wait for the shared part.
 
+use std::collections::HashMap;
 use std::io::Read;
 
+use parking_lot::MutexGuard;
+
 use crate::contexts::Context;
-use crate::core::{Core, MAX_PLANES, Worker};
-use crate::gate::{BLOCKS_PER_HOLD, Gate};
+use crate::core::{Block, Core, Worker};
+use crate::gate::{Gate, WORK_PER_HOLD};
 use crate::index::{Index, Newcomer, Part};
-use crate::keys::Scheme;
+use crate::keys::{self, Scheme};
+use crate::limits::Limits;
 use crate::pages;
-use crate::planes::{Plane, Rule};
+use crate::planes::{MAX_PLANES, Plane, Rule};
 use crate::sets::MAX_STREAMS;
-use crate::stream::{Block, Stream};
+use crate::stream::Stream;
+use crate::table::Stage;
 use crate::waiting::{Content, Waiting};
 
 use super::frames::{Failure, FrameReader, bad};
-use super::{CONTEXT, DENSE, DONE, FENCE, LABEL, MAX_CONTEXTS, PLANE, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW};
+use super::{
+    CHAIN, CONTEXT, DENSE, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW,
+};
 
 /// Blocks that are read, and then placed while the shared part is locked: about a tenth of a millisecond, in which readers are let in.
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything but the overlay, or nothing at all when it fails.
 pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
-    let (gate, mut part) = (Gate::default(), Part::default());
-    gate.write().behind.strangers += 1;
-    Restoring::new(from, &gate, None, index.max_waiting(), &mut part)?.all()?;
-    gate.write().behind.strangers -= 1;
+    let (gate, mut part) = (Gate::new(Core::new(*index.limits())), Part::default());
+    Restoring::new(from, &gate, None, *index.limits(), &mut part)?.all()?;
     index.replace(gate, part);
     Ok(())
 }
@@ -35,7 +40,7 @@ pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
 /// Lets the streams of a snapshot join the shared part of an index, where nobody sees them yet. When it fails, `part` has those that have
 /// joined so far, the last one perhaps with some of its blocks.
 pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Failure> {
-    Restoring::new(from, &index.gate, Some(index), index.max_waiting(), part)?.all()
+    Restoring::new(from, &index.gate, Some(index), *index.limits(), part)?.all()
 }
 
 fn unexpected(item: u8) -> Failure {
@@ -45,12 +50,12 @@ fn unexpected(item: u8) -> Failure {
 struct Restoring<'a, R> {
     from: FrameReader<R>,
     /// Where the blocks go.
-    gate: &'a Gate,
+    gate: &'a Gate<Core>,
     /// The index that has this shared part; None where it has none yet.
     index: Option<&'a Index>,
-    max_waiting: usize,
+    limits: Limits,
     part: &'a mut Part,
-    /// Planes as they are numbered in the file, each with its number in the shared part once a block is on it.
+    /// Planes as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
     planes: Vec<(Plane, Option<u16>)>,
     /// Contexts as the present stream numbers them, each kept.
     contexts: Vec<u32>,
@@ -58,12 +63,18 @@ struct Restoring<'a, R> {
 }
 
 impl<'a, R: Read> Restoring<'a, R> {
-    fn new(from: R, gate: &'a Gate, index: Option<&'a Index>, max_waiting: usize, part: &'a mut Part) -> Result<Self, Failure> {
+    fn new(
+        from: R,
+        gate: &'a Gate<Core>,
+        index: Option<&'a Index>,
+        limits: Limits,
+        part: &'a mut Part,
+    ) -> Result<Self, Failure> {
         Ok(Self {
             from: FrameReader::new(from)?,
             gate,
             index,
-            max_waiting,
+            limits,
             part,
             planes: Vec::new(),
             contexts: Vec::new(),
@@ -84,6 +95,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                 other => return Err(unexpected(other)),
             }
         }
+        unite(self.gate, self.part);
         Ok(())
     }
 
@@ -108,15 +120,18 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 
     /// The number in the shared part of the plane that the file names next.
-    fn plane_named(&mut self) -> Result<u16, Failure> {
+    fn plane_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
         let at = self.from.below(self.planes.len() as u64, "plane")?;
         let (plane, number) = &mut self.planes[at as usize];
         if let Some(number) = *number {
             return Ok(number);
         }
-        let found = self.gate.write().plane(plane.clone());
-        *number = found;
-        found.ok_or_else(|| bad(format!("the index would have more than {MAX_PLANES} planes")))
+        let most = self.limits.places;
+        if stream.held().count() >= most {
+            return Err(bad(format!("a stream has blocks in more than {most} places")));
+        }
+        *number = stream.use_plane(&mut self.gate.write(), plane.clone());
+        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLANES} planes")))
     }
 
     fn worker(&mut self) -> Result<Worker, Failure> {
@@ -140,6 +155,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         self.part.streams.push(newcomer.clone());
         let mut stream = newcomer.stream.lock();
         stream.last = self.from.signed()?;
+        self.planes.iter_mut().for_each(|(_, number)| *number = None);
+        self.room = RunRoom::default();
         for _ in 0..self.from.count()? {
             let rule = self.rule()?;
             stream.rules.0.push(rule);
@@ -152,9 +169,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         if let Some(member) = core.members[newcomer.number as usize].as_mut() {
             member.blocks = stream.blocks;
         }
-        drop(core);
-        if let Some(index) = self.index {
-            index.count(&mut stream);
+        if self.limits.memory.is_some() {
+            stream.recount(&mut core);
         }
         Ok(())
     }
@@ -189,26 +205,37 @@ impl<'a, R: Read> Restoring<'a, R> {
                         self.release_contexts();
                     }
                     let context = self.context()?;
-                    self.contexts.push(self.gate.write().contexts.retain(context, 1));
+                    let number = self.gate.write().contexts.retain(context);
+                    self.contexts
+                        .push(number.ok_or_else(|| bad("the index would have too many contexts"))?);
                 }
                 RUN => self.run(stream)?,
                 SEVERAL => {
                     let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
                     let context = self.context_named()?;
-                    several.add(self.gate, stream, hash, (key, context))?;
+                    several.add(self.gate, stream, hash, (key, context), self.room.is_refused)?;
                 }
                 WAITING => {
-                    let waiting = self.waiting()?;
-                    stream.counters.dropped += stream.waiting.push(waiting, self.max_waiting);
+                    let waiting = self.waiting(stream)?;
+                    let Limits {
+                        orphans, orphan_bytes, ..
+                    } = self.limits;
+                    stream.counters.dropped += stream.waiting.push_within(waiting, orphans, orphan_bytes);
                 }
                 DONE => break,
                 other => return Err(unexpected(other)),
             }
         }
-        several.end(self.gate, stream)?;
+        several.end(self.gate, stream, self.room.is_refused)?;
         let blocks = self.from.count()?;
         let digest = u128::from(self.from.fixed()?) | u128::from(self.from.fixed()?) << 64;
-        if (stream.blocks as u64, stream.digest) != (blocks, digest) {
+        let refused = &self.room;
+        let read = (
+            stream.blocks as u64 + refused.count,
+            stream.digest.wrapping_add(refused.digest),
+        );
+        stream.counters.evicted += refused.count;
+        if read != (blocks, digest) {
             return Err(bad("the blocks of a stream are not those that its digest is of"));
         }
         Ok(())
@@ -217,8 +244,8 @@ impl<'a, R: Read> Restoring<'a, R> {
     fn release_contexts(&mut self) {
         let mut core = self.gate.write();
         for number in self.contexts.drain(..) {
-            core.contexts.release(number, 1);
-            core.pause(1);
+            core.contexts.release(number);
+            core.spend(1);
         }
     }
 
@@ -249,18 +276,26 @@ impl<'a, R: Read> Restoring<'a, R> {
 
     fn run(&mut self, stream: &mut Stream) -> Result<(), Failure> {
         let mut left = usize::from(u16::from_le_bytes([self.from.byte()?, self.from.byte()?]));
+        let kind = self.from.byte()?;
         let context = self.context_named()?;
         self.room.planes.clear();
         for _ in 0..self.from.below(self.planes.len() as u64 + 1, "block on so many planes:")? {
-            let plane = self.plane_named()?;
+            let plane = self.plane_named(stream)?;
             let copies = self.from.below(1 << 32, "number of copies")? as u32;
             self.room.planes.push((plane, copies));
         }
+        let mut is_linked = match kind {
+            KEYS | CHAIN => false,
+            REST if self.room.before.is_some() => true,
+            REST => return Err(bad("a run goes on behind nothing")),
+            other => return Err(bad(format!("there is no kind of run {other}"))),
+        };
         while left > 0 {
             let count = left.min(BLOCKS_AT_ONCE);
             self.room.read.clear();
             for _ in 0..count {
-                self.room.read.push((self.from.fixed()?, self.from.fixed()?));
+                self.room.read.push((self.from.fixed()?, self.from.fixed()?, is_linked));
+                is_linked = kind != KEYS;
             }
             self.place(stream, context)?;
             left -= count;
@@ -268,10 +303,11 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Places the blocks that were read.
+    /// Places the blocks that were read, as far as the memory limit has room for them.
     fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
         let room = &mut self.room;
         let mut writer = self.gate.write();
+        let keyed = writer.contexts.get(context).is_keyed();
         if pages::are_short() || stream.is_tight(room.read.len()) {
             let secret = writer.secret;
             writer.unlocked(|| {
@@ -279,25 +315,45 @@ impl<'a, R: Read> Restoring<'a, R> {
                 stream.make_room(room.read.len(), secret);
             });
         }
-        for few in room.read.chunks(BLOCKS_PER_HOLD) {
+        for few in room.read.chunks(WORK_PER_HOLD) {
             let core: &mut Core = &mut writer;
+            room.is_refused |= !stream.may_grow(core);
             room.blocks.clear();
-            room.blocks
-                .extend(few.iter().map(|&(hash, key)| stream.asked(core, hash, key, context)));
-            for block in &room.blocks {
-                room.guess = stream
-                    .put(core, block, &room.planes, room.guess)
-                    .ok_or_else(|| bad("a block is there twice, or nowhere"))?
-                    .wrapping_add(1);
+            for &(hash, word, is_linked) in few {
+                let before = room.before.filter(|_| is_linked);
+                let key = before.map_or(word, |before| keys::chained(before, word));
+                let block = Block {
+                    hash,
+                    key,
+                    local: word,
+                    context,
+                    keyed,
+                    key_spot: core.spot(key),
+                    hash_spot: core.spot(hash),
+                };
+                stream.prefetch(block.hash_spot, Stage::Bucket);
+                room.before = Some(key);
+                room.blocks.push((block, is_linked));
             }
-            writer.pause(few.len());
+            for (block, is_linked) in &room.blocks {
+                if room.is_refused {
+                    room.count += 1;
+                    let part = stream.digest_of(block.hash, block.key, &room.planes);
+                    room.digest = room.digest.wrapping_add(part);
+                    continue;
+                }
+                let parent = room.parent.filter(|_| *is_linked && !keyed);
+                let number = stream.put(core, block, &room.planes, parent);
+                room.parent = Some(number.ok_or_else(|| bad("a block is there twice, or nowhere"))?);
+            }
+            writer.spend(few.len());
         }
         Ok(())
     }
 
-    fn waiting(&mut self) -> Result<Waiting, Failure> {
+    fn waiting(&mut self, stream: &mut Stream) -> Result<Waiting, Failure> {
         let hash = self.from.fixed()?;
-        let plane = self.plane_named()?;
+        let plane = self.plane_named(stream)?;
         let awaited = self.from.fixed()?;
         let content = match self.from.option(|_| Ok(()))? {
             Some(()) => Some(self.content()?),
@@ -351,14 +407,60 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 }
 
+/// Finds linked blocks that have the key of a head: a stream that lacks a part of a chain has brought the rest by its key. What streams of the snapshot
+/// hold of such a head they hold of the linked block instead; where others hold it too, both are heads from now on. Streams that go on
+/// meanwhile make no such blocks, since they look for heads first.
+fn unite(gate: &Gate<Core>, part: &Part) {
+    // Nobody else can have these streams yet.
+    let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
+        .streams
+        .iter()
+        .map(|newcomer| (newcomer.number, newcomer.stream.lock()))
+        .collect();
+    let (mut number, mut writer, mut heads) = (0, gate.write(), Vec::new());
+    while number < writer.records.bound() {
+        writer.spend(1);
+        let core: &mut Core = &mut writer;
+        if core.records.is_linked(number) {
+            let (key, context) = (core.records.key(number), core.records.context(number));
+            heads.clear();
+            core.for_each_twin(false, key, |head| {
+                if core.records.context(head) == context {
+                    heads.push(head);
+                }
+            });
+            for &head in &heads {
+                for stream in core.sets.streams(core.records.set(head)) {
+                    if let Some(stream) = streams.get_mut(&stream) {
+                        stream.exchange(core, head, number);
+                    }
+                }
+                core.sweep(head);
+            }
+            if heads.iter().any(|&head| core.is_head(head, key, context)) {
+                core.list(number);
+                core.mark_twins(false, key, context);
+            }
+        }
+        number += 1;
+    }
+}
+
 #[derive(Default)]
 struct RunRoom {
     planes: Vec<(u16, u32)>,
-    /// Hashes and keys.
-    read: Vec<(u64, u64)>,
-    blocks: Vec<Block>,
-    /// Where the next record probably is: streams that hold the same chains have them in the same order.
-    guess: u32,
+    /// Hashes and words, and whether a block is linked to the one before it.
+    read: Vec<(u64, u64, bool)>,
+    blocks: Vec<(Block, bool)>,
+    /// The key of the block before, if there is one.
+    before: Option<u64>,
+    /// Its record.
+    parent: Option<u32>,
+    /// Whether the memory limit has no room for more blocks of the stream.
+    is_refused: bool,
+    /// Blocks of the stream that were refused, and their part of its digest.
+    count: u64,
+    digest: u128,
 }
 
 /// Blocks of one hash, the oldest first.
@@ -369,17 +471,24 @@ struct Several {
 }
 
 impl Several {
-    fn add(&mut self, gate: &Gate, stream: &mut Stream, hash: u64, block: (u64, u32)) -> Result<(), Failure> {
+    fn add(
+        &mut self,
+        gate: &Gate<Core>,
+        stream: &mut Stream,
+        hash: u64,
+        block: (u64, u32),
+        refused: bool,
+    ) -> Result<(), Failure> {
         if hash != self.hash {
-            self.end(gate, stream)?;
+            self.end(gate, stream, refused)?;
             self.hash = hash;
         }
         self.blocks.push(block);
         Ok(())
     }
 
-    fn end(&mut self, gate: &Gate, stream: &mut Stream) -> Result<(), Failure> {
-        let known = self.blocks.is_empty() || stream.reorder(gate, self.hash, &self.blocks);
+    fn end(&mut self, gate: &Gate<Core>, stream: &mut Stream, refused: bool) -> Result<(), Failure> {
+        let known = self.blocks.is_empty() || stream.reorder(gate, self.hash, &self.blocks, refused);
         self.blocks.clear();
         if known {
             Ok(())

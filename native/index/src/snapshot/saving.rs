@@ -14,7 +14,9 @@ use crate::stream::Stream;
 use crate::waiting::Waiting;
 
 use super::frames::FrameWriter;
-use super::{CONTEXT, DENSE, DONE, FENCE, LABEL, MAX_CONTEXTS, PLANE, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW};
+use super::{
+    CHAIN, CONTEXT, DENSE, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW,
+};
 
 /// Bytes for which the shared part is locked at once: some 4,000 blocks.
 const HOLD_BYTES: usize = 1 << 16;
@@ -31,9 +33,11 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
     let mut saving = Saving {
         index,
         out,
-        planes: 0,
+        written: Vec::new(),
+        planes: HashMap::new(),
         contexts: HashMap::new(),
         run: Run::default(),
+        last: None,
         records: Vec::new(),
     };
     for (worker, stream) in index.streams().into_iter().filter(|(worker, _)| meant(worker)) {
@@ -64,21 +68,27 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
 struct Saving<'a, W> {
     index: &'a Index,
     out: FrameWriter<W>,
-    /// How many planes are in the file.
-    planes: usize,
+    /// Planes in the file, in their order.
+    written: Vec<Plane>,
+    /// Those of the present stream: by their numbers in the index those in the file.
+    planes: HashMap<u16, u64>,
     /// By their numbers in the index those in the file.
     contexts: HashMap<u32, u64>,
     run: Run,
+    /// The block of the stream that was written last.
+    last: Option<u32>,
     /// One bit for each record of a stream.
     records: Vec<u64>,
 }
 
-/// Blocks that differ in hash and key only.
+/// Blocks that differ in hash and word only.
 #[derive(Default)]
 struct Run {
-    /// Where in the buffer their number belongs.
+    /// Where in the buffer their number belongs, and their kind behind it.
     at: usize,
     blocks: u16,
+    /// None while one block alone does not tell.
+    kind: Option<u8>,
     context: u32,
     set: u32,
     /// Planes, and the copies on each.
@@ -93,8 +103,9 @@ impl<W: Write> Saving<'_, W> {
     }
 
     fn stream(&mut self, worker: &Worker, stream: &Stream) -> io::Result<()> {
-        self.new_planes();
+        self.new_planes(stream);
         self.contexts.clear();
+        self.last = None;
         self.out.byte(STREAM);
         self.worker(worker);
         self.out.signed(stream.incarnation);
@@ -123,23 +134,30 @@ impl<W: Write> Saving<'_, W> {
         self.out.drain()
     }
 
-    /// Planes only ever come, so all that the stream can use are there by now.
-    fn new_planes(&mut self) {
+    /// Puts planes of a stream into the file that are not in it yet.
+    fn new_planes(&mut self, stream: &Stream) {
+        self.planes.clear();
         let core = self.index.gate.read();
-        for plane in &core.planes[self.planes..] {
-            let Plane {
-                tier,
-                locality,
-                ownership,
-                group,
-            } = plane;
-            self.out.byte(PLANE);
-            self.out.text(tier);
-            self.out.option(locality.as_deref(), FrameWriter::text);
-            self.out.option(ownership.as_deref(), FrameWriter::text);
-            self.out.signed(*group);
+        for (number, _) in stream.held() {
+            let plane = core.planes.get(number);
+            let known = self.written.iter().position(|known| known == plane);
+            let at = known.unwrap_or_else(|| {
+                let Plane {
+                    tier,
+                    locality,
+                    ownership,
+                    group,
+                } = plane;
+                self.out.byte(PLANE);
+                self.out.text(tier);
+                self.out.option(locality.as_deref(), FrameWriter::text);
+                self.out.option(ownership.as_deref(), FrameWriter::text);
+                self.out.signed(*group);
+                self.written.push(plane.clone());
+                self.written.len() - 1
+            });
+            self.planes.insert(number, at as u64);
         }
-        self.planes = core.planes.len();
     }
 
     // --- blocks
@@ -148,7 +166,7 @@ impl<W: Write> Saving<'_, W> {
         let bound = self.index.gate.read().records.bound() as usize;
         let mut records = std::mem::take(&mut self.records);
         records.clear();
-        records.resize(bound / 64, 0);
+        records.resize(bound.div_ceil(64), 0);
         for number in stream.numbers() {
             records[number as usize >> 6] |= 1 << (number & 63);
         }
@@ -204,24 +222,41 @@ impl<W: Write> Saving<'_, W> {
 
     #[inline]
     fn block(&mut self, core: &Core, stream: &Stream, number: u32, own: Option<u64>) {
-        let record = core.records.get(number);
-        let context = record.context();
-        let alike = self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
-        if !(alike && self.run.set == record.set && stream.is_single()) {
+        let records = &core.records;
+        let (context, set) = (records.context(number), records.set(number));
+        let is_linked = records.is_linked(number) && self.last.is_some_and(|last| last + 1 == number);
+        let fits = match self.run.kind {
+            Some(KEYS) => !is_linked,
+            Some(_) => is_linked,
+            None => true,
+        };
+        let alike = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
+        if !(alike && self.run.set == set && stream.is_single()) {
             let held = core
                 .sets
-                .planes(record.set, stream.number)
+                .planes(set, stream.number)
                 .map(|plane| (plane, stream.count(core, number, plane)));
             self.run.other.clear();
             self.run.other.extend(held);
             if !(alike && self.run.other == self.run.planes) {
                 self.begin_run(core, context);
             }
-            self.run.set = record.set;
+            self.run.set = set;
+        }
+        match (self.run.blocks, is_linked) {
+            (0, true) => self.run.kind = Some(REST),
+            (0, false) => {}
+            (_, true) => _ = self.run.kind.get_or_insert(CHAIN),
+            (_, false) => _ = self.run.kind.get_or_insert(KEYS),
         }
         self.run.blocks += 1;
-        self.out.fixed(own.unwrap_or(record.hash));
-        self.out.fixed(record.key);
+        self.last = Some(number);
+        self.out.fixed(own.unwrap_or(records.hash(number)));
+        self.out.fixed(if is_linked {
+            records.word(number)
+        } else {
+            records.key(number)
+        });
     }
 
     fn begin_run(&mut self, core: &Core, context: u32) {
@@ -231,20 +266,22 @@ impl<W: Write> Saving<'_, W> {
         std::mem::swap(&mut run.planes, &mut run.other);
         self.out.byte(RUN);
         (run.context, run.at) = (context, self.out.buffer.len());
-        self.out.buffer.extend_from_slice(&[0, 0]);
+        self.out.buffer.extend_from_slice(&[0, 0, KEYS]);
         self.out.count(number);
         self.out.count(run.planes.len() as u64);
         for &(plane, copies) in &run.planes {
-            self.out.count(plane.into());
+            self.out.count(self.planes[&plane]);
             self.out.count(copies.into());
         }
     }
 
     fn end_run(&mut self) {
         if self.run.blocks > 0 {
-            self.out.buffer[self.run.at..][..2].copy_from_slice(&self.run.blocks.to_le_bytes());
+            let [low, high] = self.run.blocks.to_le_bytes();
+            let kind = self.run.kind.unwrap_or(KEYS);
+            self.out.buffer[self.run.at..][..3].copy_from_slice(&[low, high, kind]);
         }
-        self.run.blocks = 0;
+        (self.run.blocks, self.run.kind) = (0, None);
     }
 
     /// The number that a context has in the file, in which it is put if it is not there yet.
@@ -273,11 +310,10 @@ impl<W: Write> Saving<'_, W> {
             for piece in numbers.chunks(HOLD_BYTES / 16) {
                 let core = self.index.gate.read();
                 for &number in piece {
-                    let record = core.records.get(number);
-                    let context = self.context(&core, record.context());
+                    let context = self.context(&core, core.records.context(number));
                     self.out.byte(SEVERAL);
                     self.out.fixed(hash);
-                    self.out.fixed(record.key);
+                    self.out.fixed(core.records.key(number));
                     self.out.count(context);
                 }
                 drop(core);
@@ -290,7 +326,7 @@ impl<W: Write> Saving<'_, W> {
     fn waiting(&mut self, waiting: &Waiting) -> io::Result<()> {
         self.out.byte(WAITING);
         self.out.fixed(waiting.hash);
-        self.out.count(waiting.plane.into());
+        self.out.count(self.planes[&waiting.plane]);
         self.out.fixed(waiting.awaited);
         self.out.byte(waiting.content.is_some().into());
         let Some(content) = &waiting.content else {

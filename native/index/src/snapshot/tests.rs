@@ -6,26 +6,21 @@ use std::sync::atomic::Ordering;
 
 use super::*;
 use crate::contexts::Context;
-use crate::core::Worker;
-use crate::index::{Index, Limits};
+use crate::core::{Block, Worker};
+use crate::index::Index;
 use crate::keys::Scheme;
+use crate::limits::Limits;
+use crate::matching::Hit;
 use crate::planes::Plane;
 use crate::scan::Schema;
 use crate::scan::tests::layouts;
-use crate::stream::Block;
 
 const SCHEME: Scheme = Scheme { size: 2, eagle: false };
 
 fn index() -> Index {
-    let limits = Limits {
-        memory: None,
-        orphans: 100,
-        fences: 100,
-        speculated: 100,
-    };
     Index::new(
         Schema::new(&layouts::layouts(), crate::scan::Limits::default()).unwrap(),
-        limits,
+        Limits::default(),
     )
 }
 
@@ -42,23 +37,33 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
     let stream = index.stream(source, 0).unwrap();
     let mut stream = stream.lock();
     let mut writer = index.gate.write();
-    let plane = writer.plane(Plane {
+    let plane = Plane {
         tier: source.into(),
         locality: None,
         ownership: None,
         group: 0,
-    });
+    };
+    let plane = stream.use_plane(&mut writer, plane).unwrap();
+    assert!(stream.cut_by(&mut writer, SCHEME));
     let context = Context {
         scheme: SCHEME,
         lora: 0,
         salt: first,
     };
-    let context = writer.contexts.retain(context, 1);
+    let context = writer.contexts.retain(context).unwrap();
     for key in first..first + count {
-        let block = Block::new(&writer, key + 1, key, context);
-        stream.put(&mut writer, &block, &[(plane.unwrap(), 1)], u32::MAX).unwrap();
+        let block = Block {
+            hash: key + 1,
+            key,
+            local: 0,
+            context,
+            keyed: false,
+            key_spot: writer.spot(key),
+            hash_spot: writer.spot(key + 1),
+        };
+        stream.put(&mut writer, &block, &[(plane, 1)], None).unwrap();
     }
-    writer.contexts.release(context, 1);
+    writer.contexts.release(context);
 }
 
 fn saved(index: &Index, sources: &[&str]) -> Vec<u8> {
@@ -70,16 +75,15 @@ fn saved(index: &Index, sources: &[&str]) -> Vec<u8> {
 fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
     let keys: Vec<u64> = (first..first + count).collect();
     let hits = index.matched_keys(&keys, Some(2), &None).unwrap();
-    hits.iter()
-        .map(|hit| (hit.worker.source.clone(), hit.tokens[3] / 2))
-        .collect()
+    let held = |hit: &Hit| (hits.worker(hit).source.clone(), u64::from(hit.tokens[3] / 2));
+    hits.hits.iter().map(held).collect()
 }
 
 /// What the shared part counts of what is in it.
 fn counts(index: &Index) -> (usize, usize, usize, usize) {
     let core = index.gate.read();
     let members = core.members.iter().flatten().count();
-    (core.records.len(), core.keys.len(), core.contexts.schemes().count(), members)
+    (core.records.len(), core.heads.len(), core.contexts.len(), members)
 }
 
 /// Reads by `size`, and calls `before` before each time.
@@ -172,6 +176,6 @@ fn a_part_has_the_planes_of_its_streams_in_the_index_that_takes_it() {
         hold(&from, source, 1, 10);
     }
     into.absorb(&saved(&from, &["c"])[..]).unwrap();
-    let tiers: Vec<String> = into.gate.read().planes.iter().map(|plane| plane.tier.clone()).collect();
+    let tiers: Vec<String> = into.gate.read().planes.iter().map(|(_, plane)| plane.tier.clone()).collect();
     assert_eq!(tiers, ["c"]);
 }

@@ -3,6 +3,8 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use kvevents_index::core::Worker;
+use kvevents_index::index::Matches;
 use kvevents_index::matching::Hit;
 use kvevents_index::planes::LEVELS;
 use kvevents_index::stream::Counters;
@@ -10,7 +12,17 @@ use kvevents_index::stream::Counters;
 /// What one worker holds of a prompt.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct WorkerMatch {
-    hit: Hit,
+    worker: Worker,
+    tokens: [u32; LEVELS],
+}
+
+impl WorkerMatch {
+    fn new(found: &Matches, hit: &Hit) -> Self {
+        Self {
+            worker: found.worker(hit).clone(),
+            tokens: hit.tokens,
+        }
+    }
 }
 
 #[pymethods]
@@ -18,27 +30,27 @@ impl WorkerMatch {
     /// Name of the engine.
     #[getter]
     fn source(&self) -> &str {
-        &self.hit.worker.source
+        &self.worker.source
     }
 
     /// Data-parallel rank.
     #[getter]
     fn rank(&self) -> i64 {
-        self.hit.worker.rank
+        self.worker.rank
     }
 
     /// Tokens of the longest prefix that it holds, on whatever tiers.
     #[getter]
-    fn tokens(&self) -> u64 {
-        self.hit.tokens[LEVELS - 1]
+    fn tokens(&self) -> u32 {
+        self.tokens[LEVELS - 1]
     }
 
     /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);
-        for (name, tokens) in ["gpu", "cpu", "disk", "other"].iter().zip(self.hit.tokens) {
-            if *name != "other" || tokens > self.hit.tokens[LEVELS - 2] {
+        for (name, tokens) in ["gpu", "cpu", "disk", "other"].iter().zip(self.tokens) {
+            if *name != "other" || tokens > self.tokens[LEVELS - 2] {
                 tiers.set_item(name, tokens)?;
             }
         }
@@ -46,32 +58,28 @@ impl WorkerMatch {
     }
 
     fn __repr__(&self) -> String {
-        let [gpu, cpu, disk, all] = self.hit.tokens;
-        let worker = &self.hit.worker;
-        format!(
-            "<WorkerMatch {} rank {}: {all} tokens, gpu {gpu}, cpu {cpu}, disk {disk}>",
-            worker.source, worker.rank
-        )
+        let [gpu, cpu, disk, all] = self.tokens;
+        let Worker { source, rank } = &self.worker;
+        format!("<WorkerMatch {source} rank {rank}: {all} tokens, gpu {gpu}, cpu {cpu}, disk {disk}>")
     }
 }
 
 /// Workers that hold a beginning of a prompt.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Match {
-    pub(super) hits: Vec<Hit>,
+    pub(super) found: Matches,
 }
 
 #[pymethods]
 impl Match {
     fn __len__(&self) -> usize {
-        self.hits.len()
+        self.found.hits.len()
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let items = self
-            .hits
-            .iter()
-            .map(|hit| Py::new(py, WorkerMatch { hit: hit.clone() }))
+        let hits = self.found.hits.iter();
+        let items = hits
+            .map(|hit| Py::new(py, WorkerMatch::new(&self.found, hit)))
             .collect::<PyResult<Vec<_>>>()?;
         Ok(PyList::new(py, items)?.try_iter()?.into_any())
     }
@@ -80,35 +88,40 @@ impl Match {
     #[getter]
     fn best(&self) -> Option<WorkerMatch> {
         let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);
-        self.hits.iter().max_by_key(rank).map(|hit| WorkerMatch { hit: hit.clone() })
+        let best = self.found.hits.iter().max_by_key(rank);
+        best.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
     /// What one worker holds, or None.
     #[pyo3(signature = (source, rank=0))]
     fn get(&self, source: &str, rank: i64) -> Option<WorkerMatch> {
-        let same = |hit: &&Hit| hit.worker.source == source && hit.worker.rank == rank;
-        self.hits.iter().find(same).map(|hit| WorkerMatch { hit: hit.clone() })
+        let same = |hit: &&Hit| {
+            let worker = self.found.worker(hit);
+            worker.source == source && worker.rank == rank
+        };
+        let found = self.found.hits.iter().find(same);
+        found.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
     /// Per worker `(source, rank, gpu, cpu, disk, tokens)`, tiers cumulative: the same without an object for each.
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = PyList::empty(py);
-        for hit in &self.hits {
-            let [gpu, cpu, disk, all] = hit.tokens;
-            rows.append((&hit.worker.source, hit.worker.rank, gpu, cpu, disk, all))?;
+        for hit in &self.found.hits {
+            let ([gpu, cpu, disk, all], worker) = (hit.tokens, self.found.worker(hit));
+            rows.append((&worker.source, worker.rank, gpu, cpu, disk, all))?;
         }
         Ok(rows)
     }
 
     fn __repr__(&self) -> String {
-        let each: Vec<String> = self
-            .hits
-            .iter()
-            .take(8)
-            .map(|hit| format!("{}/{}: {}", hit.worker.source, hit.worker.rank, hit.tokens[3]))
-            .collect();
-        let more = if self.hits.len() > 8 { ", ..." } else { "" };
-        format!("<Match of {} workers: {}{more}>", self.hits.len(), each.join(", "))
+        let hits = &self.found.hits;
+        let shown = |hit: &Hit| {
+            let Worker { source, rank } = self.found.worker(hit);
+            format!("{source}/{rank}: {}", hit.tokens[3])
+        };
+        let each: Vec<String> = hits.iter().take(8).map(shown).collect();
+        let more = if hits.len() > 8 { ", ..." } else { "" };
+        format!("<Match of {} workers: {}{more}>", hits.len(), each.join(", "))
     }
 }
 

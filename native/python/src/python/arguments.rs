@@ -18,10 +18,11 @@ pub(super) enum Tokens {
 }
 
 impl Tokens {
+    /// The token ids; to be read while Python's lock is held, or by a copy.
     pub(super) fn slice(&self) -> &[u32] {
         match self {
-            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A caller that writes
-            // to it meanwhile gets the answer for some mix of old and new tokens; any 32 bits are a token.
+            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. Who writes to it from Python
+            // needs Python's lock, which callers hold as long as they read.
             Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
             Self::Owned(tokens) => tokens,
         }

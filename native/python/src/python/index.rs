@@ -1,9 +1,11 @@
 //! The class behind `kvevents.index.PrefixIndex`: each method reads its arguments, and lets other threads run where that is worth it.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -13,13 +15,21 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 use super::answers::{Match, counters};
 use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use kvevents_index::core::Worker;
-use kvevents_index::index::{Held, Index, Info, Limits, Outcome};
+use kvevents_index::index::{Held, Index, Info, Matches, Outcome, Scope};
+use kvevents_index::limits::Limits;
 use kvevents_index::planes::Plane;
 use kvevents_index::scan::Schema;
 use kvevents_index::snapshot::{self, Failure};
 
-/// Tokens or bytes of a payload from which on other threads may run meanwhile; below, switching costs more than the work.
-const WORTH_RELEASING: usize = 2_048;
+/// Bytes of a payload from which on other threads of Python run meanwhile; below, switching costs more than the work. Whatever the size, no lock is
+/// waited for while Python's is held.
+const MANY_BYTES: usize = 2_048;
+/// The same for the tokens of a prompt: about ten microseconds.
+const MANY_TOKENS: usize = 1 << 16;
+/// Tokens of prompts that are matched before a call looks whether a signal is to be handled.
+const TOKENS_AT_ONCE: usize = 1 << 20;
+/// How often another long call looks whether a signal is to be handled.
+const SIGNALS: Duration = Duration::from_millis(50);
 
 /// Why a snapshot was not read.
 fn unread(failure: Failure) -> PyErr {
@@ -29,8 +39,60 @@ fn unread(failure: Failure) -> PyErr {
     }
 }
 
-fn detached<T: Send>(py: Python<'_>, worth: bool, work: impl FnOnce() -> T + Send) -> T {
-    if worth { py.detach(work) } else { work() }
+/// Looks now and then, in a call that may take long, whether Python has a signal to handle, such as an interrupt.
+struct Signals(Instant);
+
+impl Signals {
+    fn new() -> Self {
+        Self(Instant::now())
+    }
+
+    fn check(&mut self) -> PyResult<()> {
+        if self.0.elapsed() < SIGNALS {
+            return Ok(());
+        }
+        self.0 = Instant::now();
+        Python::attach(|py| py.check_signals())
+    }
+}
+
+/// A file that is written to until there is a signal.
+struct Interruptible {
+    file: File,
+    signals: Signals,
+}
+
+impl Write for Interruptible {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.signals.check().map_err(io::Error::other)?;
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// Limits by their names.
+fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<Limits> {
+    let mut limits = Limits::default();
+    limits.memory = memory;
+    for (name, &limit) in named {
+        let place = match name.as_str() {
+            "max_orphans" => &mut limits.orphans,
+            "max_orphan_bytes" => &mut limits.orphan_bytes,
+            "max_places" => &mut limits.places,
+            "max_groups" => &mut limits.groups,
+            "max_block_sizes" => &mut limits.block_sizes,
+            "max_records_per_key" => &mut limits.records_per_key,
+            "max_blocks_per_hash" => &mut limits.blocks_per_hash,
+            "max_fences" => &mut limits.fences,
+            "max_speculated" => &mut limits.speculated,
+            _ => return Err(PyValueError::new_err(format!("an index has no limit {name}"))),
+        };
+        *place = limit;
+    }
+    Ok(limits)
 }
 
 /// The native part of `kvevents.index.PrefixIndex`.
@@ -76,6 +138,38 @@ type Odd = (usize, Py<PyAny>);
 type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
 
 impl NativeIndex {
+    /// The index, unless a panic has damaged it.
+    fn whole(&self, py: Python<'_>) -> PyResult<&Index> {
+        if self.index.is_damaged() {
+            Err(damaged(py))
+        } else {
+            Ok(&self.index)
+        }
+    }
+
+    /// `match` of one prompt. Waits for no lock while Python's is held, and copies what others might change while it is not.
+    fn matched(&self, py: Python<'_>, tokens: &Tokens, scope: &Scope) -> PyResult<Matches> {
+        let (index, slice) = (self.whole(py)?, tokens.slice());
+        if slice.len() < MANY_TOKENS
+            && let Some(found) = index.try_matched(slice, scope)
+        {
+            return Ok(found);
+        }
+        let copy = slice.to_vec();
+        Ok(py.detach(|| index.matched(&copy, scope)))
+    }
+
+    /// Applies a payload. Waits for no lock while Python's is held.
+    fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> Outcome {
+        let ((source, rank), index) = (stream, &self.index);
+        if payload.len() < MANY_BYTES
+            && let Some(outcome) = index.try_batch(source, rank, incarnation, seq, payload)
+        {
+            return outcome;
+        }
+        py.detach(|| index.batch(source, rank, incarnation, seq, payload))
+    }
+
     fn told(&self, py: Python<'_>, outcome: Outcome) -> PyResult<Py<PyAny>> {
         match outcome {
             Outcome::Applied(false) => Ok(self.applied.clone_ref(py)),
@@ -86,12 +180,8 @@ impl NativeIndex {
             Outcome::Full => Err(PyValueError::new_err(
                 "the index has as many streams as it can hold; remove workers that are gone",
             )),
+            Outcome::Damaged => Err(damaged(py)),
         }
-    }
-
-    /// Whether other threads had better run while a payload is applied.
-    fn may_wait(&self, payload: &[u8]) -> bool {
-        payload.len() >= WORTH_RELEASING || self.index.is_saving()
     }
 
     fn now(slf: &Bound<'_, Self>) -> PyResult<f64> {
@@ -99,33 +189,30 @@ impl NativeIndex {
     }
 }
 
+/// What every call of an index raises that a panic has damaged.
+fn damaged(py: Python<'_>) -> PyErr {
+    let text = "the index is damaged: an error of kvevents left it changed by half, and what it would answer may be wrong; \
+                restore a snapshot, or begin with an empty index";
+    let raised = || py.import("kvevents.errors")?.getattr("DamagedIndexError")?.call1((text,));
+    raised().map_or_else(|error| error, PyErr::from_value)
+}
+
 #[pymethods]
 impl NativeIndex {
     #[new]
-    #[pyo3(signature = (layouts, wire_limits, memory_limit, max_orphans, max_fences, max_speculated, outcomes, *, asked))]
-    #[expect(clippy::too_many_arguments, reason = "they are what Python's class was made with")]
     fn new(
         layouts: Layouts,
         wire_limits: [usize; 6],
         memory_limit: Option<usize>,
-        max_orphans: usize,
-        max_fences: usize,
-        max_speculated: usize,
+        limits: HashMap<String, usize>,
         outcomes: [Py<PyAny>; 4],
-        asked: bool,
     ) -> PyResult<Self> {
         let (peers, ours) = wire_limits_of(wire_limits);
         let schema = |limits| Schema::new(&layouts, limits).map_err(PyValueError::new_err);
-        let limits = Limits {
-            memory: memory_limit,
-            orphans: max_orphans,
-            fences: max_fences,
-            speculated: max_speculated,
-        };
+        let limits = limits_of(memory_limit, &limits)?;
         let [applied, cleared, duplicate, void] = outcomes;
-        let index = Index::new(schema(peers)?.joining(), limits);
         Ok(Self {
-            index: Arc::new(if asked { index } else { index.unasked() }),
+            index: Arc::new(Index::new(schema(peers)?.joining(), limits)),
             ours: schema(ours)?.joining(),
             applied,
             cleared,
@@ -147,10 +234,7 @@ impl NativeIndex {
         let (py, this) = (slf.py(), slf.get());
         let named = Named::of(&stream)?;
         let (source, rank) = named.parts()?;
-        let bytes = payload.as_bytes();
-        let outcome = detached(py, this.may_wait(bytes), || {
-            this.index.batch(source, rank, incarnation, seq, bytes)
-        });
+        let outcome = this.batch(py, (source, rank), incarnation, seq, payload.as_bytes());
         if outcome == Outcome::Unread {
             let careful = pyo3::intern!(py, "_apply_careful");
             return Ok(slf.call_method1(careful, (source, rank, incarnation, seq, payload))?.unbind());
@@ -168,9 +252,7 @@ impl NativeIndex {
         seq: i64,
         payload: &[u8],
     ) -> PyResult<Py<PyAny>> {
-        let outcome = detached(py, self.may_wait(payload), || {
-            self.index.batch_by(&self.ours, source, rank, incarnation, seq, payload)
-        });
+        let outcome = py.detach(|| self.index.batch_by(&self.ours, source, rank, incarnation, seq, payload));
         self.told(py, outcome)
     }
 
@@ -189,17 +271,17 @@ impl NativeIndex {
         for (source, rank, incarnation, seq, payload) in &found {
             borrowed.push((source.to_str()?, *rank, *incarnation, *seq, payload.as_bytes()));
         }
-        let bytes: usize = borrowed.iter().map(|(.., payload)| payload.len()).sum();
-        let outcomes: Vec<Outcome> = detached(py, bytes >= WORTH_RELEASING || self.index.is_saving(), || {
-            let batch = |&(source, rank, incarnation, seq, payload): &(&str, i64, i64, i64, &[u8])| {
-                self.index.batch(source, rank, incarnation, seq, payload)
-            };
-            borrowed
-                .iter()
-                .map(batch)
-                .take_while(|outcome| *outcome != Outcome::Unread)
-                .collect()
-        });
+        let outcomes = py.detach(|| -> PyResult<Vec<Outcome>> {
+            let (mut outcomes, mut signals) = (Vec::with_capacity(borrowed.len()), Signals::new());
+            for &(source, rank, incarnation, seq, payload) in &borrowed {
+                match self.index.batch(source, rank, incarnation, seq, payload) {
+                    Outcome::Unread => break,
+                    outcome => outcomes.push(outcome),
+                }
+                signals.check()?;
+            }
+            Ok(outcomes)
+        })?;
         outcomes.into_iter().map(|outcome| self.told(py, outcome)).collect()
     }
 
@@ -215,17 +297,18 @@ impl NativeIndex {
         payloads: Vec<Bound<'_, PyBytes>>,
     ) -> PyResult<(usize, Vec<Odd>)> {
         let borrowed: Vec<&[u8]> = payloads.iter().map(|payload| payload.as_bytes()).collect();
-        let (read, odd) = py.detach(|| {
-            let mut odd = Vec::new();
+        let (read, odd) = py.detach(|| -> PyResult<_> {
+            let (mut odd, mut signals) = (Vec::new(), Signals::new());
             for (at, (seq, payload)) in (first..).zip(&borrowed).enumerate() {
                 match self.index.batch(source, rank, incarnation, seq, payload) {
-                    Outcome::Unread => return (at, odd),
+                    Outcome::Unread => return Ok((at, odd)),
                     Outcome::Applied(false) => {}
                     outcome => odd.push((at, outcome)),
                 }
+                signals.check()?;
             }
-            (borrowed.len(), odd)
-        });
+            Ok((borrowed.len(), odd))
+        })?;
         let told = |(at, outcome)| Ok((at, self.told(py, outcome)?));
         Ok((read, odd.into_iter().map(told).collect::<PyResult<_>>()?))
     }
@@ -258,13 +341,12 @@ impl NativeIndex {
         let (py, this) = (slf.py(), slf.get());
         let given = tokens_of(tokens)?;
         let scope = scope_of(namespace)?;
-        let slice = given.slice();
-        let mut hits = detached(py, slice.len() >= WORTH_RELEASING, || this.index.matched(slice, &scope));
+        let mut found = this.matched(py, &given, &scope)?;
         if overlay {
-            let now = Self::now(slf)?;
-            py.detach(|| this.index.believed(slice, &scope, now, &mut hits));
+            let (now, tokens) = (Self::now(slf)?, given.slice().to_vec());
+            py.detach(|| this.index.believed(&tokens, &scope, now, &mut found));
         }
-        Ok(Match { hits })
+        Ok(Match { found })
     }
 
     /// `match` for each of several prompts of one namespace.
@@ -277,9 +359,24 @@ impl NativeIndex {
     ) -> PyResult<Vec<Match>> {
         let given = prompts.iter().map(tokens_of).collect::<PyResult<Vec<_>>>()?;
         let scope = scope_of(namespace)?;
-        let slices: Vec<&[u32]> = given.iter().map(Tokens::slice).collect();
-        let found: Vec<_> = py.detach(|| slices.iter().map(|tokens| self.index.matched(tokens, &scope)).collect());
-        Ok(found.into_iter().map(|hits| Match { hits }).collect())
+        let (index, mut found) = (self.whole(py)?, Vec::with_capacity(given.len()));
+        let mut rest = &given[..];
+        while !rest.is_empty() {
+            // Copies of some, which nobody changes while Python's lock is not held.
+            let mut tokens = 0;
+            let fits = |given: &&Tokens| {
+                let first = tokens == 0;
+                tokens += given.slice().len().max(1);
+                first || tokens <= TOKENS_AT_ONCE
+            };
+            let (some, others) = rest.split_at(rest.iter().take_while(fits).count());
+            let copies: Vec<Vec<u32>> = some.iter().map(|given| given.slice().to_vec()).collect();
+            let matched: Vec<Matches> = py.detach(|| copies.iter().map(|tokens| index.matched(tokens, &scope)).collect());
+            found.extend(matched.into_iter().map(|found| Match { found }));
+            py.check_signals()?;
+            rest = others;
+        }
+        Ok(found)
     }
 
     /// The same for rolling keys that the caller has, as `block_keys` makes them: all of them, from that of the prompt's first block on.
@@ -301,11 +398,12 @@ impl NativeIndex {
             .transpose()?
             .map(|scheme| scheme.size);
         let model = scope_of(namespace)?.model;
-        let hits = py.detach(|| self.index.matched_keys(&keys, size, &model));
-        let hits = hits.ok_or_else(|| {
+        let index = self.whole(py)?;
+        let found = py.detach(|| index.matched_keys(&keys, size, &model));
+        let found = found.ok_or_else(|| {
             PyValueError::new_err("workers have blocks of different sizes; say block_size, the one that the keys are of")
         })?;
-        Ok(Match { hits })
+        Ok(Match { found })
     }
 
     fn _label(&self, py: Python<'_>, source: &str, model: Option<&str>) {
@@ -375,21 +473,25 @@ impl NativeIndex {
     ) -> PyResult<()> {
         let given = tokens_of(tokens)?;
         let scope = scope_of(namespace)?;
-        let (source, slice) = (source.to_owned(), given.slice());
+        let (source, tokens_of) = (source.to_owned(), given.slice().to_vec());
         let worker = Worker { source, rank };
         tokens
             .py()
-            .detach(|| self.index.speculate(&worker, slice, &scope, now, now + ttl));
+            .detach(|| self.index.speculate(&worker, &tokens_of, &scope, now, now + ttl));
         Ok(())
     }
 
     /// Writes a snapshot to a new file, natively: what waits for a stream may hold Python's lock, so the stream must not wait for that.
     fn _snapshot(&self, py: Python<'_>, path: PathBuf, workers: Option<Vec<(String, i64)>>) -> PyResult<()> {
+        let index = self.whole(py)?;
         let write = || {
             let worker = |(source, rank)| Worker { source, rank };
             let workers: Option<HashSet<Worker>> = workers.map(|workers| workers.into_iter().map(worker).collect());
-            let file = File::options().write(true).create_new(true).open(path)?;
-            self.index.save(file, workers.as_ref())?.sync_all()
+            let file = Interruptible {
+                file: File::options().write(true).create_new(true).open(path)?,
+                signals: Signals::new(),
+            };
+            index.save(file, workers.as_ref())?.file.sync_all()
         };
         Ok(py.detach(write)?)
     }

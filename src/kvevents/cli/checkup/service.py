@@ -140,13 +140,13 @@ def check_memory(stats: StatsAnswer) -> Finding:
     """Whether the index has room."""
     used = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
-        text = f"{used}; {plural(stats.evicted, 'block')} were evicted for the limit"
+        text = f"{used}; {plural(stats.evicted, 'block')} were refused for the limit"
         return warn("memory", text, "raise --memory-limit: answers are shorter than the truth, and those workers DEGRADED")
     if stats.memory_limit is None:
         return ok("memory", f"{used}, without a limit")
     text = f"{used}, {share(stats.index_bytes, stats.memory_limit)} of the limit of {size(stats.memory_limit)}"
     if stats.index_bytes > FULL * stats.memory_limit:
-        return warn("memory", text, "raise --memory-limit before blocks are evicted")
+        return warn("memory", text, "raise --memory-limit before blocks are refused")
     return ok("memory", text)
 
 

@@ -1,0 +1,44 @@
+//! The bounds of an index.
+
+/// Bounds of an index; reaching one is counted.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Limits {
+    /// Bytes of everything; above it new blocks are refused.
+    pub memory: Option<usize>,
+    /// Blocks of one stream that wait for their parent or their tokens.
+    pub orphans: usize,
+    /// Bytes of those: a block may have as many tokens as fit in a payload.
+    pub orphan_bytes: usize,
+    /// Names of places (tier, locality, owner, group) that one life of a stream may use: an engine has a handful.
+    pub places: usize,
+    /// KV cache groups of one life of a stream: a hybrid model has a handful.
+    pub groups: usize,
+    /// Ways of cutting prompts into blocks that one life of a stream may use, since each of them is another search: an engine has one.
+    pub block_sizes: usize,
+    /// Records with one key: streams that hold a block under two hashes at once need one for each.
+    pub records_per_key: usize,
+    /// Blocks of one stream with one hash: engines that hash pages without their prefix have some.
+    pub blocks_per_hash: usize,
+    /// Removed workers whose late deliveries are recognised.
+    pub fences: usize,
+    /// Blocks of the overlay.
+    pub speculated: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            memory: None,
+            orphans: 65_536,
+            orphan_bytes: 64 << 20,
+            places: 64,
+            groups: 64,
+            block_sizes: 16,
+            records_per_key: 16,
+            blocks_per_hash: 1_024,
+            fences: 65_536,
+            speculated: 1_000_000,
+        }
+    }
+}

@@ -1,0 +1,324 @@
+"""What one engine sends costs the others nothing: no blocks, no answers, and hardly any time."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from index_cases import Feed, answer, cleared, removal, store, tokens_of, waiting_of
+from kvevents.events import KVEvent, KVEventBatch
+from kvevents.index import IndexLimits, Namespace, PrefixIndex, block_keys
+from kvevents.stream import Reset
+from kvevents.wire import encode_batch
+
+CPU_SECONDS = 1.0
+"""More than the payloads below take on a slow machine; before they were bounded they took seconds to hours."""
+
+
+def payload_of(events: list[KVEvent]) -> bytes:
+    payload = encode_batch(KVEventBatch(1.0, events))
+    assert len(payload) <= 1 << 20
+    return payload
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < CPU_SECONDS
+
+
+def chain(first: int, count: int, parent: int | None = None, *, seed: int = 0) -> KVEvent:
+    """Blocks of one token."""
+    return store(range(first, first + count), [(seed * 13 + at * 7) % 50_000 for at in range(count)], 1, parent)
+
+
+# --- the memory limit -------------------------------------------------------------------------------------------------------
+
+SYSTEM = list(range(32))
+"""A prompt that all conversations begin with."""
+
+
+def test_a_prefix_that_many_chains_share_is_matched_however_full_the_index_is() -> None:
+    """Two engines with one shared prefix, and far more conversations than fit: at every step both hold the prefix, the limit
+    holds, and in the end nearly as much is held as fits."""
+    limit = 3_000_000
+    index = PrefixIndex(memory_limit=limit)
+    feeds = [Feed(index, name) for name in "ab"]
+    for feed in feeds:
+        feed(store(range(1, 33), SYSTEM, 1))
+    full = False
+    for turn in range(1, 400):
+        for feed in feeds:
+            feed(chain(1_000 * turn, 256, 32, seed=turn))
+            stats = index.stats()
+            assert stats.bytes <= limit
+            full = full or stats.evicted > 0
+        assert {hit.source: hit.tokens for hit in index.match(SYSTEM)} == {"a": 32, "b": 32}
+    assert full
+    free = PrefixIndex()
+    others = [Feed(free, name) for name in "ab"]
+    turn = 0
+    while free.stats().bytes < limit:
+        turn += 1
+        for feed in others:
+            feed(store(range(1, 33), SYSTEM, 1) if turn == 1 else chain(1_000 * turn, 256, 32, seed=turn))
+    assert index.stats().blocks >= 0.8 * free.stats().blocks
+
+
+def test_removals_make_room_for_new_blocks() -> None:
+    index = PrefixIndex(memory_limit=1_000_000)
+    feed = Feed(index)
+    turn = 0
+    while index.stats().evicted == 0:
+        turn += 1
+        feed(chain(1_000 * turn, 256, seed=turn))
+    for gone in range(1, turn // 2):
+        feed(removal(*range(1_000 * gone, 1_000 * gone + 256)))
+    evicted = index.stats().evicted
+    feed(chain(1_000_000_000, 256, seed=7_777))
+    assert index.stats().evicted == evicted
+    assert tokens_of(index, [(7_777 * 13 + at * 7) % 50_000 for at in range(256)]) == 256
+
+
+def test_an_engine_that_comes_late_finds_room_in_what_is_kept_for_it() -> None:
+    """An engine with less than the others hold is let in where they are refused."""
+    index = PrefixIndex(memory_limit=2_000_000)
+    old, new = Feed(index, "old"), Feed(index, "new")
+    turn = 0
+    while index.stats().evicted == 0:
+        turn += 1
+        old(chain(1_000 * turn, 256, seed=turn))
+    new(chain(1, 256, seed=9_999))
+    assert index.worker("new").blocks == 256
+    assert index.worker("old").blocks > 10_000
+
+
+def test_orphans_of_one_engine_cost_no_other_a_block() -> None:
+    """Each has as many tokens as fit in a payload; they are charged to their own stream, and bounded in bytes."""
+    index = PrefixIndex()
+    good = Feed(index, "good")
+    for at in range(20):
+        good(chain(10_000 * at + 1, 2_000, 10_000 * (at - 1) + 2_000 if at else None, seed=at))
+    held = index.worker("good").blocks
+    limit = index.stats().bytes + 4_000_000
+    limited = PrefixIndex(memory_limit=limit)
+    good, bad = Feed(limited, "good"), Feed(limited, "bad")
+    for at in range(20):
+        good(chain(10_000 * at + 1, 2_000, 10_000 * (at - 1) + 2_000 if at else None, seed=at))
+    for at in range(40):
+        bad(store([5_000_000 + at], [7] * 200_000, 200_000, 4_000_000))
+        assert limited.stats().bytes <= limit
+    assert limited.worker("good").blocks == held
+    assert limited.worker("good").evicted == 0
+
+
+def test_orphans_are_bounded_in_bytes() -> None:
+    index = PrefixIndex(limits=IndexLimits(max_orphan_bytes=10_000))
+    feed = Feed(index)
+    feed(*(store([100 + at], [at] * 500, 500, 99) for at in range(20)))
+    assert 3 <= waiting_of(index) <= 5
+    assert index.stats().orphans_dropped == 20 - waiting_of(index)
+    feed(store([200], [1] * 5_000, 5_000, 99))
+    assert 3 <= waiting_of(index) <= 5, "one that is too large for the queue leaves it as it is"
+
+
+# --- names and numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_one_life_may_cut_prompts_in_few_ways() -> None:
+    """Each way is another search for everybody: beyond the limit stores are set aside, and a new life begins with none."""
+    index = PrefixIndex()
+    good, bad = Feed(index, "good"), Feed(index, "bad")
+    prompt = list(range(4_096))
+    good(store(range(1, 257), prompt, 16))
+    for size in range(100, 140):
+        bad(store([size], [7] * size, size))
+    assert index.worker("bad").block_sizes == list(range(100, 116))
+    assert index.worker("bad").rejected == {("none", "too-many-block-sizes"): 24}
+    assert tokens_of(index, prompt, worker=("good", 0)) == 4_096
+    index.label("bad", "other")
+    assert answer(index.match_keys(block_keys(prompt, 16))) == {("good", 0): (4_096,) * 4}, "of one model blocks have one size"
+    index.apply(Reset("bad", 0, 1, "restart"))
+    Feed(index, "bad", incarnation=1)(store([1], [7] * 200, 200))
+    assert index.worker("bad").block_sizes == [200]
+
+
+def test_orphans_that_come_late_keep_to_the_block_sizes_too() -> None:
+    index = PrefixIndex(limits=IndexLimits(max_block_sizes=2))
+    feed = Feed(index)
+    feed(*(store([10 + size], [size] * size, size, 1) for size in range(1, 6)), store([1], [9], 1))
+    assert index.worker("a").block_sizes == [1, 2]
+    assert index.worker("a").rejected == {("none", "too-many-block-sizes"): 3}
+
+
+def test_one_life_may_have_few_groups() -> None:
+    index = PrefixIndex()
+    feed = Feed(index)
+    with quick():
+        index.apply_payload(
+            "a", 0, 0, payload_of([store([1], [1], 1, group_idx=at, kv_cache_spec_kind="mamba") for at in range(6_000)])
+        )
+    assert index.stats().rejected == {("mamba", "unknown-kind"): 64, ("mamba", "too-many-groups"): 5_936}
+    feed.seq = 1
+    feed(store([1], [1, 2], 2), store([2], [3, 4], 2, group_idx=63), store([3], [5, 6], 2, group_idx=64))
+    assert index.stats().blocks == 2, "groups that are known stay so"
+
+
+def test_planes_are_given_back_with_the_life_that_named_them() -> None:
+    """One engine restarts often, each time with other names; another one's new names are known all the same."""
+    index = PrefixIndex()
+    for life in range(80):
+        bad = Feed(index, "bad", incarnation=life)
+        bad(*(store([at], [1, at], 2, medium=f"M{life}-{at}") for at in range(64)))
+        assert index.worker("bad").blocks == 64
+    good = Feed(index, "good")
+    good(store([1], [1, 2], 2, medium="tape"))
+    assert index.worker("good").tiers == {"TAPE": 1}
+    assert answer(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2), ("bad", 0): (0, 0, 0, 2)}
+    index.remove_worker("bad")
+    assert answer(index.match([1, 2])) == {("good", 0): (0, 0, 0, 2)}
+
+
+def test_blocks_of_one_hash_are_bounded() -> None:
+    index = PrefixIndex(limits=IndexLimits(max_blocks_per_hash=4))
+    feed = Feed(index)
+    feed(*(store([at + 1], [at], 1) for at in range(6)), *(store([99], [7], 1, at + 1) for at in range(6)))
+    assert index.stats().rejected == {("none", "too-many-alike"): 2}
+    assert [tokens_of(index, [at, 7]) for at in range(6)] == [2, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("name", IndexLimits.__dataclass_fields__)
+def test_every_limit_is_one_of_the_native_index(name: str) -> None:
+    PrefixIndex(limits=IndexLimits(**{name: 3}))
+    with pytest.raises(ValueError, match=name):
+        IndexLimits(**{name: -1})
+
+
+# --- time -------------------------------------------------------------------------------------------------------------------
+
+HOSTILE: dict[str, tuple[list[KVEvent], Callable[[], list[KVEvent]]]] = {
+    "orphans of one parent, removed newest first": (
+        [store([100 + at], [1], 1, 99) for at in range(9_000)],
+        lambda: [removal(100 + at) for at in reversed(range(9_000))],
+    ),
+    "copies of one orphan, removed elsewhere": (
+        [store([7], [1], 1, 99) for _ in range(9_000)],
+        lambda: [removal(7, medium="CPU", group_idx=at % 2) for at in range(7_000)],
+    ),
+    "clears of a tier with little on it": (
+        [chain(1, 50_000)],
+        lambda: [event for _ in range(3_000) for event in (store([1], [], 0, medium="CPU"), cleared(medium="CPU"))],
+    ),
+    "clears of a tier with nothing on it": ([chain(1, 50_000)], lambda: [cleared(medium="CPU") for _ in range(20_000)]),
+    "many blocks of one hash": ([], lambda: [store([7], [at], 1) for at in range(7_000)]),
+    "many sizes of one key": ([], lambda: [store([at], [], 1 + at, block_keys=[5]) for at in range(6_000)]),
+    "many lives of one key": ([], lambda: [store([at], [1], 1) for at in range(7_000)]),
+    "chains and keys in turn": (
+        [chain(1, 50_000)],
+        lambda: [event for _ in range(2_000) for event in (store([9 << 40], [], 1, block_keys=[5]), removal(9 << 40))],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_payload_of_a_megabyte_takes_long(kind: str) -> None:
+    before, then = HOSTILE[kind]
+    index = PrefixIndex()
+    Feed(index, "good")(store([1], [1, 2], 2))
+    index.apply_payload("bad", 0, 0, payload_of(before))
+    payload = payload_of(then())
+    with quick():
+        assert index.apply_payload("bad", 0, 1, payload).status == "applied"
+    assert tokens_of(index, [1, 2], worker=("good", 0)) == 2
+    with quick():
+        index.remove_worker("bad")
+    assert index.stats().blocks == 1
+
+
+def test_clears_that_cost_too_much_cost_their_own_stream_its_blocks() -> None:
+    index = PrefixIndex()
+    bad, good = Feed(index, "bad"), Feed(index, "good")
+    bad(chain(1, 50_000))
+    good(chain(1, 10))
+    bad(*(event for _ in range(200) for event in (store([1], [], 0, medium="CPU"), cleared(medium="CPU"))))
+    assert index.worker("bad").rejected == {("none", "too-many-clears"): 1}
+    assert index.worker("good").blocks == 10
+
+
+def test_a_store_of_keys_changes_nothing_for_chains_that_are_there() -> None:
+    index = PrefixIndex()
+    feed, other = Feed(index), Feed(index, "keys")
+    feed(chain(1, 20_000))
+    other(store([1], [], 1, block_keys=[5]), removal(1))
+    before = index.stats().bytes
+    other(*(event for _ in range(50) for event in (store([1], [], 1, block_keys=[5]), removal(1))))
+    assert index.stats().bytes == before
+
+
+# --- Python's lock ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def switching_only_when_let() -> Iterator[list[int]]:
+    """Counts, in a thread that runs only when another one lets go of Python's lock of its own accord."""
+    counted, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    thread, interval = threading.Thread(target=count), sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    thread.start()
+    try:
+        yield counted
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+def test_threads_run_while_a_small_payload_has_much_to_do() -> None:
+    """34 bytes clear 200,000 blocks."""
+    index = PrefixIndex()
+    for at in range(50):
+        index.apply_payload("a", 0, at, payload_of([chain(10_000 * at + 1, 4_000, 10_000 * (at - 1) + 4_000 if at else None)]))
+    payload = payload_of([cleared()])
+    with switching_only_when_let() as counted:
+        before = counted[0]
+        index.apply_payload("a", 0, 50, payload)
+        assert counted[0] > before
+    assert index.stats().blocks == 0
+
+
+class SignalError(Exception):
+    pass
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
+def test_a_long_call_can_be_interrupted() -> None:
+    index = PrefixIndex()
+    prompt = array("I", range(32_768))
+    Feed(index)(store(range(1, 2_049), prompt, 16))
+
+    def interrupt(*_: Any) -> None:
+        raise SignalError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(SignalError):
+            index.match_many([prompt] * 400_000, Namespace())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
