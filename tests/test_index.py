@@ -1129,8 +1129,8 @@ def test_importing_the_package_does_not_load_the_native_module() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_layouts_of_native_tests_are_those_that_are_handed_over() -> None:
-    """Tests and timings in Rust have a list of their own, which must not stay behind when a dialect gains a field."""
+def test_the_layouts_of_rust_programs_are_those_of_the_dialects() -> None:
+    """Rust programs have a list of their own, which must not stay behind when a dialect gains a field."""
     source = (Path(__file__).parent.parent / "native" / "index" / "src" / "scan" / "layouts.rs").read_text()
     lists = {
         name: re.findall(r'"(\w+)"', body) for name, body in re.findall(r"const (\w+): .*? = &\[(.*?)\];", source, re.DOTALL)

@@ -169,3 +169,11 @@ def scanned(
     layouts: Sequence[tuple[str, Sequence[str], Sequence[str]]], wire_limits: tuple[int, ...], payload: bytes
 ) -> list[dict[str, Any]] | None:
     """The events of a payload as the scanner reads them; None if it leaves them to Python. Only builds for tests have it."""
+
+def decoded(
+    wire_limits: tuple[int, ...], max_rejected: int, payload: bytes
+) -> tuple[float, int | None, list[dict[str, Any]], list[tuple[str, int | None, int]], bytes]:
+    """A payload as the careful decoder reads it: timestamp, rank, events, what was set aside, and the events for the scanner.
+
+    What was set aside is `(reason, index, count)` each. Only builds for tests have it.
+    """

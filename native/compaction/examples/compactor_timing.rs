@@ -4,13 +4,10 @@
 //!
 //! `cargo run --release -p kvevents-compaction --example compactor_timing`
 
-#[path = "../../index/src/scan/layouts.rs"]
-mod layouts;
-
 use std::time::Instant;
 
 use kvevents_compaction::Compactor;
-use kvevents_index::scan::{Limits, Schema, Scratch, scan};
+use kvevents_index::scan::{Limits, Schema, Scratch, layouts, scan};
 
 /// Tokens per block.
 const SIZE: usize = 16;
@@ -103,7 +100,7 @@ fn timed(work: impl FnOnce()) -> f64 {
 }
 
 fn main() {
-    let schema = Schema::new(&layouts::layouts(), Limits::default()).expect("the layouts are known");
+    let schema = Schema::new(&layouts(), Limits::default()).expect("the layouts are known");
     for blocks in [1, 32, 512] {
         let mut random = Random(7);
         let kept = LIVE / blocks;

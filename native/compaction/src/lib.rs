@@ -10,9 +10,6 @@ mod event;
 mod export;
 mod group_rules;
 #[cfg(test)]
-#[path = "../../index/src/scan/layouts.rs"]
-mod layouts;
-#[cfg(test)]
 mod tests;
 
 use kvevents_index::applying::Read;

@@ -3,6 +3,7 @@
 pub mod applying;
 pub mod contexts;
 pub mod core;
+pub mod decode;
 pub mod gate;
 pub mod hashed;
 pub mod hasher;

@@ -7,6 +7,7 @@
 #[cfg(any(test, feature = "testing"))]
 mod describe;
 mod extra;
+pub(crate) mod layouts;
 mod reader;
 mod schema;
 #[cfg(test)]
@@ -19,6 +20,7 @@ use crate::tokens::{self, Lengths};
 #[cfg(any(test, feature = "testing"))]
 pub use describe::{Described, OwnedExtra, OwnedId, describe};
 pub use extra::{Extra, Id, extra_keys};
+pub use layouts::layouts;
 pub use reader::{Int, Reader};
 pub use schema::{Limits, Schema};
 

@@ -105,6 +105,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
     module.add_function(wrap_pyfunction!(pouring::pour, module)?)?;
     #[cfg(feature = "testing")]
-    module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;
+    {
+        module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;
+        module.add_function(wrap_pyfunction!(testing::decoded, module)?)?;
+    }
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

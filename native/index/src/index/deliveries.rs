@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::Index;
 use crate::applying::{Read, Work};
 use crate::core::Core;
+use crate::decode::{Rejected, decode, normalised};
 use crate::gate::Writer;
 use crate::scan::{Event, Kind, Schema, Scratch, scan};
 use crate::stream::Stream;
@@ -87,6 +88,25 @@ impl Index {
             room.shrink();
             Some(outcome)
         })
+    }
+
+    /// Applies a batch in any form: what `batch` leaves unread is read with care. Returns what was set aside too.
+    pub fn batch_in_any_form(
+        &self,
+        source: &str,
+        rank: i64,
+        incarnation: i64,
+        seq: i64,
+        payload: &[u8],
+    ) -> (Outcome, Vec<Rejected>) {
+        let outcome = self.batch(source, rank, incarnation, seq, payload);
+        if outcome != Outcome::Unread {
+            return (outcome, Vec::new());
+        }
+        let batch = decode(payload, self.schema.limits());
+        let payload = normalised(&batch.events);
+        let outcome = self.batch_by(&self.schema.unlimited(), source, rank, incarnation, seq, &payload);
+        (outcome, batch.rejected)
     }
 
     /// Notes that batches up to `last` are lost.

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::*;
 use crate::scan::Limits as ScanLimits;
+use crate::scan::layouts;
 use crate::scan::tests::cases::{batch, map, text};
-use crate::scan::tests::layouts::layouts;
 
 fn index() -> Index {
     Index::new(Schema::new(&layouts(), ScanLimits::default()).unwrap(), Limits::default())

@@ -1,7 +1,7 @@
-//! The shapes of events that `kvevents.index` hands over, for tests and timings that have no Python to hand them over. A Python test
-//! holds them against the originals.
+//! The shapes of events of all dialects, as in `kvevents.wire.dialects`, with which a Python test compares them.
 
-const STORED_ARRAY: &[&str] = &[
+/// Fields of array events after the tag, by the longest form of any release: vLLM 0.22, of which every other is a prefix.
+pub const STORED_ARRAY: &[&str] = &[
     "block_hashes",
     "parent_block_hash",
     "token_ids",
@@ -35,7 +35,8 @@ const STORED_MAP: &[&str] = &[
     "block_digests",
     "parent_block_digest",
 ];
-const REMOVED_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx", "heartbeat"];
+/// The same of removals, and after them what only kvevents sends.
+pub const REMOVED_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx", "heartbeat"];
 const REMOVED_MAP: &[&str] = &[
     "block_hashes",
     "medium",

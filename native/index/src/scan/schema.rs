@@ -17,6 +17,8 @@ pub struct Limits {
     pub max_free_bytes: usize,
     /// Levels of containers in an event.
     pub max_nesting: usize,
+    /// Entries of what `decode` sets aside of a batch; one more stands for all that follow.
+    pub max_rejected: usize,
 }
 
 impl Default for Limits {
@@ -28,6 +30,7 @@ impl Default for Limits {
             max_fields: 256,
             max_free_bytes: 4 << 20,
             max_nesting: 8,
+            max_rejected: 1_000,
         }
     }
 }
@@ -42,7 +45,7 @@ const MAX_NAMES: usize = 64;
 const MAX_NAME_BYTES: usize = 31;
 
 /// One key of map events, as it is on the wire, with its header.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Name {
     /// Zeros follow.
     wire: [u8; MAX_NAME_BYTES + 1],
@@ -75,7 +78,7 @@ fn same_bits(one: &[u8; 32], other: &[u8; 32], bits: &[u8; 32]) -> bool {
 }
 
 /// Everything about one kind of event.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Layout {
     pub tag: Box<str>,
     pub kind: Kind,
@@ -90,7 +93,7 @@ pub(super) struct Layout {
 }
 
 /// Shapes of events that a scan accepts.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Schema {
     pub(super) layouts: Box<[Layout]>,
     pub(super) limits: Limits,
@@ -118,6 +121,23 @@ impl Schema {
             limits,
             joins: false,
         })
+    }
+
+    /// The same for events that were read within its limits, and written anew: they can be larger then.
+    pub fn unlimited(&self) -> Self {
+        let limits = Limits {
+            max_payload_bytes: usize::MAX,
+            max_events: usize::MAX,
+            max_hashes: usize::MAX,
+            max_free_bytes: usize::MAX,
+            ..self.limits
+        };
+        Self { limits, ..self.clone() }
+    }
+
+    /// What a payload can have.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// The same where removals in a row that say the same of one hash each are one event of several: engines send one for each

@@ -1,7 +1,5 @@
 #[path = "cases.rs"]
 pub(crate) mod cases;
-#[path = "layouts.rs"]
-pub(crate) mod layouts;
 
 use proptest::prelude::*;
 
@@ -9,7 +7,7 @@ use super::*;
 use cases::{batch, map, text};
 
 fn schema_within(limits: Limits) -> Schema {
-    Schema::new(&layouts::layouts(), limits).unwrap()
+    Schema::new(&layouts(), limits).unwrap()
 }
 
 fn schema() -> Schema {
@@ -390,6 +388,7 @@ fn limits_are_those_of_python() {
         max_fields: 6,
         max_free_bytes: 4,
         max_nesting: 4,
+        ..Limits::default()
     };
     assert!(describe(&payload, &schema_within(within)).is_some());
     for beyond in [
@@ -484,7 +483,7 @@ fn declared_lengths_allocate_nothing() {
 
 /// Msgpack of no meaning, with the names that have one.
 fn msgpack() -> impl Strategy<Value = Vec<u8>> {
-    let layouts = layouts::layouts().into_iter();
+    let layouts = layouts().into_iter();
     let mut names: Vec<String> = layouts.flat_map(|(tag, _, map)| [vec![tag], map].concat()).collect();
     names.push("type".to_owned());
     let name = prop::sample::select(names);

@@ -13,13 +13,12 @@ use crate::limits::Limits;
 use crate::matching::Hit;
 use crate::planes::Plane;
 use crate::scan::Schema;
-use crate::scan::tests::layouts;
 
 const SCHEME: Scheme = Scheme { size: 2, eagle: false };
 
 fn index() -> Index {
     Index::new(
-        Schema::new(&layouts::layouts(), crate::scan::Limits::default()).unwrap(),
+        Schema::new(&crate::scan::layouts(), crate::scan::Limits::default()).unwrap(),
         Limits::default(),
     )
 }

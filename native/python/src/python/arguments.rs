@@ -271,6 +271,7 @@ pub(super) fn wire_limits_of(limits: [usize; 6]) -> (scan::Limits, scan::Limits)
         max_fields,
         max_free_bytes,
         max_nesting,
+        ..scan::Limits::default()
     };
     let none = usize::MAX;
     let ours = scan::Limits {

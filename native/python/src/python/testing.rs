@@ -1,10 +1,11 @@
-//! What tests compare with Python's decoder: events as the scanner reads them. No wheel has this.
+//! What tests compare with Python's decoder: events as the scanner, or the careful decoder, reads them. No wheel has this.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
+use kvevents_index::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
 
 /// By tag the fields of array events and the names of map events.
@@ -85,5 +86,142 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
         OwnedExtra::Int(value) => value.into_pyobject(py)?.into_any(),
         OwnedExtra::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
         OwnedExtra::Pair(name, offset) => PyTuple::new(py, [id(name)?, offset.into_pyobject(py)?.into_any()])?.into_any(),
+    })
+}
+
+/// Reason, position and count of what was set aside.
+type Rejected = (&'static str, Option<usize>, usize);
+/// Timestamp, rank, events, what was set aside, and the events as the scanner reads them.
+type Decoded<'py> = (f64, Option<i128>, Vec<Bound<'py, PyDict>>, Vec<Rejected>, Bound<'py, PyBytes>);
+
+/// A payload as the careful decoder reads it.
+#[pyfunction]
+pub(super) fn decoded<'py>(
+    py: Python<'py>,
+    wire_limits: [usize; 6],
+    max_rejected: usize,
+    payload: &[u8],
+) -> PyResult<Decoded<'py>> {
+    let limits = scan::Limits {
+        max_rejected,
+        ..wire_limits_of(wire_limits).0
+    };
+    let batch = decode::decode(payload, &limits);
+    let rejected = batch.rejected.iter().map(|one| (one.reason.as_str(), one.index, one.count));
+    Ok((
+        batch.ts,
+        batch.rank,
+        batch
+            .events
+            .iter()
+            .map(|event| event_of(py, event))
+            .collect::<PyResult<_>>()?,
+        rejected.collect(),
+        PyBytes::new(py, &decode::normalised(&batch.events)),
+    ))
+}
+
+fn event_of<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> {
+    let plain = PyDict::new(py);
+    match event {
+        Event::Stored(stored) => stored_of(&plain, stored)?,
+        Event::Removed(removed) => removed_of(&plain, removed)?,
+        Event::Cleared(unrecognised) => {
+            plain.set_item("type", "AllBlocksCleared")?;
+            rest_of(&plain, unrecognised)?;
+        }
+    }
+    Ok(plain)
+}
+
+fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
+    let py = plain.py();
+    plain.set_item("type", "BlockStored")?;
+    hashes_of(plain, &event.block_hashes)?;
+    plain.set_item("parent_block_hash", event.parent_block_hash)?;
+    let digest = event.parent_block_digest.as_deref();
+    plain.set_item("parent_block_digest", digest.map(|bytes| PyBytes::new(py, bytes)))?;
+    let tokens = PyList::empty(py);
+    for token in &event.token_ids {
+        match token {
+            Token::Single(value) => tokens.append(value.as_i128())?,
+            Token::Pair(pair) => tokens.append((pair[0].as_i128(), pair[1].as_i128()))?,
+        }
+    }
+    plain.set_item("token_ids", tokens)?;
+    plain.set_item("block_size", event.block_size)?;
+    plain.set_item("lora_id", event.lora_id)?;
+    plain.set_item("medium", &event.medium)?;
+    plain.set_item("lora_name", &event.lora_name)?;
+    let block = |keys: &Option<Vec<Value>>| -> PyResult<Option<Vec<Bound<'_, PyAny>>>> {
+        let keys = keys.as_ref();
+        keys.map(|keys| keys.iter().map(|key| value_of(py, key)).collect())
+            .transpose()
+    };
+    let extra_keys = event.extra_keys.as_ref();
+    let extra_keys = extra_keys.map(|blocks| blocks.iter().map(block).collect::<PyResult<Vec<_>>>());
+    plain.set_item("extra_keys", extra_keys.transpose()?)?;
+    plain.set_item("group_idx", event.group_idx)?;
+    plain.set_item("kv_cache_spec_kind", &event.kv_cache_spec_kind)?;
+    plain.set_item("kv_cache_spec_sliding_window", event.kv_cache_spec_sliding_window)?;
+    plain.set_item("locality", &event.locality)?;
+    plain.set_item("ownership", &event.ownership)?;
+    plain.set_item("session_id", &event.session_id)?;
+    plain.set_item("lookahead_token_ids", &event.lookahead_token_ids)?;
+    plain.set_item("cache_salt", &event.cache_salt)?;
+    plain.set_item("block_keys", &event.block_keys)?;
+    rest_of(plain, &event.unrecognised)
+}
+
+fn removed_of(plain: &Bound<'_, PyDict>, event: &BlockRemoved) -> PyResult<()> {
+    plain.set_item("type", "BlockRemoved")?;
+    hashes_of(plain, &event.block_hashes)?;
+    plain.set_item("medium", &event.medium)?;
+    plain.set_item("group_idx", event.group_idx)?;
+    plain.set_item("locality", &event.locality)?;
+    plain.set_item("ownership", &event.ownership)?;
+    let heartbeat = event.heartbeat.as_ref();
+    let heartbeat = heartbeat.map(|beat| (&beat.digest, beat.every, &beat.trust, &beat.reason, beat.incarnation));
+    plain.set_item("heartbeat", heartbeat)?;
+    rest_of(plain, &event.unrecognised)
+}
+
+fn hashes_of(plain: &Bound<'_, PyDict>, hashes: &Hashes) -> PyResult<()> {
+    let py = plain.py();
+    plain.set_item("block_hashes", &hashes.values)?;
+    let digests = hashes.digests.as_ref();
+    let digests = digests.map(|all| all.iter().map(|bytes| PyBytes::new(py, bytes)).collect::<Vec<_>>());
+    plain.set_item("block_digests", digests)
+}
+
+fn rest_of(plain: &Bound<'_, PyDict>, unrecognised: &[(String, Value)]) -> PyResult<()> {
+    let rest = PyDict::new(plain.py());
+    for (name, value) in unrecognised {
+        rest.set_item(name, value_of(plain.py(), value)?)?;
+    }
+    plain.set_item("unrecognised", (!rest.is_empty()).then_some(rest))
+}
+
+fn value_of<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match value {
+        Value::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
+        Value::Int(value) => value.into_pyobject(py)?.into_any(),
+        Value::Float(value) => value.into_pyobject(py)?.into_any(),
+        Value::Text(text) => text.into_pyobject(py)?.into_any(),
+        Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+        Value::List(items) => {
+            let items = items.iter().map(|item| value_of(py, item)).collect::<PyResult<Vec<_>>>()?;
+            PyList::new(py, items)?.into_any()
+        }
+        Value::Map(fields) => {
+            let plain = PyDict::new(py);
+            for (name, value) in fields {
+                plain.set_item(name, value_of(py, value)?)?;
+            }
+            plain.into_any()
+        }
+        Value::Time(seconds, micros) => ("time", seconds, micros).into_pyobject(py)?.into_any(),
+        Value::Extension(code, data) => ("ext", code, PyBytes::new(py, data)).into_pyobject(py)?.into_any(),
+        _ => py.None().into_bound(py),
     })
 }

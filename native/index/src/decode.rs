@@ -1,0 +1,370 @@
+//! Batches in whatever form a peer sends them, read with care: what `scan` leaves alone.
+//!
+//! The envelope is read first, its events left as they are, then each event alone, so that a bad event costs no other. Nothing that
+//! a peer sends is an error of the whole, except what is no batch: it is set aside as `Rejected`. The same is read here as by
+//! `kvevents.wire.decode_batch`, with the same reasons.
+
+mod fields;
+mod normalise;
+mod value;
+
+use crate::scan::layouts::{REMOVED_ARRAY, STORED_ARRAY};
+use crate::scan::{Int, Limits, SECONDS};
+
+use fields::{Fields, FreeBytes};
+use value::{NIL, elements, head_of, is_array, is_map, pairs};
+
+pub use normalise::normalised;
+pub use value::Value;
+
+/// Why something is set aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub enum Reason {
+    Oversized,
+    Malformed,
+    NotABatch,
+    TooManyEvents,
+    TooManyHashes,
+    TooManyFields,
+    TooDeep,
+    UnknownTag,
+    BadField,
+    BadTimestamp,
+    BadRank,
+    /// Very many were set aside; this one stands for those that are not listed.
+    More,
+}
+
+impl Reason {
+    /// The word for it in metrics and messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Oversized => "oversized",
+            Self::Malformed => "malformed",
+            Self::NotABatch => "not-a-batch",
+            Self::TooManyEvents => "too-many-events",
+            Self::TooManyHashes => "too-many-hashes",
+            Self::TooManyFields => "too-many-fields",
+            Self::TooDeep => "too-deep",
+            Self::UnknownTag => "unknown-tag",
+            Self::BadField => "bad-field",
+            Self::BadTimestamp => "bad-timestamp",
+            Self::BadRank => "bad-rank",
+            Self::More => "more",
+        }
+    }
+}
+
+impl std::fmt::Display for Reason {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(self.as_str())
+    }
+}
+
+/// What was set aside of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rejected {
+    /// Why.
+    pub reason: Reason,
+    /// Position of the event in its batch; None for the batch itself, its timestamp or its rank.
+    pub index: Option<usize>,
+    /// How many this stands for; above 1 only with the reason `More`.
+    pub count: usize,
+}
+
+/// Token ids of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Token {
+    Single(Int),
+    /// A token and the next one (SGLang under EAGLE).
+    Pair(Box<[Int; 2]>),
+}
+
+/// What a sender says of itself; of kvevents, no engine sends it.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct Heartbeat {
+    /// State digest of the stream after its batch, 32 hexadecimal digits.
+    pub digest: String,
+    /// Seconds until the next one at most.
+    pub every: f64,
+    pub trust: String,
+    pub reason: String,
+    pub incarnation: u64,
+}
+
+/// Hashes of blocks, and the digests that they are the end of where all were sent as digests.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Hashes {
+    pub values: Vec<u64>,
+    pub digests: Option<Vec<Vec<u8>>>,
+}
+
+/// Blocks that were stored; fields as in `kvevents.events.BlockStored`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct BlockStored {
+    pub block_hashes: Hashes,
+    pub parent_block_hash: Option<u64>,
+    pub parent_block_digest: Option<Vec<u8>>,
+    pub token_ids: Vec<Token>,
+    pub block_size: i128,
+    pub lora_id: Option<i128>,
+    pub medium: Option<String>,
+    pub lora_name: Option<String>,
+    /// By block; None for nil.
+    pub extra_keys: Option<Vec<Option<Vec<Value>>>>,
+    pub group_idx: Option<i128>,
+    pub kv_cache_spec_kind: Option<String>,
+    pub kv_cache_spec_sliding_window: Option<i128>,
+    pub locality: Option<String>,
+    pub ownership: Option<String>,
+    pub session_id: Option<String>,
+    pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
+    pub cache_salt: Option<String>,
+    pub block_keys: Option<Vec<u64>>,
+    /// Fields that this release does not know, by name, or by position in array events.
+    pub unrecognised: Vec<(String, Value)>,
+}
+
+/// Blocks that were removed; fields as in `kvevents.events.BlockRemoved`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct BlockRemoved {
+    pub block_hashes: Hashes,
+    pub medium: Option<String>,
+    pub group_idx: Option<i128>,
+    pub locality: Option<String>,
+    pub ownership: Option<String>,
+    pub heartbeat: Option<Heartbeat>,
+    /// As in `BlockStored`.
+    pub unrecognised: Vec<(String, Value)>,
+}
+
+/// An event.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Event {
+    Stored(Box<BlockStored>),
+    Removed(Box<BlockRemoved>),
+    /// The whole cache was cleared, or what `medium` and `group_idx` among these fields say.
+    Cleared(Vec<(String, Value)>),
+}
+
+/// A batch.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Batch {
+    /// Seconds since the epoch; 0 if they could not be read.
+    pub ts: f64,
+    /// Data-parallel rank.
+    pub rank: Option<i128>,
+    /// The events that could be read, in their order.
+    pub events: Vec<Event>,
+    /// What could not be read.
+    pub rejected: Vec<Rejected>,
+}
+
+/// Reads a batch in any form. Of what is no batch there are no events.
+pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
+    read_batch(payload, limits).unwrap_or_else(|reason| Batch {
+        rejected: vec![Rejected {
+            reason,
+            index: None,
+            count: 1,
+        }],
+        ..Batch::default()
+    })
+}
+
+fn read_batch(payload: &[u8], limits: &Limits) -> Result<Batch, Reason> {
+    if payload.len() > limits.max_payload_bytes {
+        return Err(Reason::Oversized);
+    }
+    let envelope = envelope(payload, limits)?;
+    let mut batch = Batch::default();
+    let mut more = 0;
+    let mut reject = |reason, index| {
+        if batch.rejected.len() < limits.max_rejected {
+            batch.rejected.push(Rejected { reason, index, count: 1 });
+        } else {
+            more += 1;
+        }
+    };
+    batch.ts = timestamp(envelope.ts).unwrap_or_else(|| {
+        reject(Reason::BadTimestamp, None);
+        0.0
+    });
+    batch.rank = if head_of(envelope.rank) == 0xC0 {
+        None
+    } else {
+        let rank = value::integer(envelope.rank);
+        if rank.is_none() {
+            reject(Reason::BadRank, None);
+        }
+        rank
+    };
+    let mut free = FreeBytes(limits.max_free_bytes);
+    for (index, raw) in envelope.events.into_iter().enumerate() {
+        match event(raw, limits, &mut free, false) {
+            Ok(event) => batch.events.push(event),
+            Err(reason) => reject(reason, Some(index)),
+        }
+    }
+    if more > 0 {
+        batch.rejected.push(Rejected {
+            reason: Reason::More,
+            index: None,
+            count: more,
+        });
+    }
+    Ok(batch)
+}
+
+/// A batch with its parts as they came.
+struct Envelope<'a> {
+    ts: &'a [u8],
+    events: Vec<&'a [u8]>,
+    rank: &'a [u8],
+}
+
+/// Of a batch of 2, 3 or more elements, or of a map.
+fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Reason> {
+    let head = head_of(payload);
+    let (ts, events, rank) = if is_map(head) {
+        let fields = pairs(payload, limits.max_fields)?;
+        let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, raw)| *raw);
+        let ranks = ["data_parallel_rank", "attn_dp_rank"].map(find);
+        let rank = ranks.into_iter().flatten().find(|raw| head_of(raw) != 0xC0);
+        (find("ts"), find("events"), rank)
+    } else if is_array(head) {
+        let parts = elements(payload, limits.max_fields, Reason::NotABatch)?;
+        (parts.first().copied(), parts.get(1).copied(), parts.get(2).copied())
+    } else {
+        return Err(Reason::NotABatch);
+    };
+    let events = events.filter(|raw| is_array(head_of(raw)));
+    let (Some(ts), Some(events)) = (ts, events) else {
+        return Err(Reason::NotABatch);
+    };
+    Ok(Envelope {
+        ts,
+        events: elements(events, limits.max_events, Reason::TooManyEvents)?,
+        rank: rank.unwrap_or(NIL),
+    })
+}
+
+/// Seconds since the epoch, also where a peer sends milliseconds (Mooncake RFC #1527).
+fn timestamp(raw: &[u8]) -> Option<f64> {
+    let sent = match value::value(raw, 0).ok()? {
+        Value::Int(value) => value as f64,
+        Value::Float(value) => value,
+        _ => return None,
+    };
+    if SECONDS.contains(&sent) {
+        return Some(sent);
+    }
+    (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
+}
+
+fn event(raw: &[u8], limits: &Limits, free: &mut FreeBytes, is_wrapped: bool) -> Result<Event, Reason> {
+    let head = head_of(raw);
+    if !is_wrapped && let Some(inner) = value::bin(raw) {
+        // llm-d's storage connector wraps each event in a bin, and writes 0 for "no parent".
+        let mut event = event(inner, limits, free, true)?;
+        if let Event::Stored(stored) = &mut event
+            && stored.parent_block_hash == Some(0)
+        {
+            stored.parent_block_hash = None;
+        }
+        return Ok(event);
+    }
+    let (tag, fields) = if is_array(head) {
+        array_fields(raw, limits)?
+    } else if is_map(head) {
+        map_fields(raw, limits)?
+    } else {
+        return Err(Reason::Malformed);
+    };
+    let fields = Fields::new(fields, limits, free);
+    match tag.as_str() {
+        "BlockStored" => fields.stored().map(|stored| Event::Stored(Box::new(stored))),
+        "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
+        "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
+        _ => Err(Reason::UnknownTag),
+    }
+}
+
+type Named<'a> = Vec<(String, &'a [u8])>;
+
+fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(String, Named<'a>), Reason> {
+    let items = elements(raw, limits.max_fields, Reason::TooManyFields)?;
+    let tag = tag_of(items.first().copied().unwrap_or(NIL))?;
+    let names: &[&str] = match tag.as_str() {
+        "BlockStored" => STORED_ARRAY,
+        "BlockRemoved" => REMOVED_ARRAY,
+        _ => &[],
+    };
+    let name = |at: usize| names.get(at).map_or_else(|| (at + 1).to_string(), |name| (*name).to_owned());
+    let fields = items.iter().skip(1).enumerate().map(|(at, raw)| (name(at), *raw));
+    Ok((tag, fields.collect()))
+}
+
+fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(String, Named<'a>), Reason> {
+    let mut fields = pairs(raw, limits.max_fields)?;
+    let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, raw)| *raw);
+    let kind = find("event_type").map(tag_of).transpose()?;
+    let mooncake = match kind.as_deref() {
+        Some("stored") => Some("BlockStored"),
+        Some("removed") => Some("BlockRemoved"),
+        Some("cleared") => Some("AllBlocksCleared"),
+        _ => None,
+    };
+    if let Some(tag) = mooncake {
+        fields.retain(|(name, _)| name != "event_type" && name != "type");
+        return Ok((tag.to_owned(), from_mooncake(tag, fields)));
+    }
+    let tag = tag_of(find("type").unwrap_or(NIL))?;
+    fields.retain(|(name, _)| name != "type");
+    Ok((tag, fields))
+}
+
+/// Mooncake RFC #1527: its own names lead; the doubles that its compatibility mode adds are dropped.
+///
+/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil where the store does not know them.
+fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
+    let names = [
+        ("seq_hashes", "block_hashes"),
+        ("parent_hash", "parent_block_hash"),
+        ("additional_salt", "cache_salt"),
+    ];
+    for (theirs, ours) in names {
+        if let Some(at) = fields.iter().position(|(name, _)| name == theirs) {
+            let raw = fields.remove(at).1;
+            fields.retain(|(name, _)| name != ours);
+            fields.push((ours.to_owned(), raw));
+        }
+    }
+    fields.retain(|(_, raw)| head_of(raw) != 0xC0);
+    if tag == "BlockStored" {
+        for (name, raw) in [("token_ids", &[0x90][..]), ("block_size", &[0])] {
+            if fields.iter().all(|(known, _)| known != name) {
+                fields.push((name.to_owned(), raw));
+            }
+        }
+    }
+    fields
+}
+
+fn tag_of(raw: &[u8]) -> Result<String, Reason> {
+    let text = value::text(raw).ok().flatten();
+    text.map(str::to_owned).ok_or(Reason::UnknownTag)
+}

@@ -1,0 +1,105 @@
+//! Batches that only the careful decoder reads, applied by a Rust program without Python.
+
+use kvevents_index::decode::{Reason, decode, normalised};
+use kvevents_index::index::{Index, Outcome};
+use kvevents_index::limits::Limits;
+use kvevents_index::scan::{self, Schema, Scratch, layouts, scan};
+use proptest::prelude::*;
+
+fn schema() -> Schema {
+    Schema::new(&layouts(), scan::Limits::default()).expect("the layouts are known")
+}
+
+fn index() -> Index {
+    Index::new(schema(), Limits::default())
+}
+
+/// An event as `[tag, hashes, nil, tokens, 2]`.
+fn stored(hash: &[u8], tokens: &[u8]) -> Vec<u8> {
+    [&[0x95, 0xAB][..], b"BlockStored", &[0x91], hash, &[0xC0], tokens, &[2]].concat()
+}
+
+/// Texts in the place of token ids (TensorRT-LLM), a digest, an event in a bin (llm-d), and one from tomorrow, which costs no other.
+#[test]
+fn what_the_scanner_leaves_is_applied() {
+    let index = index();
+    let texts = stored(&[1], &[0x92, 0xA1, b'7', 0xA1, b'8']);
+    let digest = [&[0xC4, 9, 0xFF][..], &2_u64.to_be_bytes()].concat();
+    let inner = stored(&digest, &[0x92, 7, 9]);
+    let wrapped = [&[0xC4, inner.len() as u8][..], &inner].concat();
+    let tomorrow = [&[0x92, 0xA8][..], b"Tomorrow", &[1]].concat();
+    let payload = [&[0x92, 1, 0x93][..], &texts, &tomorrow, &wrapped].concat();
+    assert_eq!(index.batch("a", 0, 0, 0, &payload), Outcome::Unread);
+    let (outcome, rejected) = index.batch_in_any_form("a", 0, 0, 0, &payload);
+    assert_eq!(outcome, Outcome::Applied(false));
+    assert_eq!(
+        (rejected.len(), rejected[0].reason, rejected[0].index),
+        (1, Reason::UnknownTag, Some(1))
+    );
+    let hashes: Vec<u64> = index.blocks("a", 0).0.iter().map(|block| block.hash).collect();
+    assert_eq!(hashes, [1, 2]);
+    let (outcome, rejected) = index.batch_in_any_form("a", 0, 0, 0, &payload);
+    assert_eq!((outcome, rejected.len()), (Outcome::Duplicate, 1));
+    let (outcome, rejected) = index.batch_in_any_form("a", 0, 0, 1, b"\xC1");
+    assert_eq!((outcome, rejected[0].reason), (Outcome::Applied(false), Reason::NotABatch));
+}
+
+/// Bytes that are often the first of a value.
+fn any_byte() -> impl Strategy<Value = u8> {
+    prop_oneof![any::<u8>(), 0x80..=0xA8_u8, 0xC0..=0xDF_u8, 0..4_u8]
+}
+
+fn golden_payloads() -> Vec<Vec<u8>> {
+    let unhex = |digits: &str| {
+        let bytes = digits.as_bytes().chunks(2);
+        let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap_or(""), 16).unwrap_or(0);
+        bytes.map(byte).collect()
+    };
+    let lines = include_str!("../../../tests/data/dialects.jsonl").lines();
+    let digits = lines.filter_map(|line| line.split("\"payload_hex\":\"").nth(1)?.split('"').next());
+    digits.map(unhex).collect()
+}
+
+fn check(payload: &[u8]) {
+    let batch = decode(payload, &scan::Limits::default());
+    let mut scratch = Scratch::default();
+    scan(&normalised(&batch.events), &schema().unlimited(), &mut scratch).expect("the scanner reads what is normalised");
+    assert_eq!(scratch.events.len(), batch.events.len());
+    if scan(payload, &schema(), &mut scratch).is_some() {
+        assert_eq!((scratch.events.len(), batch.rejected.len()), (batch.events.len(), 0));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1_000))]
+
+    /// Whatever comes can be read, and what is read can be applied; a payload that the scanner reads is read whole.
+    #[test]
+    fn any_bytes(payload in prop::collection::vec(any_byte(), 0..120), is_event in any::<bool>()) {
+        check(&payload);
+        let head: &[u8] = if is_event { &[0x92, 1, 0x91] } else { &[0x92, 1] };
+        check(&[head, &payload].concat());
+    }
+
+    /// Real payloads with some bytes changed, removed or added, and cut short.
+    #[test]
+    fn mutated_goldens(
+        which in any::<prop::sample::Index>(),
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any_byte(), 0..3_u8), 0..4),
+        cut in prop::option::weighted(0.2, any::<prop::sample::Index>()),
+    ) {
+        let mut payload = which.get(&golden_payloads()).clone();
+        for (at, byte, how) in edits {
+            let at = at.index(payload.len());
+            match how {
+                0 => payload[at] = byte,
+                1 => payload.insert(at, byte),
+                _ => drop(payload.remove(at)),
+            }
+        }
+        if let Some(cut) = cut {
+            payload.truncate(cut.index(payload.len()));
+        }
+        check(&payload);
+    }
+}
