@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
+from kvevents.service.spellings import MAX_UNKNOWN
 from service_cases import BLOCK, Engine, Service, engine, engines, prompt, registration, serving, until
 from test_cli import refusing
 
@@ -470,6 +471,49 @@ def test_a_field_like_one_of_a_scope_is_400(service: Service, fresh: tuple[int, 
     assert service.get(f"/v1/sources?{name}=acme").reason == "unknown-field"
     assert service.post("/v1/match", {"model": fresh[1], "tokens": [], name: "acme"}).status == 422
     assert fresh[0] in {int(instance) for instance, _ in service.sources() if instance.isdecimal()}
+
+
+def test_more_unknown_fields_than_any_client_has_are_400(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    """They are refused by their number, before any of them is compared with those that are known."""
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/register", registration("many", "tcp://127.0.0.1:1", model_name=fresh[1])),
+        ("/unregister", {"instance_id": fresh[0]}),
+        ("/query", {"model_name": fresh[1], "token_ids": [1]}),
+        ("/query_by_hash", {"model_name": fresh[1], "block_hashes": [1]}),
+    ]
+    for path, body in requests:
+        answer = service.post(path, {**body, **{f"x{number}": 0 for number in range(MAX_UNKNOWN + 1)}})
+        assert (answer.status, answer.reason) == (400, "too-many-fields"), path
+    most = {f"x{number}": 0 for number in range(MAX_UNKNOWN)}
+    assert service.post("/query", {"model_name": fresh[1], "token_ids": [1], **most}).status == 200
+
+
+def test_errors_and_warnings_repeat_no_long_names(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    long = "x" * 100_000
+    tolerant = service.post("/query", {"model_name": fresh[1], "token_ids": [1], long: 0})
+    assert tolerant.status == 200
+    meant = service.post("/query", {"model_name": fresh[1], "token_ids": [1], f"{long}_tenant": 0})
+    assert (meant.status, meant.reason) == (400, "unknown-field")
+    strict = service.post("/v1/match", {"model": fresh[1], "tokens": [], long: 0})
+    assert (strict.status, strict.reason) == (422, "bad-shape")
+    endpoint = service.post("/register", registration("long", f"http://{long}", model_name=fresh[1]))
+    assert (endpoint.status, endpoint.reason) == (400, "bad-endpoint")
+    with engine(seed=90) as made:
+        warned = service.post("/register", {**registration("long", made.publisher, model_name=fresh[1]), long: 0})
+        assert warned.status == 201
+        service.post("/unregister", instance_id="long")
+    assert max(len(answer.body) for answer in (meant, strict, endpoint, warned)) < 2_000
+
+
+@pytest.mark.parametrize("field", ["model", "tenant", "group"])
+def test_an_empty_name_is_a_value_too(service: Service, field: str) -> None:
+    """An empty LoRA or salt is none, but nobody means the tenant `other` who names no tenant beside it."""
+    body = registration("empty", "tcp://127.0.0.1:1")
+    body.pop("model_name")
+    names = SCOPES[field]
+    for first, second in ((names[0], names[1]), (names[1], names[0])):
+        answer = service.post("/register", {"model_name": "m", **body, first: "", second: "other"})
+        assert (answer.status, answer.reason) == (400, "contradiction")
 
 
 def test_unknown_fields_of_other_clients_are_ignored_and_counted(service: Service, fresh: tuple[int, str, Engine]) -> None:

@@ -7,7 +7,7 @@ names with different values are refused, and so is an unknown name that is like 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Final
 
@@ -34,6 +34,12 @@ _LIKE: Final = 0.8
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words that have no other meaning here: a field whose name has one of them must not be ignored."""
 _SPELLED: Final = (*TENANT, *GROUP, *LORA, *SALT)
+_OPTIONAL: Final = (LORA, SALT)
+_OTHERS: Final = re.compile(r"[^a-z0-9]")
+MAX_UNKNOWN: Final = 64
+"""Unknown fields of one request; more are refused, since each is compared with the known ones."""
+MAX_COMPARED: Final = 40
+"""Characters of a name that is compared with the known ones: a longer one is a misspelling of none of them."""
 
 
 def model_of(asked: Any) -> str:
@@ -49,46 +55,59 @@ def model_of(asked: Any) -> str:
 def wall_of(asked: Any) -> Wall:
     """Whose the prompts of a request are; an empty LoRA or salt is none. Raises `ServiceError`."""
     tenant, group = pick(asked, TENANT), pick(asked, GROUP)
-    lora = pick(asked, LORA) or None
+    lora = pick(asked, LORA)
     return Wall(
         model_of(asked),
         DEFAULT_GROUP if tenant is None else tenant,
         DEFAULT_GROUP if group is None else group,
         asked.lora_id if lora is None else lora,
-        pick(asked, SALT) or None,
+        pick(asked, SALT),
     )
 
 
 def pick(asked: Any, names: tuple[str, ...]) -> str | None:
-    """The value that a request gives under one of some names; None without any. Raises `RefusedError` for two values."""
+    """The value that a request gives under one of some names; None without any. Raises `RefusedError` for two values.
+
+    An empty LoRA or salt is no value; an empty tenant, group or model is one.
+    """
     found, at = None, ""
     for name in names:
         value = getattr(asked, name)
-        if value is None or value is UNSET:
+        if value is None or value is UNSET or (not value and names in _OPTIONAL):
             continue
-        if found and value and value != found:
+        if found is not None and value != found:
             raise RefusedError(f"{at} and {name} have different values", "contradiction", f"give {at} alone")
-        found, at = found or value, at if found else name
+        found, at = value, at or name
     return found
 
 
-def check_unknown(names: Iterable[str]) -> None:
-    """Raise `RefusedError` for an unknown name that may be meant to say whose a prompt is."""
+def check_unknown(names: Collection[str]) -> None:
+    """Raise `RefusedError` for too many unknown names, and for one that may be meant to say whose a prompt is."""
+    if len(names) > MAX_UNKNOWN:
+        raise RefusedError(
+            f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}", "too-many-fields", "leave them out; see /openapi.json"
+        )
+    matchers = [SequenceMatcher(None, "", field.replace("_", "")) for field in _SPELLED]
     for name in names:
-        meant = meant_by(name)
+        meant = _meant_by(name, matchers)
         if meant is not None:
-            raise RefusedError(f"unknown field {name[:40]!r}", "unknown-field", f"write {meant}, or leave it out")
+            raise RefusedError(f"unknown field {name[:MAX_COMPARED]!r}", "unknown-field", f"write {meant}, or leave it out")
 
 
-def meant_by(name: str) -> str | None:
+def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None:
     """The field that an unknown name is like; None for a name that is like none of them."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
         if word in plain:
             return field
-    for field in _SPELLED:
-        known = field.replace("_", "")
-        if sorted(plain) == sorted(known) or SequenceMatcher(None, plain, known).ratio() >= _LIKE:
+    if len(name) > MAX_COMPARED:
+        return None
+    ordered = sorted(plain)
+    for field, matcher in zip(_SPELLED, matchers, strict=True):
+        if ordered == sorted(field.replace("_", "")):
+            return field
+        matcher.set_seq1(plain)
+        if matcher.real_quick_ratio() >= _LIKE and matcher.quick_ratio() >= _LIKE and matcher.ratio() >= _LIKE:
             return field
     return None
 
@@ -106,5 +125,5 @@ def scope_parameters(parameters: Mapping[str, str], others: Iterable[str] = ()) 
                 continue
             if found.setdefault(name, value) != value:
                 raise RefusedError(f"{name} and {other} have different values", "contradiction", f"give {name} alone")
-    check_unknown(name for name in found if name not in _PARAMETERS and name not in others)
+    check_unknown([name for name in found if name not in _PARAMETERS and name not in others])
     return found

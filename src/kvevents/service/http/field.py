@@ -163,7 +163,9 @@ async def register(service: Service, request: Request) -> Response:
     what = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
     service.audit.changed(what, caller=request.caller, peer=request.peer)
     service.metrics.ignored(request)
-    told: dict[str, Any] = {"warnings": [f"unknown field {name!r} was ignored" for name in request.ignored[:MAX_WARNINGS]]}
+    told: dict[str, Any] = {
+        "warnings": [f"unknown field {name[:MAX_SHOWN]!r} was ignored" for name in request.ignored[:MAX_WARNINGS]]
+    }
     if not request.ignored:
         told = {}
     if asked.model_name is not None:

@@ -22,6 +22,8 @@ JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"
 RAW: Final = b"application/octet-stream"
 MAX_PARAMETERS: Final = 32
+MAX_ERROR: Final = 1_000
+"""Characters of an error's sentence, which may repeat what was sent."""
 ESCAPED: Final = re.compile(rb"\\u00[567]")
 """A letter or an underscore that is escaped, as no encoder does: it may be in the name of a field that is there twice."""
 
@@ -142,8 +144,12 @@ def encoded(value: Any, request: Request) -> msgspec.Raw:
 
 def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
     """An error as clients see it."""
-    told = Problem(error=error.sentence, reason=error.reason, hint=error.hint)
+    told = Problem(error=_shortened(error.sentence), reason=error.reason, hint=_shortened(error.hint))
     return Response(_encode(told), status=error.code, headers=headers)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
 
 
 class Body(msgspec.Struct, frozen=True):
