@@ -253,6 +253,49 @@ def test_trust_of_a_life_that_ended_is_not_said() -> None:
     assert lane.ledger()[0].streams[KEY].told == {}
 
 
+def test_trust_is_not_said_of_a_life_that_the_bridge_has_not_heard_of() -> None:
+    """While its connection hangs another bridge begins the next incarnation, which has no batch yet that it could compare."""
+    lane = Lane()
+    one, two = (bridge(name, Join(*KEY, b""), batched(0), Trusting(*KEY, name, "EXACT", "", {})) for name in "ab")
+    assert write(lane, one)
+    lane.read(two)
+    assert write(lane, two)
+    lane.read(one)
+    one.offer(Renewed(*KEY, 1, "restart"))
+    one.offer(Trusting(*KEY, "a", "REPLAYING", "", {}))
+    assert write(lane, one)
+    lane.read(two)
+    two.offer(Trusting(*KEY, "b", "EXACT", "", {}))  # as a bridge does of whose word the log has nothing any more
+    assert two.due() is None
+    assert not write(lane, two)
+    two.offer(Renewed(*KEY, 1, "restart"))
+    two.offer(Trusting(*KEY, "b", "EXACT", "", {}))
+    assert write(lane, two)
+    assert set(lane.ledger()[0].streams[KEY].told) == {"a", "b"}
+
+
+def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
+    """Readers hold nothing of it: the bridge has to follow it anew, though it has not seen it away."""
+    lane = Lane()
+    one, two = (bridge(name, Join(*KEY, b""), batched(0), Trusting(*KEY, name, "EXACT", "", {})) for name in "ab")
+    assert write(lane, one)
+    lane.read(two)
+    assert write(lane, two)
+    lane.read(one)
+    assert not two.has_left(KEY)
+    one.offer(Leave(*KEY, "not reached"))
+    assert write(lane, one)
+    one.anchor(KEY)
+    one.offer(Join(*KEY, b""))
+    assert write(lane, one)
+    lane.read(two)
+    two.offer(Trusting(*KEY, "b", "EXACT", "", {}))
+    assert two.has_left(KEY)
+    assert not write(lane, two)
+    two.anchor(KEY)
+    assert not two.has_left(KEY)
+
+
 def test_a_stream_that_left_comes_back_with_a_new_incarnation() -> None:
     """Nothing counts of the old one, whoever still has some of it."""
     lane = Lane()

@@ -479,12 +479,18 @@ class Bridge:
                 told = standing.told.get(self.settings.name)
                 if said is not None and (told is None or (told.trust, told.reason) != (said.trust, said.reason)):
                     lane.offer(said)
-            elif self._members.is_reached(key) and not lane.composer.waits(key) and key not in lane.composer.adrift:
+            if self._has_left(lane, key) and not lane.composer.waits(key) and key not in lane.composer.adrift:
                 lane.set_adrift(key)  # somebody let it leave, and here it is
         for key in self._members.gone(present, now):
             lane = self._lane_of(key)
             if not lane.composer.waits(key) and not self._is_kept_by_others(lane, key):
                 lane.offer(Leave(*key, f"not reached for {self.settings.dead_seconds:g} s"))
+
+    def _has_left(self, lane: BridgeLane, key: Key) -> bool:
+        """Whether a stream has left the log although its engine is reached here."""
+        standing = lane.composer.ledger.streams.get(key)
+        is_away = standing is None or standing.card is None or lane.composer.has_left(key)
+        return is_away and self._members.is_reached(key)
 
     def _look_after_unnamed(self, now: float) -> None:
         """Engines of which nobody has said that they are followed no more."""

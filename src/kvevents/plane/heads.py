@@ -67,7 +67,7 @@ def _judge_reset(head: Head, record: Renewed) -> Verdict:
     if record.incarnation > head.incarnation:
         return Verdict.NEXT
     # Another bridge may have written the number for a life that this one has not seen.
-    return Verdict.KNOWN if may_trust(head) else Verdict.ADRIFT
+    return Verdict.KNOWN if _may_be_the_same(head) else Verdict.ADRIFT
 
 
 def _judge_batch(head: Head, record: Batched) -> Verdict:
@@ -90,8 +90,13 @@ def _judge_gap(head: Head, record: Lost) -> Verdict:
     return Verdict.NEXT if follows or head.last_seq < 0 else Verdict.ADRIFT
 
 
-def may_trust(head: Head) -> bool:
-    """Whether a bridge may say how far it trusts: before the first batch there is nothing that two lives could differ in."""
+def may_trust(head: Head, followed: int | None) -> bool:
+    """Whether a bridge may say how far it trusts, given the incarnation that it follows."""
+    return head.incarnation == followed and _may_be_the_same(head)
+
+
+def _may_be_the_same(head: Head) -> bool:
+    """Whether the log's life may be that of the bridge: before the first batch there is nothing that two could differ in."""
     return head.joined and (head.agrees or head.last_seq < 0)
 
 

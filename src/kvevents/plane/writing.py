@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.plane.heads import Head, Verdict, after, as_written, judge, may_trust
-from kvevents.plane.ledger import Event, Ledger
+from kvevents.plane.ledger import Departure, Event, Ledger
 from kvevents.plane.records import (
     START,
     VERSION,
@@ -68,6 +68,9 @@ class _Own:
     """Those that are not under way."""
     trusting: Trusting | None = None
     """To be said when all of them are there."""
+    followed: int | None = None
+    """The incarnation that the bridge follows; None once the stream has left the log. The log may be at a later one, of which
+    the bridge has heard nothing: what it trusts is not about that."""
     agreed: int | None = None
     """The incarnation of the log that is known to be the life that is followed here."""
     saying: Trusting | None = None
@@ -164,7 +167,10 @@ class Composer:
         self._drop(key)
         standing = self.ledger.streams.get(key)
         # Another one: what is under way of the stream settles nothing of what comes now, nor does that go on behind it.
-        self._own[key] = _Own(agreed=None if standing is None or standing.last_seq < 0 else standing.incarnation)
+        self._own[key] = _Own(
+            followed=self.ledger.floor if standing is None else standing.incarnation,
+            agreed=None if standing is None or standing.last_seq < 0 else standing.incarnation,
+        )
         self.adrift.pop(key, None)
 
     def forget(self, key: Key) -> None:
@@ -185,6 +191,7 @@ class Composer:
             return
         if isinstance(record, Renewed):
             own.trusting = None  # it was about the life before
+            own.followed = record.incarnation
         size = _size(record)
         own.records.append((due, record, size))
         self.queued_bytes += size
@@ -207,7 +214,12 @@ class Composer:
 
     def _may_say(self, key: Key, own: _Own) -> bool:
         head = self._next(key, own)
-        return own.has_to_say and head is not None and may_trust(head)
+        return own.has_to_say and head is not None and may_trust(head, own.followed)
+
+    def has_left(self, key: Key) -> bool:
+        """Whether a stream has left the log since it was anchored; it may be there again."""
+        own = self._own.get(key)
+        return own is not None and own.followed is None
 
     def waits(self, key: Key) -> bool:
         """Whether there is something of a stream that is not known to be in the log."""
@@ -293,7 +305,8 @@ class Composer:
                 return [], room
             if not self._add(turn, record, size, verdict):
                 break
-        trusting = own.trusting if own.has_to_say and turn.done == len(own.records) and may_trust(turn.head) else None
+        is_about = turn.done == len(own.records) and may_trust(turn.head, own.followed)
+        trusting = own.trusting if own.has_to_say and is_about else None
         if trusting is not None and (most := _size(trusting)) <= turn.room and len(turn.taken) < count:
             turn.taken.append(trusting)
             turn.room -= most
@@ -313,7 +326,7 @@ class Composer:
         """Less trust than was said last, before the records that it may be about; it is said behind them as well."""
         standing = self.ledger.streams.get(key)
         told = None if standing is None else standing.told.get(self._bridge)
-        if own.trusting is None or told is None or not own.records or not may_trust(head):
+        if own.trusting is None or told is None or not own.records or not may_trust(head, own.followed):
             return None
         return own.trusting if rank_of(own.trusting.trust) < rank_of(told.trust) else None
 
@@ -393,7 +406,7 @@ class Composer:
         if not self._drafts:
             return []
         draft = self._drafts.popleft()
-        found = self.ledger.feed(position, draft.page)
+        found = self._feed(position, draft.page)
         for outcome in draft.settled:
             self._drafted_bytes -= outcome.size
             ahead = self._ahead[outcome.key]
@@ -443,7 +456,14 @@ class Composer:
         What is under way comes too late then.
         """
         self.returned()
-        return self.ledger.feed(position, page)
+        return self._feed(position, page)
+
+    def _feed(self, position: int, page: Page) -> list[Event]:
+        found = self.ledger.feed(position, page)
+        for event in found:
+            if isinstance(event, Departure) and (own := self._own.get(event.key)) is not None:
+                own.followed = None
+        return found
 
     def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
         """A message that is no page, which also comes before what is under way."""
