@@ -16,7 +16,6 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex
 from kvevents.stream import Batch, Gap, Reset
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Dialect, dialects, encode_batch
-from kvevents.wire.layouts import native_layouts
 
 T = TypeVar("T")
 
@@ -36,12 +35,12 @@ def cleared(**scope: Any) -> AllBlocksCleared:
     return AllBlocksCleared(scope or None)
 
 
-_LAYOUTS, _LIMITS = native_layouts(), astuple(DEFAULT_WIRE_LIMITS)[:6]
+_LIMITS = astuple(DEFAULT_WIRE_LIMITS)[:6]
 
 
 def scanned(payload: bytes) -> list[dict[str, Any]] | None:
     """The events of a payload as the native scanner reads them; None if it leaves them to Python."""
-    return _native.scanned(_LAYOUTS, _LIMITS, payload)
+    return _native.scanned(_LIMITS, payload)
 
 
 class Feed:

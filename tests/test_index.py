@@ -31,9 +31,10 @@ from index_cases import (
 )
 from index_keys import Scope, prompt_keys
 from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
+from kvevents.events import BlockRemoved, BlockStored
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
 from kvevents.stream import Findings, Gap, Reset
-from kvevents.wire.layouts import native_layouts
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
 from wire_cases import batch_of, pack, stored
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
@@ -1129,14 +1130,19 @@ def test_importing_the_package_does_not_load_the_native_module() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_layouts_of_rust_programs_are_those_of_the_dialects() -> None:
-    """Rust programs have a list of their own, which must not stay behind when a dialect gains a field."""
+def test_the_layouts_in_rust_are_those_of_the_dialects() -> None:
+    """The list in Rust must not stay behind when a dialect gains a field. A clear can be about a tier or a group."""
     source = (Path(__file__).parent.parent / "native" / "index" / "src" / "scan" / "layouts.rs").read_text()
     lists = {
         name: re.findall(r'"(\w+)"', body) for name, body in re.findall(r"const (\w+): .*? = &\[(.*?)\];", source, re.DOTALL)
     }
     rows = re.findall(r'\("(\w+)", (\w+), (\w+)\)', source)
-    assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == native_layouts()
+    maps = {kind: [name for name in kind.__struct_fields__ if name != "unrecognised"] for kind in (BlockStored, BlockRemoved)}
+    assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == [
+        ("BlockStored", list(ARRAY_STORED), maps[BlockStored]),
+        ("BlockRemoved", list(ARRAY_REMOVED), maps[BlockRemoved]),
+        ("AllBlocksCleared", [], ["medium", "group_idx"]),
+    ]
 
 
 def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixIndex) -> None:

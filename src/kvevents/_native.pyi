@@ -50,7 +50,6 @@ class NativeIndex:
 
     def __new__(
         cls,
-        layouts: list[tuple[str, list[str], list[str]]],
         wire_limits: tuple[int, int, int, int, int, int],
         memory_limit: int | None,
         limits: dict[str, int],
@@ -88,9 +87,7 @@ class NativeIndex:
 class Compactor:
     """Folds the payloads of one stream into what is still live. Calls of several threads wait for each other."""
 
-    def __new__(
-        cls, layouts: list[tuple[str, list[str], list[str]]], wire_limits: tuple[int, int, int, int, int, int]
-    ) -> Self: ...
+    def __new__(cls, wire_limits: tuple[int, int, int, int, int, int]) -> Self: ...
     def fold(self, payload: bytes, respelled: bool = False) -> bool:
         """Take in the next payload. False where the scanner is not certain of it, and nothing has changed.
 
@@ -165,9 +162,7 @@ def pour(
 ) -> tuple[int, int, int]: ...
 def give_way(descriptor: int, seconds: float) -> bool: ...
 def look_for(descriptor: int, seconds: float) -> bool: ...
-def scanned(
-    layouts: Sequence[tuple[str, Sequence[str], Sequence[str]]], wire_limits: tuple[int, ...], payload: bytes
-) -> list[dict[str, Any]] | None:
+def scanned(wire_limits: tuple[int, ...], payload: bytes) -> list[dict[str, Any]] | None:
     """The events of a payload as the scanner reads them; None if it leaves them to Python. Only builds for tests have it."""
 
 def decoded(

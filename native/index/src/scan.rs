@@ -20,7 +20,6 @@ use crate::tokens::{self, Lengths};
 #[cfg(any(test, feature = "testing"))]
 pub use describe::{Described, OwnedExtra, OwnedId, describe};
 pub use extra::{Extra, Id, extra_keys};
-pub use layouts::layouts;
 pub use reader::{Int, Reader};
 pub use schema::{Limits, Schema};
 

@@ -3,11 +3,11 @@
 use kvevents_index::decode::{Reason, decode, normalised};
 use kvevents_index::index::{Index, Outcome};
 use kvevents_index::limits::Limits;
-use kvevents_index::scan::{self, Schema, Scratch, layouts, scan};
+use kvevents_index::scan::{self, Schema, Scratch, scan};
 use proptest::prelude::*;
 
 fn schema() -> Schema {
-    Schema::new(&layouts(), scan::Limits::default()).expect("the layouts are known")
+    Schema::new(scan::Limits::default()).expect("the limits are high enough")
 }
 
 fn index() -> Index {

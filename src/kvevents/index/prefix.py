@@ -18,7 +18,6 @@ from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, Work
 from kvevents.index.saving import absorb, restore, snapshot
 from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset, findings_of
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
-from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
 
 Worker: TypeAlias = tuple[str, int] | str
@@ -67,7 +66,6 @@ class PrefixIndex(_native.NativeIndex):
         )
         self = super().__new__(
             cls,
-            native_layouts(),
             bounds,
             memory_limit,
             asdict(limits),

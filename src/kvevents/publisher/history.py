@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 from kvevents.events import KVEvent
 from kvevents.publisher.kept import Numbered
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, decode_batch
-from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
 
 Lost: TypeAlias = Literal["batches", "payloads", "digests"]
@@ -57,7 +56,7 @@ class History:
             native = importlib.import_module("kvevents._native")
         except ImportError:
             return None
-        return cls(native.Compactor(native_layouts(), astuple(DEFAULT_WIRE_LIMITS)[:6]))
+        return cls(native.Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6]))
 
     def fold(self, payload: bytes) -> None:
         """Take in the next payload, as it was sent."""

@@ -11,7 +11,6 @@ from kvevents.errors import MissingDependencyError
 from kvevents.events import Heartbeat
 from kvevents.stream import RawBatch
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
-from kvevents.wire.layouts import native_layouts
 from kvevents.wire.respelling import respelled
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Resident:
                 "heartbeat needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
             ) from error
         limits = astuple(DEFAULT_WIRE_LIMITS)[:6]
-        return cls(native.NativeIndex(native_layouts(), limits, None, _INDEX_LIMITS, _OUTCOMES))
+        return cls(native.NativeIndex(limits, None, _INDEX_LIMITS, _OUTCOMES))
 
     def apply(self, batches: Sequence[Numbered]) -> None:
         """Take in what was sent, as it was sent, other threads running meanwhile."""

@@ -6,11 +6,10 @@ use std::time::Duration;
 
 use super::*;
 use crate::scan::Limits as ScanLimits;
-use crate::scan::layouts;
 use crate::scan::tests::cases::{batch, map, text};
 
 fn index() -> Index {
-    Index::new(Schema::new(&layouts(), ScanLimits::default()).unwrap(), Limits::default())
+    Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
 }
 
 /// A batch with one block of two tokens, or its removal.

@@ -49,17 +49,9 @@ const REMOVED_MAP: &[&str] = &[
 const CLEARED_ARRAY: &[&str] = &[];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
 
-/// By tag the fields of array events and the names of map events.
-pub type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
-
-/// As `Schema::new` takes them.
-pub fn layouts() -> Layouts {
-    let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-    [
-        ("BlockStored", STORED_ARRAY, STORED_MAP),
-        ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),
-        ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
-    ]
-    .map(|(tag, array, map)| (tag.to_owned(), owned(array), owned(map)))
-    .to_vec()
-}
+/// Of each event its tag, the fields of its array form in wire order, and the keys of its map form, `type` apart.
+pub const LAYOUTS: [(&str, &[&str], &[&str]); 3] = [
+    ("BlockStored", STORED_ARRAY, STORED_MAP),
+    ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),
+    ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
+];

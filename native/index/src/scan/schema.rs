@@ -1,5 +1,6 @@
-//! What the scanner knows of the events: the names and layouts that Python hands over from its table of dialects.
+//! What the scanner knows of the events: their names and layouts, and what a payload may have.
 
+use super::layouts::LAYOUTS;
 use super::{Field, Kind};
 
 /// What a payload may have; the same numbers as in `kvevents.wire.limits`.
@@ -101,11 +102,13 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// From each event's tag, the fields of its array form in wire order, and the keys of its map form, `type` apart.
-    ///
-    /// Names are those of `kvevents.events`. Keys are found fastest in the order in which they are sent. The error says which
-    /// name is unknown, or what is missing.
-    pub fn new(events: &[(String, Vec<String>, Vec<String>)], limits: Limits) -> Result<Self, String> {
+    /// The events of all dialects. The error says which limit is too low.
+    pub fn new(limits: Limits) -> Result<Self, String> {
+        Self::of_layouts(&LAYOUTS, limits)
+    }
+
+    /// Keys are found fastest in the order in which they are sent. The error says which name is unknown, or what is missing.
+    pub(super) fn of_layouts(events: &[(&str, &[&str], &[&str])], limits: Limits) -> Result<Self, String> {
         if limits.max_nesting < NESTING_NEEDED {
             return Err(format!(
                 "max_nesting is {}; the native scanner needs {NESTING_NEEDED}",
@@ -147,7 +150,7 @@ impl Schema {
     }
 }
 
-fn layout(tag: &str, array: &[String], map: &[String]) -> Result<Layout, String> {
+fn layout(tag: &str, array: &[&str], map: &[&str]) -> Result<Layout, String> {
     let kind = kind(tag)?;
     let array = array.iter().map(|name| field(name)).collect::<Result<Box<[_]>, _>>()?;
     let names = map.iter().map(|name| key(name)).collect::<Result<Box<[_]>, _>>()?;

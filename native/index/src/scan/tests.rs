@@ -7,7 +7,7 @@ use super::*;
 use cases::{batch, map, text};
 
 fn schema_within(limits: Limits) -> Schema {
-    Schema::new(&layouts(), limits).unwrap()
+    Schema::new(limits).unwrap()
 }
 
 fn schema() -> Schema {
@@ -407,23 +407,18 @@ fn limits_are_those_of_python() {
         assert_eq!(describe(&payload, &schema_within(beyond)), None, "{beyond:?}");
     }
     assert!(
-        Schema::new(
-            &[],
-            Limits {
-                max_nesting: 3,
-                ..within
-            }
-        )
+        Schema::new(Limits {
+            max_nesting: 3,
+            ..within
+        })
         .is_err()
     );
 }
 
 #[test]
 fn a_schema_of_unknown_names_is_an_error() {
-    let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-    let events = |tag: &str, array: &[&str], map: &[&str]| {
-        Schema::new(&[(tag.to_owned(), owned(array), owned(map))], Limits::default()).unwrap_err()
-    };
+    let events =
+        |tag: &str, array: &[&str], map: &[&str]| Schema::of_layouts(&[(tag, array, map)], Limits::default()).unwrap_err();
     assert_eq!(events("BlockMoved", &[], &[]), "unknown event BlockMoved");
     assert_eq!(events("BlockRemoved", &["colour"], &[]), "unknown field colour");
     assert_eq!(events("BlockRemoved", &[], &["colour"]), "unknown field colour");
@@ -483,9 +478,10 @@ fn declared_lengths_allocate_nothing() {
 
 /// Msgpack of no meaning, with the names that have one.
 fn msgpack() -> impl Strategy<Value = Vec<u8>> {
-    let layouts = layouts().into_iter();
-    let mut names: Vec<String> = layouts.flat_map(|(tag, _, map)| [vec![tag], map].concat()).collect();
-    names.push("type".to_owned());
+    let mut names: Vec<&str> = (layouts::LAYOUTS.iter())
+        .flat_map(|(tag, _, map)| [&[*tag], *map].concat())
+        .collect();
+    names.push("type");
     let name = prop::sample::select(names);
     let leaf = prop_oneof![
         Just(vec![0xC0]),
@@ -493,7 +489,7 @@ fn msgpack() -> impl Strategy<Value = Vec<u8>> {
         any::<u64>().prop_map(|value| [&[0xCF], &value.to_be_bytes()[..]].concat()),
         any::<u16>().prop_map(|value| [&[0xCD], &value.to_be_bytes()[..]].concat()),
         any::<f64>().prop_map(|value| [&[0xCB], &value.to_be_bytes()[..]].concat()),
-        name.prop_map(|name| text(&name)),
+        name.prop_map(text),
     ];
     leaf.prop_recursive(5, 60, 6, |inner| {
         (prop::collection::vec(inner, 0..8), any::<bool>()).prop_map(|(values, map)| {

@@ -17,10 +17,7 @@ use crate::scan::Schema;
 const SCHEME: Scheme = Scheme { size: 2, eagle: false };
 
 fn index() -> Index {
-    Index::new(
-        Schema::new(&crate::scan::layouts(), crate::scan::Limits::default()).unwrap(),
-        Limits::default(),
-    )
+    Index::new(Schema::new(crate::scan::Limits::default()).unwrap(), Limits::default())
 }
 
 fn worker(source: &str) -> Worker {

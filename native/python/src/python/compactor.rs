@@ -14,9 +14,6 @@ use kvevents_compaction::{Compactor as Core, ExportedEvent, Location, Store};
 use kvevents_index::keys;
 use kvevents_index::scan::{SECONDS, Schema};
 
-/// By tag the fields of array events and the names of map events.
-type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
-
 /// Bytes of payloads that are folded sooner than another thread would run: some 50 us.
 const BRIEF: usize = 32 << 10;
 
@@ -32,13 +29,9 @@ pub(super) struct Compactor {
 #[pymethods]
 impl Compactor {
     #[new]
-    fn new(layouts: Layouts, wire_limits: [usize; 6]) -> PyResult<Self> {
+    fn new(wire_limits: [usize; 6]) -> PyResult<Self> {
         let (peers, ours) = wire_limits_of(wire_limits);
-        let schema = |limits| {
-            Schema::new(&layouts, limits)
-                .map(Schema::joining)
-                .map_err(PyValueError::new_err)
-        };
+        let schema = |limits| Schema::new(limits).map(Schema::joining).map_err(PyValueError::new_err);
         Ok(Self {
             core: Mutex::default(),
             peers: schema(peers)?,

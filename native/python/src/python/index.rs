@@ -134,9 +134,6 @@ impl Listing {
 /// The place of a payload in a run, and what came of it.
 type Odd = (usize, Py<PyAny>);
 
-/// By tag the fields of array events and the names of map events.
-type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
-
 impl NativeIndex {
     /// The index, unless a panic has damaged it.
     fn whole(&self, py: Python<'_>) -> PyResult<&Index> {
@@ -201,14 +198,13 @@ fn damaged(py: Python<'_>) -> PyErr {
 impl NativeIndex {
     #[new]
     fn new(
-        layouts: Layouts,
         wire_limits: [usize; 6],
         memory_limit: Option<usize>,
         limits: HashMap<String, usize>,
         outcomes: [Py<PyAny>; 4],
     ) -> PyResult<Self> {
         let (peers, ours) = wire_limits_of(wire_limits);
-        let schema = |limits| Schema::new(&layouts, limits).map_err(PyValueError::new_err);
+        let schema = |limits| Schema::new(limits).map_err(PyValueError::new_err);
         let limits = limits_of(memory_limit, &limits)?;
         let [applied, cleared, duplicate, void] = outcomes;
         Ok(Self {

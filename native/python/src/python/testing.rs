@@ -8,18 +8,14 @@ use super::arguments::wire_limits_of;
 use kvevents_index::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
 
-/// By tag the fields of array events and the names of map events.
-type Layouts = Vec<(String, Vec<String>, Vec<String>)>;
-
 /// The events of a payload as the scanner reads them; None if it leaves them to Python.
 #[pyfunction]
 pub(super) fn scanned<'py>(
     py: Python<'py>,
-    layouts: Layouts,
     wire_limits: [usize; 6],
     payload: &[u8],
 ) -> PyResult<Option<Vec<Bound<'py, PyDict>>>> {
-    let schema = Schema::new(&layouts, wire_limits_of(wire_limits).0).map_err(PyValueError::new_err)?;
+    let schema = Schema::new(wire_limits_of(wire_limits).0).map_err(PyValueError::new_err)?;
     let found = scan::describe(payload, &schema);
     found
         .map(|events| events.iter().map(|event| described(py, event)).collect())
