@@ -144,6 +144,21 @@ def test_beyond_the_limit_some_are_reserved() -> None:
     assert scene.connections.closed == {"evicted": 1, "full": 1}
 
 
+def test_a_reserved_one_that_waits_for_a_body_makes_room() -> None:
+    """Its head is complete, but nothing is being answered."""
+    scene = Scene(max_clients=1)
+    (busy, _) = scene.admit()
+    busy.head_is_complete()
+    busy.answering()
+    (one, one_wire), (two, two_wire) = scene.admit(), scene.admit()
+    for each in (one, two):
+        each.reading()
+        each.head_is_complete()
+    one.answering()
+    three, _ = scene.admit()
+    assert (one_wire.ended, two_wire.ended, three.is_reserved) == (None, "aborted", True)
+
+
 def test_a_client_must_read_its_answers() -> None:
     """Whatever its connection does otherwise; of a long answer it must take a named number of bytes in a named time."""
     scene = Scene()
@@ -405,6 +420,35 @@ def test_the_body_of_a_refused_request_is_not_waited_for(patient: Service, name:
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert b"connection: close\r\n" in answer
     until("it to end", lambda: sum(metrics(patient, "kvevents_http_connections").values()) == 1)
+
+
+UNENDING: Final = {
+    "a body": b"content-length: 10\r\n\r\n",
+    "a part of a body": b"content-length: 10\r\n\r\n{",
+    "chunks": b"transfer-encoding: chunked\r\n\r\n",
+    "a whole body": b"content-length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("path", ["/livez", "/health", "/readyz"])
+@pytest.mark.parametrize("what", UNENDING)
+def test_a_probe_is_answered_without_its_body(patient: Service, what: str, path: str) -> None:
+    """What it would be is not looked at; the connection ends, since what comes next cannot be known."""
+    with connected(patient, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n".encode() + UNENDING[what]) as connection:
+        answer = everything(connection)
+    assert answer[9:12] in ({b"200"} if path != "/readyz" else {b"200", b"503"})
+    assert b"connection: close\r\n" in answer
+
+
+def test_probes_without_their_bodies_never_keep_others_from_their_answers(patient: Service) -> None:
+    """With every other connection busy, and as many of them as there may be."""
+    with ExitStack() as stack:
+        for _ in range(PATIENT["max_clients"]):
+            stack.enter_context(connected(patient, head(1000) + b"{"))
+        until("all to be busy", lambda: once(patient, "/v1/stats") == 503)
+        for _ in range(2 * PATIENT["reserved_clients"]):
+            stack.enter_context(connected(patient, b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n"))
+        probe(patient)
 
 
 def test_a_refused_request_without_a_body_keeps_its_connection(service: Service) -> None:

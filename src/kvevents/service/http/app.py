@@ -115,9 +115,12 @@ class App:
                     f"{endpoint.method} {endpoint.path}", caller=caller.name, peer=peer, reason=error.sentence
                 )
                 raise
-            body = await self._body(receive, scope["headers"])
-            request = Request(scope["method"], path, scope["query_string"], headers, body, caller=caller.name, peer=peer)
-            return await self._handle(endpoint, request)
+            if not endpoint.probe:  # an answer that says whether the process lives waits for nothing
+                body = await self._body(receive, scope["headers"])
+            given = body or b""
+            request = Request(scope["method"], path, scope["query_string"], headers, given, caller=caller.name, peer=peer)
+            response = await self._handle(endpoint, request)
+            return _before_body(response, scope) if body is None and isinstance(response, Response) else response
         except GoneError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer

@@ -19,8 +19,9 @@ since.
 
 At `max_clients` connections a new one takes the place of another that has no request in progress: of the oldest one that
 never sent a request, else of the one that is idle for the longest time. If each has a request in progress, the new one is
-*reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest idle one among them
-makes room for the next. So connections that do nothing, or are slow, never keep a probe from its answer.
+*reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest one among them that
+does not wait for the service makes room for the next. So connections that do nothing, or are slow, never keep a probe from its
+answer.
 
 Memory: each connection holds `FREE_BYTES` of its request. What all of them hold beyond that is at most `max_received_bytes`;
 the request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes` are kept: above that the
@@ -345,7 +346,7 @@ class Connections:
 
 
 def _first(reserved: dict[Connection, None]) -> Connection | None:
-    return next((each for each in reserved if each.state in _WITHOUT_REQUEST or each.is_in_head), None)
+    return next((each for each in reserved if each.state is not State.ANSWERING), None)
 
 
 Make: TypeAlias = Callable[[Connection], Any]
