@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from index_cases import Feed, answer, cleared, removal, store, tokens_of, waiting_of
-from kvevents.events import KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, Namespace, PrefixIndex, block_keys
 from kvevents.stream import Reset
 from kvevents.wire import encode_batch
@@ -242,6 +242,18 @@ def test_no_payload_of_a_megabyte_takes_long(kind: str) -> None:
     with quick():
         index.remove_worker("bad")
     assert index.stats().blocks == 1
+
+
+def test_clears_of_little_cost_little_in_a_large_index() -> None:
+    """However many blocks others hold: what is forgotten is looked for among the stream's own blocks."""
+    index = PrefixIndex()
+    big = Feed(index, "big")
+    for at in range(40):
+        big(chain(100_000 * at + 1, 25_000, seed=at))
+    small = payload_of([event for at in range(6_000) for event in (store([1], [at, 2], 2), AllBlocksCleared())])
+    with quick():
+        index.apply_payload("small", 0, 0, small)
+    assert index.worker("small").blocks == 0
 
 
 def test_clears_that_cost_too_much_cost_their_own_stream_its_blocks() -> None:

@@ -1,7 +1,5 @@
 //! What blocks share besides their tokens: how they are cut, and the namespace.
 
-use std::hash::BuildHasher;
-
 use hashbrown::HashTable;
 
 use crate::hasher::Secret;
@@ -42,6 +40,14 @@ impl Context {
     pub fn seed(&self) -> u64 {
         keys::seed(self.lora, self.salt)
     }
+}
+
+/// The place of a context in a table.
+#[inline]
+fn place_of(secret: Secret, context: &Context) -> u64 {
+    let Context { scheme, lora, salt } = *context;
+    let cut = u64::from(scheme.size) << 1 | u64::from(scheme.eagle);
+    secret.place(secret.place(salt ^ cut) ^ lora)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +93,7 @@ impl Contexts {
     #[inline]
     pub fn find(&self, context: &Context) -> Option<u32> {
         let same = |&number: &u32| self.entries[number as usize].context == *context;
-        self.lookup.find(self.secret.hash_one(context), same).copied()
+        self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
     /// The number of the context of blocks that were stored by their keys, which are of any namespace.
@@ -125,8 +131,8 @@ impl Contexts {
         }
         self.keyed += u32::from(context.is_keyed());
         let (entries, secret) = (&self.entries, self.secret);
-        let place_of = |&number: &u32| secret.hash_one(entries[number as usize].context);
-        self.lookup.insert_unique(secret.hash_one(context), number, place_of);
+        let place = |&number: &u32| place_of(secret, &entries[number as usize].context);
+        self.lookup.insert_unique(place_of(secret, &context), number, place);
         self.last = number;
         Some(number)
     }
@@ -151,10 +157,8 @@ impl Contexts {
     #[cold]
     fn forget(&mut self, number: u32) {
         let context = self.entries[number as usize].context;
-        if let Ok(entry) = self
-            .lookup
-            .find_entry(self.secret.hash_one(context), |&other| other == number)
-        {
+        let place = place_of(self.secret, &context);
+        if let Ok(entry) = self.lookup.find_entry(place, |&other| other == number) {
             entry.remove();
         }
         self.keyed -= u32::from(context.is_keyed());

@@ -3,7 +3,6 @@
 //! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
 //! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
 
-use crate::contexts::Context;
 use crate::core::Core;
 use crate::keys::{self, Scheme};
 use crate::planes::{LEVELS, Rule};
@@ -49,20 +48,17 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Reads the records of a chain in one context, and those that were stored by their keys, by the local hashes of its blocks. Returns how many
-    /// there are before the first that is missing.
-    pub fn find(&mut self, core: &Core, locals: &[u64], context: &Context) -> usize {
-        let number = core.contexts.find(context);
-        let keyed = core.contexts.keyed(context.scheme);
-        match number {
-            Some(number) if keyed.is_none() && core.strangers == 0 => self.read(core, locals, number),
-            None if keyed.is_none() => self.read_keys(core, &[], |_| false, None),
+    /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of its
+    /// blocks. Returns how many there are before the first that is missing.
+    pub fn find(&mut self, core: &Core, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
+        match context {
+            Some(context) if keyed.is_none() && core.strangers == 0 => self.read(core, locals, context),
             _ => {
                 let mut keys = std::mem::take(&mut self.keys);
                 keys.clear();
                 keys.extend_from_slice(locals);
                 keys::chain(None, &mut keys);
-                let found = self.read_keys(core, &keys, |other| Some(other) == number, keyed);
+                let found = self.read_keys(core, &keys, |other| Some(other) == context, keyed);
                 self.keys = keys;
                 found
             }
@@ -213,20 +209,28 @@ impl Walk {
             ..
         } = self;
         let plane_levels = core.planes.levels();
-        let fill = |row: &mut Vec<u64>, holders: Holders| {
-            row.clear();
-            row.resize(words * levels, 0);
+        let fill = |rows: &mut [u64], holders: Holders| {
+            rows.fill(0);
             for word in Self::words(core, together, holders) {
-                if word.word() < words {
+                if levels == 1 {
+                    if let Some(bits) = rows.get_mut(word.word()) {
+                        *bits |= word.bits;
+                    }
+                } else if word.word() < words {
                     for level in usize::from(plane_levels[word.plane()])..levels {
-                        row[level * words + word.word()] |= word.bits;
+                        rows[level * words + word.word()] |= word.bits;
                     }
                 }
             }
         };
+        for rows in [&mut *alive, &mut *now] {
+            rows.clear();
+            rows.resize(words * levels, 0);
+        }
         fill(alive, steps[0].holders);
-        for level in alive.chunks_exact_mut(words.max(1)) {
-            for (at, bits) in level.iter_mut().enumerate() {
+        for level in 0..levels {
+            let row = &mut alive[level * words..][..words];
+            for (at, bits) in row.iter_mut().enumerate() {
                 *bits &= streams[at] & core.visible[at] & !core.hybrid[at];
             }
         }
@@ -250,8 +254,8 @@ impl Walk {
         for step in &steps[1..] {
             fill(now, step.holders);
             let mut any = 0;
-            let rows = alive.chunks_exact_mut(words.max(1)).zip(now.chunks_exact(words.max(1)));
-            for (level, (alive, now)) in rows.enumerate() {
+            for level in 0..levels {
+                let (alive, now) = (&mut alive[level * words..][..words], &now[level * words..][..words]);
                 for (word, (alive, now)) in alive.iter_mut().zip(now).enumerate() {
                     let mut dropped = *alive & !now;
                     *alive &= now;
@@ -268,15 +272,19 @@ impl Walk {
             }
             start = step.end;
         }
-        for (level, alive) in alive.chunks_exact(words.max(1)).enumerate() {
-            for_each(alive, |stream| blocks[stream][level] = start as u32);
+        for level in 0..levels {
+            for_each(&alive[level * words..][..words], |stream| {
+                blocks[stream][level] = start as u32
+            });
         }
         for_each(first, |stream| {
             let held = blocks[stream];
-            out.push(Hit {
-                stream: stream as u32,
-                tokens: std::array::from_fn(|level| tokens_of(held[level.min(levels - 1)].into(), size)),
-            });
+            let tokens = match levels {
+                1 => [tokens_of(held[0].into(), size); LEVELS],
+                _ => std::array::from_fn(|level| tokens_of(held[level.min(levels - 1)].into(), size)),
+            };
+            let stream = stream as u32;
+            out.push(Hit { stream, tokens });
         });
     }
 

@@ -836,12 +836,12 @@ impl Stream {
         }
         self.looks -= looks;
         let bound = writer.records.bound();
-        let (marked, foreign) = writer.unlocked(|| {
+        let (numbers, foreign) = writer.unlocked(|| {
             self.waiting.clear(&meant);
             let foreign: Vec<(u32, u64)> = self.foreign().collect();
-            (Marked::new(bound, self.own_numbers()), foreign)
+            (downwards(self.own_numbers(), self.blocks, bound), foreign)
         });
-        for number in marked.downwards() {
+        for number in numbers {
             let hash = writer.records.hash(number);
             self.drop_block(writer, hash, number, &meant);
             writer.spend(1);
@@ -856,16 +856,18 @@ impl Stream {
     /// Forgets every block, which readers see at once. The rules of groups stay.
     pub fn forget(&mut self, writer: &mut Writer<'_, Core>) {
         let number = self.number;
+        if self.blocks == 0 && self.waiting.is_empty() {
+            return;
+        }
         writer.show(number, false);
         let bound = writer.records.bound();
-        // From the ends of runs on, where nothing is linked to a block any more.
-        let marked = writer.unlocked(|| {
-            let marked = Marked::new(bound, self.numbers());
+        let numbers = writer.unlocked(|| {
+            let numbers = downwards(self.numbers(), self.blocks, bound);
             (self.table, self.foreign) = (Table::dense(), HashTable::new());
             (self.several, self.copies, self.waiting) = (HashMap::new(), HashMap::new(), Queue::default());
-            marked
+            numbers
         });
-        for record in marked.downwards() {
+        for record in numbers {
             let set = writer.records.set(record);
             let without = writer.sets.without(set, number);
             writer.records.put_set(record, without);
@@ -907,30 +909,31 @@ const TABLE_GROWTH: usize = 16 << 10;
 /// The part of the memory limit that is for streams that hold less than the others: one of so many.
 const RESERVE: usize = 16;
 
-/// A bit for each record.
-struct Marked(Vec<u64>);
-
-impl Marked {
-    fn new(bound: u32, numbers: impl Iterator<Item = u32>) -> Self {
-        let mut bits = vec![0; (bound as usize).div_ceil(64)];
-        for number in numbers {
-            bits[number as usize >> 6] |= 1 << (number & 63);
+/// Records in the order in which they are forgotten: from the ends of runs on, where nothing is linked to a block any more.
+fn downwards(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Vec<u32> {
+    if count < bound as usize / SPARSE {
+        let mut found: Vec<u32> = numbers.collect();
+        found.sort_unstable_by(|one, other| other.cmp(one));
+        return found;
+    }
+    let mut marked = vec![0_u64; (bound as usize).div_ceil(64)];
+    for number in numbers {
+        marked[number as usize >> 6] |= 1 << (number & 63);
+    }
+    let mut found = Vec::with_capacity(count);
+    for (at, &word) in marked.iter().enumerate().rev() {
+        let mut bits = word;
+        while bits != 0 {
+            let bit = 63 - bits.leading_zeros();
+            bits &= !(1 << bit);
+            found.push((at << 6) as u32 + bit);
         }
-        Self(bits)
     }
-
-    /// Those that are marked, the last one first.
-    fn downwards(&self) -> impl Iterator<Item = u32> + '_ {
-        self.0.iter().enumerate().rev().flat_map(|(at, &word)| {
-            let mut bits = word;
-            std::iter::from_fn(move || {
-                let bit = 63_u32.checked_sub(bits.leading_zeros())?;
-                bits &= !(1 << bit);
-                Some((at << 6) as u32 + bit)
-            })
-        })
-    }
+    found
 }
+
+/// Records of an index for each of a stream from which on these are sorted, and not marked among all.
+const SPARSE: usize = 64;
 
 /// A hash that is to be removed.
 #[derive(Clone, Copy, Debug, Default)]

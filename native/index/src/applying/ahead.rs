@@ -102,7 +102,7 @@ impl Ahead<'_> {
     }
 }
 
-#[inline]
+#[inline(always)]
 fn ask(stream: &Stream, core: &Core, block: &Block, stage: Stage) {
     if core.heads.reach() > Reach::Near {
         core.heads.prefetch(block.key_spot, stage);

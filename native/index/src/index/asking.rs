@@ -7,7 +7,7 @@ use parking_lot::{MutexGuard, RwLockReadGuard};
 
 use super::Index;
 use crate::contexts::Context;
-use crate::core::{Core, Member, Names, Worker};
+use crate::core::{Core, Member, Model, Names, Worker};
 use crate::keys::{self, Item, Scheme};
 use crate::matching::{Hit, Walk, merge};
 use crate::overlay::Overlay;
@@ -72,6 +72,9 @@ impl Matches {
 #[derive(Debug)]
 struct Cut {
     scheme: Scheme,
+    /// The numbers of its contexts when it was looked for last.
+    context: Option<u32>,
+    keyed: Option<u32>,
     locals: Vec<u64>,
     wanted: usize,
 }
@@ -90,7 +93,7 @@ struct Room {
     walk: Walk,
     /// By scheme; the schemes are probably those of the next prompt too.
     cuts: Vec<Cut>,
-    schemes: Vec<Scheme>,
+    schemes: Vec<(Scheme, Option<u32>, Option<u32>)>,
 }
 
 thread_local! {
@@ -102,26 +105,31 @@ const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
     /// Whether the prompt is cut in the schemes that its scope has; if not, it is to be.
-    fn is_cut(&mut self, core: &Core, scope: &Scope) -> bool {
+    fn is_cut(&mut self, core: &Core, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
-        if let Some(model) = core.models.get(&scope.model) {
-            let known = |scheme: &Scheme| {
-                core.contexts.find(&scope.context(*scheme)).is_some() || core.contexts.keyed(*scheme).is_some()
-            };
-            self.schemes
-                .extend(model.schemes.iter().map(|(scheme, _)| *scheme).filter(known));
+        for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
+            let (context, keyed) = (core.contexts.find(&scope.context(scheme)), core.contexts.keyed(scheme));
+            if context.is_some() || keyed.is_some() {
+                self.schemes.push((scheme, context, keyed));
+            }
         }
-        let same = self.cuts.iter().map(|cut| cut.scheme).eq(self.schemes.iter().copied());
+        let schemes = self.schemes.iter().map(|(scheme, ..)| *scheme);
+        let same = self.cuts.iter().map(|cut| cut.scheme).eq(schemes);
         if !same {
             self.cuts.truncate(self.schemes.len());
             self.cuts.resize_with(self.schemes.len(), || Cut {
                 scheme: Scheme { size: 1, eagle: false },
+                context: None,
+                keyed: None,
                 locals: Vec::new(),
                 wanted: 0,
             });
-            for (cut, &scheme) in self.cuts.iter_mut().zip(&self.schemes) {
+            for (cut, &(scheme, ..)) in self.cuts.iter_mut().zip(&self.schemes) {
                 cut.begin(scheme);
             }
+        }
+        for (cut, &(_, context, keyed)) in self.cuts.iter_mut().zip(&self.schemes) {
+            (cut.context, cut.keyed) = (context, keyed);
         }
         same
     }
@@ -155,14 +163,15 @@ impl Index {
                     scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
                 }
                 let core = lock()?;
-                if !room.is_cut(&core, scope) {
+                let model = core.models.get(&scope.model);
+                if !room.is_cut(&core, scope, model) {
                     continue;
                 }
                 hits.clear();
                 let mut goes_on = false;
-                let streams = core.models.get(&scope.model).map_or(&[][..], |model| &model.streams);
+                let streams = model.map_or(&[][..], |model| &model.streams);
                 for cut in &mut room.cuts {
-                    let found = room.walk.find(&core, &cut.locals, &scope.context(cut.scheme));
+                    let found = room.walk.find(&core, &cut.locals, cut.context, cut.keyed);
                     if found == cut.locals.len() && found < cut.scheme.blocks(tokens.len()) {
                         cut.wanted = cut.wanted.saturating_mul(GROWTH);
                         goes_on = true;

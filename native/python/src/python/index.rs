@@ -441,12 +441,13 @@ impl NativeIndex {
     }
 
     /// The blocks of a stream at this moment, or None when there is no such stream.
-    fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> Option<Listing> {
-        let (blocks, planes) = py.detach(|| self.index.stream(source, rank).map(|_| self.index.blocks(source, rank)))?;
-        Some(Listing {
+    fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<Listing>> {
+        let index = self.whole(py)?;
+        let found = py.detach(|| index.stream(source, rank).map(|_| index.blocks(source, rank)));
+        Ok(found.map(|(blocks, planes)| Listing {
             blocks: Mutex::new(blocks.into_iter()),
             planes,
-        })
+        }))
     }
 
     /// The key of the block that a stream means by a hash, or None when it holds no such block.
@@ -454,8 +455,9 @@ impl NativeIndex {
         py.detach(|| self.index.key_of(source, rank, hash))
     }
 
-    fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> Option<u128> {
-        py.detach(|| self.index.stream(source, rank).map(|stream| stream.lock().digest))
+    fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<u128>> {
+        let index = self.whole(py)?;
+        Ok(py.detach(|| index.stream(source, rank).map(|stream| stream.lock().digest)))
     }
 
     fn _speculate(
@@ -500,7 +502,8 @@ impl NativeIndex {
 
     /// Adds what a snapshot holds, which comes as `_restore` has it. Returns the workers that came.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
-        let workers = py.detach(|| self.index.absorb(Pieces::new(read))).map_err(unread)?;
+        let index = self.whole(py)?;
+        let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(unread)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
 }
