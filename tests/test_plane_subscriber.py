@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvevents.errors import UnknownSourceError
-from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
+from kvevents.events import AllBlocksCleared, BlockStored, EventBatch, Heartbeat
 from kvevents.index import PrefixIndex
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import Pushed
@@ -24,8 +24,11 @@ from kvevents.plane.records import (
     encode_page,
 )
 from kvevents.plane.subscriber import MOST_BEHIND, LogSubscriber
-from kvevents.stream import Doubt, Gap, Trust
-from kvevents.wire import encode_batch
+from kvevents.publisher.history import History
+from kvevents.publisher.parts import spelled
+from kvevents.stream import Doubt, Findings, Gap, Trust
+from kvevents.wire import Rejected, encode_batch
+from kvevents.wire.encode import batch_encoder
 
 
 def subscriber(lanes: int = 1) -> LogSubscriber:
@@ -98,7 +101,7 @@ def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(c
     assert gap == Gap("engine", 0, 0, 4, compacted=compacted)
     counters = found.status("engine").counters
     assert (counters.compacted, counters.gaps, counters.lost) == ((5, 0, 0) if compacted else (0, 1, 5))
-    assert (found.trust("engine") == Trust.EXACT) is compacted
+    assert found.trust("engine") == (Trust.REPLAYING if compacted else Trust.DEGRADED), "the snapshot is not in the index yet"
     index = PrefixIndex()
     found.report(batch, index.apply(batch).findings)
     assert found.trust("engine") == Trust.EXACT
@@ -174,3 +177,150 @@ def test_what_a_stream_held_ends_with_its_leaving_even_where_it_joins_at_once() 
     found.put(0, [pushed(5, Batched("engine", 0, 5, 0, False, payload))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 2
+
+
+CLEAR = encode_batch(EventBatch(0.0, [AllBlocksCleared()]))
+BEATS = (Beat("bridge", 1.0, 0.0), Beat("reserve", 1.0, 0.0))
+
+
+def said(bridge: str, trust: str) -> Trusting:
+    return Trusting("engine", 0, bridge, trust, "", {})
+
+
+def followed() -> LogSubscriber:
+    """A stream with one batch, of which two bridges say that it is EXACT."""
+    found = subscriber()
+    first = batched(0, encode_batch(EventBatch(0.0, [])))
+    found.put(0, [pushed(1, Join("engine", 0, b""), *BEATS, first, said("bridge", "EXACT"), said("reserve", "EXACT"))])
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.EXACT
+    return found
+
+
+def batched(seq: int, payload: bytes, incarnation: int = 0) -> Batched:
+    return Batched("engine", 0, incarnation, seq, False, payload)
+
+
+@pytest.mark.parametrize("findings", [Findings(cleared=True), Findings(agrees=True)])
+def test_a_report_ends_no_doubt_that_is_newer_than_its_batch(findings: Findings) -> None:
+    """Many batches are read before the first of them is applied: what is missing behind it is missing still."""
+    found = followed()
+    lost = Lost("engine", 0, 0, 2, 4)
+    found.put(0, [pushed(2, batched(1, CLEAR), lost, batched(5, CLEAR))])
+    first, gap, later = found.receive_many(timeout=0.0)
+    assert isinstance(gap, Gap)
+    found.report(first, findings)
+    assert found.status("engine").doubts == {Doubt.LOST}
+    found.report(later, findings)
+    assert found.trust("engine") == Trust.EXACT
+
+
+def test_a_report_of_a_life_that_has_ended_says_nothing_of_the_next_one() -> None:
+    found = followed()
+    renewed = (Renewed("engine", 0, 1, "restart"), batched(0, b"y", 1), said("bridge", "EXACT"))
+    found.put(0, [pushed(2, batched(1, b"x"), *renewed)])
+    old, _, new = found.receive_many(timeout=0.0)
+    found.report(old, Findings(agrees=False, rejected=(Rejected("tag", "Other"),)))
+    assert (found.trust("engine"), found.diverged) == (Trust.EXACT, 0)
+    found.report(new, Findings(agrees=False))
+    assert found.status("engine").doubts == {Doubt.DIVERGED}
+    found.report(old, Findings(cleared=True, agrees=True))
+    assert found.status("engine").doubts == {Doubt.DIVERGED}
+    assert found.diverged == 1
+
+
+def test_a_report_of_a_stream_that_has_left_does_not_wait_for_it_to_come_back() -> None:
+    found = followed()
+    found.put(0, [pushed(2, batched(1, b"x"), Leave("engine", 0, "gone"), Join("engine", 0, b""), said("bridge", "EXACT"))])
+    old, _ = found.receive_many(timeout=0.0)
+    found.report(old, Findings(agrees=False))
+    assert found.trust("engine") == Trust.EXACT
+
+
+def snapshot_parts() -> list[bytes]:
+    """As a publisher sends one that does not fit into a batch."""
+    history = History.create()
+    assert history is not None
+    for number in range(16):
+        hashes, tokens = range(number * 100, number * 100 + 40), range(number * 1_000, number * 1_000 + 160)
+        history.fold(encode_batch(EventBatch(0.0, [BlockStored(list(hashes), None, list(tokens), 4)])))
+    held = history.told()
+    assert held is not None
+    parts = spelled(held, 0.0, 0, batch_encoder(None), 6_000, 77)
+    assert parts is not None
+    assert len(parts) > 2
+    return parts
+
+
+def test_a_snapshot_in_parts_is_not_exact_before_its_last_part_is_in_the_index() -> None:
+    """Even where another bridge, which has lost nothing, says that the stream is: readers hold what the log says."""
+    found, index, parts = followed(), PrefixIndex(), snapshot_parts()
+    records = (said("bridge", "REPLAYING"), Lost("engine", 0, 0, 1, 7, True))
+    found.put(0, [pushed(2, *records)])
+    trusts = []
+    for position, part in enumerate(parts, 3):
+        found.put(0, [pushed(position, batched(position + 5, part))])
+        for delivery in found.receive_many(timeout=0.0):
+            trusts.append(found.trust("engine"))
+            found.report(delivery, index.apply(delivery).findings)
+            trusts.append(found.trust("engine"))
+    assert trusts[:-1] == [Trust.REPLAYING] * (len(trusts) - 1)
+    assert trusts[-1] == Trust.EXACT
+
+
+def test_a_snapshot_of_a_replica_that_has_read_a_part_knows_that_others_are_to_come() -> None:
+    """Who begins with it is EXACT no sooner, whatever it was between: the gap and the first part, or two parts."""
+    for count in (0, 1, 2):
+        found, index, parts = followed(), PrefixIndex(), snapshot_parts()
+        found.put(0, [pushed(2, Lost("engine", 0, 0, 1, 7, True))])
+        read(found, index)
+        for position, part in enumerate(parts, 3):
+            if position == 3 + count:
+                ledger, doubts = found.ledgers[0], found.doubts()
+                found = LogSubscriber(lambda: 0.0, lambda _: None)
+                found.add_lane(0, ledger, doubts)
+            assert position == 3 + count or found.trust("engine") != Trust.EXACT
+            found.put(0, [pushed(position, batched(position + 5, part), *BEATS)])
+            read(found, index)
+        assert found.trust("engine") == Trust.EXACT
+
+
+def read(found: LogSubscriber, index: PrefixIndex) -> None:
+    for delivery in found.receive_many(timeout=0.0):
+        found.report(delivery, index.apply(delivery).findings)
+
+
+def test_an_engine_that_does_not_trust_itself_is_doubted_by_the_replica_as_well() -> None:
+    """A bridge that has not heard its newest heartbeat says EXACT of it still."""
+    found = followed()
+    for seq, trust in ((1, "EXACT"), (2, "DEGRADED"), (3, "EXACT")):
+        found.put(0, [pushed(seq + 1, batched(seq, b"x"))])
+        (batch,) = found.receive_many(timeout=0.0)
+        found.report(batch, Findings(heartbeat=Heartbeat("0" * 32, 60.0, trust), agrees=True))
+        assert found.trust("engine").name == trust
+        assert found.status("engine").doubts == ({Doubt.SENDER} if trust == "DEGRADED" else set())
+
+
+def test_a_lane_that_is_broken_stays_so_while_pages_of_it_wait() -> None:
+    """They may be wrong as well, and what the reader says afterwards changes nothing. A lane that is begun again is whole."""
+    found = followed()
+    found.put(0, [pushed(2, batched(1, b"x"))])
+    found.break_lane(0, "lane 0 was disputed")
+    found.receive_many(timeout=0.0)
+    assert "disputed" in found.trust("engine").reason
+    found.tell(0, 0, "")
+    assert found.trust("engine") == Trust.STALE
+    found.drop_lane(0)
+    found.add_lane(0, Ledger(), {})
+    assert (found.lanes[0].fault, found.lanes[0].is_broken) == ("", False)
+    found.break_lane(7, "it is not held")
+    assert set(found.lanes) == {0}
+
+
+def test_a_fault_that_passes_is_over_with_the_next_page() -> None:
+    found = followed()
+    found.tell(0, None, "no leader")
+    assert found.trust("engine") == Trust.STALE
+    found.put(0, [pushed(2)])
+    found.receive_many(timeout=0.0)
+    assert found.trust("engine") == Trust.EXACT

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvevents.errors import ClosedError, UnknownSourceError
@@ -20,6 +21,7 @@ from kvevents.plane.reading import Pushed
 from kvevents.plane.records import Key
 from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
 from kvevents.stream.deliveries import RawDelivery
+from kvevents.stream.doubts import Doubts
 from kvevents.subscriber import StreamStatus
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ _SEEN_HERE: Final[Mapping[Doubt, str]] = {
     Doubt.LOST: "batches are missing in the log",
     Doubt.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
     Doubt.DIVERGED: "the engine holds something else than the log says",
+    Doubt.SENDER: "the engine does not trust what it sends, or sends a snapshot of which batches are still to come",
 }
 
 
@@ -64,13 +67,56 @@ class Lane(NamedTuple):
     """When the newest page was written, by its writer's clock."""
     complete: bool = False
     """Whether it was read to its end once."""
+    is_broken: bool = False
+    """Whether what was read of it may be wrong: `fault` stays then, whatever else comes of it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """What was seen here of one incarnation of a stream."""
+
+    incarnation: int
+    begun: bool = False
+    """Whether there was a batch of it."""
+    doubts: Doubts = field(default_factory=Doubts)
+    represented: int = -1
+    """Last number that a snapshot represents which is not in the index, or not all of it; -1 where there is no such one."""
+    heartbeat_seq: int = -1
+    """Number of the batch with the newest heartbeat."""
+
+    def find(self, seq: int, findings: Findings) -> bool:
+        """Take what applying batch `seq` has shown. Return whether the engine holds something else for no known reason.
+
+        As in `kvevents.stream`, a clear or an agreement ends older doubts only, whenever it is reported.
+        """
+        doubts = self.doubts
+        if findings.cleared:
+            doubts.clear(seq)
+        if any(each.costs_events for each in findings.rejected):
+            doubts.reject(seq)
+        heartbeat = findings.heartbeat
+        if heartbeat is not None and seq > self.heartbeat_seq:
+            self.heartbeat_seq = seq
+            doubts.discard(Doubt.SENDER)
+            if heartbeat.trust != Trust.EXACT.name:
+                doubts.add(Doubt.SENDER, seq)
+        is_all = findings.cleared if heartbeat is None else heartbeat.trust == Trust.EXACT.name
+        if is_all and seq > self.represented:
+            # Of a snapshot in several batches each has a heartbeat, and only that of the last one is EXACT.
+            self.represented = -1
+        if findings.agrees:
+            doubts.agree(seq)
+        if findings.agrees is not False:
+            return False
+        explained = doubts.explains(seq)
+        return doubts.diverge(seq) and not explained
 
 
 class LogSubscriber:
     """The streams of some lanes.
 
-    `put`, `tell`, `lanes`, `ledgers`, `cards` and `census` are for any thread, everything else for one. `digest` is asked for a
-    stream's digest in the index that deliveries are applied to, when all handed out before were.
+    `put`, `tell`, `break_lane`, `lanes`, `ledgers`, `cards` and `census` are for any thread, everything else for one. `digest`
+    is asked for a stream's digest in the index that deliveries are applied to, when all handed out before were.
     """
 
     def __init__(self, clock: Callable[[], float], digest: Callable[[Key], str | None]) -> None:
@@ -94,11 +140,12 @@ class LogSubscriber:
         self._bell = threading.Event()
         self._closed = self._joined_or_left = False
         self._lanes: dict[int, Lane] = {}
+        self._lanes_lock: Final = threading.Lock()
+        """Held where a lane is changed: the thread that reads deliveries and the one of the readers both do."""
         self._of: dict[Key, int] = {}
-        self._doubts: dict[Key, set[Doubt]] = {}
+        self._seen: dict[Key, _Seen] = {}
+        """Of the present incarnation of each stream of which anything has come."""
         self._counters: dict[Key, StreamCounters] = {}
-        self._begun: set[Key] = set()
-        """Streams of whose present incarnation there was a batch."""
         self._heard: dict[tuple[int, str], tuple[int, float]] = {}
         """By lane and bridge the page of its last beat, and when that was seen."""
 
@@ -113,14 +160,21 @@ class LogSubscriber:
 
     def tell(self, lane: int, behind: int | None, fault: str) -> None:
         """How reading a lane goes, where no message says it."""
-        known = self._lanes.get(lane)
-        if known is None:  # it is read no more
-            return
-        if behind == 0 and not fault and not self._queue:
-            known = known._replace(behind=0, complete=True)
-        elif behind is None:
-            known = known._replace(behind=None)
-        self._lanes[lane] = known._replace(fault=fault)
+        with self._lanes_lock:
+            known = self._lanes.get(lane)
+            if known is None or known.is_broken:  # it is read no more
+                return
+            if behind == 0 and not fault and not self._queue:
+                known = known._replace(behind=0, complete=True)
+            elif behind is None:
+                known = known._replace(behind=None)
+            self._lanes[lane] = known._replace(fault=fault)
+
+    def break_lane(self, lane: int, why: str) -> None:
+        """What was read of a lane may be wrong: until it is let go its streams are STALE, pages that wait included."""
+        with self._lanes_lock:
+            if (known := self._lanes.get(lane)) is not None:
+                self._lanes[lane] = known._replace(behind=None, fault=why, is_broken=True)
 
     @property
     def queued_bytes(self) -> int:
@@ -145,27 +199,30 @@ class LogSubscriber:
 
     def add_lane(self, lane: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]]) -> None:
         """Go on with a lane from where a ledger ends; the index holds what belongs to it."""
-        self._lanes = {**self._lanes, lane: Lane(ledger.position, None, "", None)}
+        with self._lanes_lock:
+            self._lanes = {**self._lanes, lane: Lane(ledger.position, None, "", None)}
         self.ledgers = {**self.ledgers, lane: ledger}
         self._of.update(dict.fromkeys(ledger.streams, lane))
-        self._doubts.update({key: set(found) for key, found in doubts.items()})
-        self._begun.update(key for key, standing in ledger.streams.items() if standing.last_seq >= 0)
+        for key, standing in ledger.streams.items():
+            seen = self._seen[key] = _Seen(standing.incarnation, begun=standing.last_seq >= 0)
+            for doubt in doubts.get(key, ()):
+                seen.doubts.add(doubt, standing.last_seq)
         self.cards = _cards(self.ledgers.values())
 
     def drop_lane(self, lane: int) -> list[Key]:
         """Know nothing of a lane any more, not even what has come of it; its streams, which are to leave the index."""
         ledger = self.ledgers[lane]
         self.ledgers = {number: each for number, each in self.ledgers.items() if number != lane}
-        self._lanes = {number: each for number, each in self._lanes.items() if number != lane}
+        with self._lanes_lock:
+            self._lanes = {number: each for number, each in self._lanes.items() if number != lane}
         self.census = {number: each for number, each in self.census.items() if number != lane}
         self._places.pop(lane, None)
         self._due = [number for number in self._due if number != lane]
         self._heard = {key: each for key, each in self._heard.items() if key[0] != lane}
         for key in ledger.streams:
             self._of.pop(key, None)
-            self._doubts.pop(key, None)
+            self._seen.pop(key, None)
             self._counters.pop(key, None)
-            self._begun.discard(key)
         self.cards = _cards(self.ledgers.values())
         return list(ledger.streams)
 
@@ -210,8 +267,7 @@ class LogSubscriber:
             return []
         page = pushed.page()
         events: list[Event] = []
-        known = self._lanes[lane]
-        at = known.at
+        at = self._lanes[lane].at
         if page is None:
             if not ledger.foreign:
                 log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
@@ -220,7 +276,7 @@ class LogSubscriber:
             events, at = ledger.feed(pushed.position, page), page.at
         if pushed.position % CENSUS_PAGES[0] == 0 and not ledger.hole:
             self._due.append(lane)
-        self._lanes[lane] = Lane(pushed.position, pushed.pending, "", at, known.complete or pushed.pending == 0)
+        self._advance(lane, pushed, at)
         now = self._clock()
         self._heard.update(
             {
@@ -230,6 +286,14 @@ class LogSubscriber:
             }
         )
         return [delivery for event in events if (delivery := self._note(lane, event)) is not None]
+
+    def _advance(self, lane: int, pushed: Pushed, at: float | None) -> None:
+        with self._lanes_lock:
+            known = self._lanes[lane]._replace(position=pushed.position, at=at)
+            if not known.is_broken:
+                complete = known.complete or pushed.pending == 0
+                known = known._replace(behind=pushed.pending, fault="", complete=complete)
+            self._lanes[lane] = known
 
     def _note(self, lane: int, event: Event) -> RawDelivery | None:
         """What an event means to trust, and to the index."""
@@ -241,54 +305,54 @@ class LogSubscriber:
             self._joined_or_left = True
         if isinstance(event, Departure):
             # In order with what comes of it, which may be at once: it joins again, and nobody has seen that it was away.
-            self._begun.discard(event.key)
-            self._doubts.pop(event.key, None)
+            self._seen.pop(event.key, None)
             return Reset(*event.key, event.incarnation, f"it has left: {event.reason}")
         if isinstance(event, Breach):
             log.error("lane %d, %s rank %d: %s; no bridge writes that", lane, *event.key, event.what)
-            self._doubt(event.key, Doubt.REJECTED)
+            standing = self.ledgers[lane].streams[event.key]
+            # Nothing that is reported of the batches before it ends this.
+            self._life(event.key, standing.incarnation).doubts.add(Doubt.REJECTED, standing.last_seq + 1)
         return None
+
+    def _life(self, key: Key, incarnation: int) -> _Seen:
+        """What was seen of an incarnation, which is the present one."""
+        seen = self._seen.get(key)
+        if seen is None or seen.incarnation != incarnation:
+            seen = self._seen[key] = _Seen(incarnation)
+        return seen
 
     def _count(self, event: RawDelivery) -> None:
         key = (event.source, event.rank)
         counters = self._counters.setdefault(key, StreamCounters())
+        seen = self._life(key, event.incarnation)
         if isinstance(event, RawBatch):
-            if key not in self._begun:
-                self._begun.add(key)
+            if not seen.begun:
+                seen.begun = True
                 if event.seq > 0:
-                    self._doubt(key, Doubt.LOST)
+                    seen.doubts.add(Doubt.LOST, event.seq - 1)
             counters.delivered += 1
             counters.replayed += event.replayed
         elif isinstance(event, Gap) and event.compacted:
-            self._begun.add(key)
+            seen.begun, seen.represented = True, event.last
             counters.compacted += event.last - event.first + 1
         elif isinstance(event, Gap):
             counters.gaps += 1
             counters.lost += event.last - event.first + 1
-            self._doubt(key, Doubt.LOST)
+            seen.doubts.add(Doubt.LOST, event.last)
         else:
             counters.resets += 1
-            self._doubts.pop(key, None)
-            self._begun.discard(key)
-
-    def _doubt(self, key: Key, doubt: Doubt) -> None:
-        self._doubts.setdefault(key, set()).add(doubt)
 
     def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
-        """What applying a batch has shown."""
-        if findings is None:
+        """What applying a batch has shown; of a life that has ended that no longer matters."""
+        if findings is None or not isinstance(delivery, RawBatch):
             return
         key = (delivery.source, delivery.rank)
-        if findings.cleared or findings.agrees:
-            self._doubts.pop(key, None)
-        if not findings.agrees and any(each.costs_events for each in findings.rejected):
-            self._doubt(key, Doubt.REJECTED)
-        if findings.agrees is False:
-            # Where it is known why, another index of the same log would not agree either.
-            self.diverged += not self._doubts.get(key)
-            self._doubt(key, Doubt.DIVERGED)
         if findings.heartbeat is not None:
             self._counters.setdefault(key, StreamCounters()).heartbeats += 1
+        seen = self._seen.get(key)
+        if seen is not None and seen.incarnation == delivery.incarnation:
+            # Where it is known why, another index of the same log would not agree either.
+            self.diverged += seen.find(delivery.seq, findings)
 
     # --- what is known
 
@@ -304,9 +368,13 @@ class LogSubscriber:
         if not lane.complete or lane.behind is None or lane.behind > MOST_BEHIND:
             return Trust.REPLAYING.because("the log is being read")
         said = self._said(lane_number, standing)
-        seen = self._doubts.get(key)
-        if said == Trust.EXACT and seen:
-            return Trust.DEGRADED.because("; ".join(sorted(_SEEN_HERE[doubt] for doubt in seen)))
+        seen = self._seen.get(key)
+        if said != Trust.EXACT or seen is None:
+            return said
+        if seen.represented >= 0:
+            return Trust.REPLAYING.because("a snapshot of the engine is being read")
+        if seen.doubts:
+            return Trust.DEGRADED.because("; ".join(sorted(_SEEN_HERE[doubt] for doubt in seen.doubts)))
         return said
 
     def _said(self, lane: int, standing: Standing) -> Trust:
@@ -350,14 +418,14 @@ class LogSubscriber:
         key = (name or "", rank)
         lane, standing = self._find(key)
         counters = self._counters.setdefault(key, StreamCounters())
-        best = self._best(lane, standing)
+        best, seen = self._best(lane, standing), self._seen.get(key)
         said = () if best is None else (Doubt[name] for name in best.doubts if name in Doubt.__members__)
         return StreamStatus(
             key[0],
             key[1],
             f"lane {lane}",
             self._trust(key),
-            frozenset((*self._doubts.get(key, ()), *said)),
+            frozenset((*(() if seen is None else seen.doubts), *said)),
             standing.incarnation,
             standing.last_seq,
             0,
@@ -370,7 +438,8 @@ class LogSubscriber:
 
     def doubts(self) -> dict[Key, frozenset[Doubt]]:
         """What was seen here against each stream; for a snapshot."""
-        return {key: frozenset(found) for key, found in self._doubts.items() if found}
+        found = {key: frozenset((*seen.doubts, *((Doubt.LOST,) * (seen.represented >= 0)))) for key, seen in self._seen.items()}
+        return {key: doubts for key, doubts in found.items() if doubts}
 
     # --- what a subscriber can besides
 

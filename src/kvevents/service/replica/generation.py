@@ -178,7 +178,7 @@ class Generation:
                         if why == "disputed":
                             self.settled.add(lane)
                         self.broken = f"lane {lane} was {why}"
-                        subscriber.tell(lane, None, self.broken)  # what was read of it may be wrong
+                        subscriber.break_lane(lane, self.broken)
                         return
             finally:
                 reading.cancel()
