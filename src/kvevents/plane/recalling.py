@@ -45,14 +45,22 @@ class Recall:
         return any(str(lane) in opinion.places for opinion in opinions)
 
     async def ledger(self, lane: int, state: LaneState) -> Ledger | None:
-        """Of one lane, as of the newest snapshot of what it holds. Raises `PlaneError`."""
+        """Of one lane, as of the newest snapshot of what it holds; None where no snapshot is whole.
+
+        Raises `PlaneError`, also where the servers do not answer in time for one of them and no other can be read: it may be
+        whole.
+        """
+        late: PlaneError | None = None
         for kept in await self._snapshots.usable(lane, state):
             try:
                 return (await self._snapshots.streams(kept)).restored()[0]
             except SnapshotError as error:
                 log.warning("%s", error)
             except PlaneError as error:
-                if error.fault != "missing":
+                if error.fault not in {"missing", "timeout"}:
                     raise
                 log.warning("%s", error)
+                late = late or (error if error.fault == "timeout" else None)
+        if late is not None:
+            raise late
         return None

@@ -3,8 +3,8 @@
 Each lane has snapshots of its own, so that a replica that holds some lanes alone can take them, and begin with them. A snapshot
 is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one that its
 writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or with the
-or with the one before where the newest cannot be read, and finds in the lane all that came after. Where there is no room for
-another snapshot, the older of the two gives way first, with the pages up to the newest.
+one before where the newest cannot be read, and finds in the lane all that came after. Where there is no room for another
+snapshot, the older of the two gives way first, with the pages up to the newest.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ CHUNK_BYTES: Final = 512 << 10
 """Of a message of an object, less where servers take less."""
 TRANSFER_SECONDS: Final = 300.0
 """For one snapshot to be written or read."""
+STREAMS_SECONDS: Final = 30.0
+"""For what one has besides the index to be read, which is some MiB at most."""
+TIDY_SECONDS: Final = 60.0
+"""For what no reader needs any more to be removed, after a snapshot was written."""
 SWEEP_SECONDS: Final = 600.0
 """Between two looks for objects that no entry names; one that was seen for so long is removed. A process that was killed while
 it wrote a snapshot has left it."""
@@ -227,8 +231,10 @@ class Snapshots:
     async def streams(self, kept: Kept) -> Taken:
         """What a snapshot has besides the index. Raises `SnapshotError` for one that is damaged."""
         with told(f"reading the streams of snapshot {kept.name}"):
-            store = await self._js.object_store(self._layout.snapshots)
-            found = await store.get(f"{kept.name}.streams")
+            # nats-py waits without end for a chunk that does not come.
+            async with asyncio.timeout(STREAMS_SECONDS):
+                store = await self._js.object_store(self._layout.snapshots)
+                found = await store.get(f"{kept.name}.streams")
         try:
             return msgspec.msgpack.decode(found.data or b"", type=Taken)
         except msgspec.MsgspecError as error:
@@ -263,7 +269,11 @@ class Snapshots:
         except TimeoutError as error:
             raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
         self._see(taken.lane, count)
-        await self._tidy(count, before[1:])
+        try:
+            async with asyncio.timeout(TIDY_SECONDS):
+                await self._tidy(count, before[1:])
+        except TimeoutError:
+            log.warning("what snapshot %s replaces was not removed within %g s; the next one removes it", name, TIDY_SECONDS)
         return kept
 
     async def _put(self, kept: Kept, taken: Taken, path: Path) -> None:

@@ -1,0 +1,107 @@
+"""What a bridge begins with: the newest snapshot that can be read, and no wait without end for one that cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvevents.errors import PlaneError
+from kvevents.plane import snapshots
+from kvevents.plane.layout import LaneState, Layout
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.recalling import Recall
+from kvevents.plane.snapshots import VERSION, Kept, Snapshots, Taken
+
+pytest.importorskip("nats")
+LAYOUT = Layout("default", 1)
+STATE: Any = SimpleNamespace(made="made")
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "STREAMS_SECONDS", 0.05)
+    monkeypatch.setattr(snapshots, "TIDY_SECONDS", 0.05)
+
+
+async def hang(*_: object, **__: object) -> None:
+    await asyncio.Event().wait()
+
+
+def kept(name: str) -> Kept:
+    return Kept(name, 0, 0.0, "test", 7, "made", 0, 0)
+
+
+def taken(position: int) -> bytes:
+    ledger = Ledger()
+    ledger.position = position
+    return msgspec.msgpack.encode(Taken(VERSION, 0, ledger.save(), [], []))
+
+
+def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Recall:
+    """Of two snapshots, whose objects are answered with these; servers say nothing of others."""
+
+    async def get(name: str) -> Any:
+        if name not in objects:
+            await hang()
+        return SimpleNamespace(data=objects[name])
+
+    async def usable(_: Snapshots, __: int, ___: LaneState) -> list[Kept]:
+        return [kept("newest"), kept("before")]
+
+    monkeypatch.setattr(Snapshots, "usable", usable)
+    return Recall(js_with(SimpleNamespace(get=get)), LAYOUT)
+
+
+def js_with(store: Any) -> Any:
+    async def object_store(_: str) -> Any:
+        return store
+
+    return SimpleNamespace(object_store=object_store)
+
+
+def test_a_snapshot_that_does_not_come_gives_way_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is missing is waited for by nats-py without end, and the lane would never begin."""
+    ledger = asyncio.run(within(recall(monkeypatch, {"before.streams": taken(7)}).ledger, 0, STATE))
+    assert ledger is not None
+    assert ledger.position == 7
+
+
+def test_where_none_comes_in_time_the_lane_is_not_begun_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be whole: without them, a bridge would find pages purged and begin all streams anew."""
+    with pytest.raises(PlaneError, match="reading the streams of snapshot newest") as caught:
+        asyncio.run(within(recall(monkeypatch, {}).ledger, 0, STATE))
+    assert caught.value.fault == "timeout"
+
+
+def test_a_snapshot_is_taken_though_the_servers_do_not_remove_what_it_replaces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Its taker has the lane's lease until then."""
+
+    async def entry(_: Snapshots, __: int) -> tuple[list[Kept], int]:
+        return [], 0
+
+    async def nothing(*_: object) -> None: ...
+
+    async def state(*_: object) -> Any:
+        return SimpleNamespace(made="another")
+
+    monkeypatch.setattr(Snapshots, "_entry", entry)
+    monkeypatch.setattr(Snapshots, "_put", nothing)
+    monkeypatch.setattr(Snapshots, "_let_count", nothing)
+    monkeypatch.setattr(snapshots, "state_of", state)
+    path = tmp_path / "index"
+    path.write_bytes(b"index")
+    found = Snapshots(js_with(SimpleNamespace(list=hang)), LAYOUT)
+    written = asyncio.run(within(found.save, msgspec.msgpack.decode(taken(7), type=Taken), path, 0, "test", "made"))
+    assert written.position == 7
+
+
+async def within(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+    async with asyncio.timeout(5.0):
+        return await work(*arguments)
