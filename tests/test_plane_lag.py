@@ -100,3 +100,9 @@ def test_the_oldest_record_that_is_due_is_what_a_lane_is_behind() -> None:
 def test_a_bridge_must_be_allowed_some_time() -> None:
     with pytest.raises(ValueError, match="late_seconds is 0"):
         BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", late_seconds=0)
+
+
+def test_a_bridge_promises_no_longer_silence_than_others_believe() -> None:
+    """Between two beats it would be taken for dead."""
+    with pytest.raises(ValueError, match="beat is 3600; it is at most 60 seconds"):
+        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", beat=3600)

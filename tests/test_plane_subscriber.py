@@ -10,6 +10,8 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import Pushed
 from kvevents.plane.records import (
+    MISSED_BEATS,
+    MOST_BEAT_SECONDS,
     VERSION,
     Batched,
     Beat,
@@ -324,3 +326,16 @@ def test_a_fault_that_passes_is_over_with_the_next_page() -> None:
     found.put(0, [pushed(2)])
     found.receive_many(timeout=0.0)
     assert found.trust("engine") == Trust.EXACT
+
+
+def test_no_bridge_is_believed_to_be_alive_for_longer_than_beats_may_be_apart() -> None:
+    """Whatever it promises; bridges go by the same time."""
+    now = 0.0
+    found = LogSubscriber(lambda: now, lambda _: None)
+    found.add_lane(0, Ledger(), {})
+    found.put(0, [pushed(1, Join("engine", 0, b""), Beat("bridge", 3_600.0, 0.0), said("bridge", "EXACT"))])
+    found.receive_many(timeout=0.0)
+    now = MISSED_BEATS * MOST_BEAT_SECONDS - 1
+    assert found.trust("engine") == Trust.EXACT
+    now += 1
+    assert found.trust("engine") == Trust.STALE

@@ -34,7 +34,7 @@ from kvevents.plane.layout import Layout, make
 from kvevents.plane.ledger import Told
 from kvevents.plane.listening import RECEIVE_QUEUE, Heard, Listener, size_of
 from kvevents.plane.membership import ALIVE, Members, Unnamed
-from kvevents.plane.records import Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
+from kvevents.plane.records import MOST_BEAT_SECONDS, Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Source
 
@@ -88,7 +88,7 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """About how long pages of a lane may be missing that no snapshot stands for and no replica has read. The bridge writes the
     streams of the lane again then."""
     beat: float = 2.0
-    """Seconds between two signs of life in each lane."""
+    """Seconds between two signs of life in each lane, at most 60: others do not believe for longer that it is alive."""
     late_seconds: float = 1.0
     """For which what engines say may wait in the bridge before replicas trust none of its streams."""
     receive_queue: int = RECEIVE_QUEUE
@@ -113,6 +113,8 @@ class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for field in positive:
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be above 0")
+        if self.beat > MOST_BEAT_SECONDS:
+            raise ConfigError(f"beat is {self.beat:g}; it is at most {MOST_BEAT_SECONDS:g} seconds")
 
 
 class Watch(NamedTuple):

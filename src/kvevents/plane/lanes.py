@@ -50,10 +50,6 @@ REST_SECONDS: Final = 0.5
 RETRY_FIRST_SECONDS: Final = 0.1
 RETRY_MOST_SECONDS: Final = 1.0
 """Between two attempts to write what was not taken."""
-MISSED_BEATS: Final = 3
-"""After so many a bridge is dead."""
-MOST_BEAT_SECONDS: Final = 60.0
-"""Between two beats that a bridge may promise: it is not believed to be alive for longer than three of them."""
 
 _LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: (\d+)")
 
@@ -170,7 +166,7 @@ class BridgeLane:
         heard = self._heard.get(bridge)
         if beaten is None or heard is None:
             return False
-        return now - heard[1] < MISSED_BEATS * min(beaten.beat.every, MOST_BEAT_SECONDS)
+        return now - heard[1] < beaten.beat.alive_seconds
 
     def has_company(self, now: float) -> bool:
         """Whether any other bridge writes into this lane."""

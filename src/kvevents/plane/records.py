@@ -18,6 +18,10 @@ VERSION: Final = 2
 """Of pages; readers refuse others."""
 START: Final = bytes(8)
 """The history of a lane before its first message."""
+MISSED_BEATS: Final = 3
+"""After so many that did not come a bridge is taken for dead."""
+MOST_BEAT_SECONDS: Final = 60.0
+"""Between two beats that a bridge may promise: it is not believed to be alive for longer than `MISSED_BEATS` of them."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Through = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
@@ -118,6 +122,11 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
     """Why it doubts its own network rather than its engines; empty where it does not."""
     lag: float = 0.0
     """Seconds for which what its engines say has waited to be written, or was not read; 0 while that is as usual."""
+
+    @property
+    def alive_seconds(self) -> float:
+        """For how long after this beat the bridge counts as alive."""
+        return MISSED_BEATS * min(self.every, MOST_BEAT_SECONDS)
 
 
 StreamRecord: TypeAlias = Join | Leave | Batched | Piece | Renewed | Lost | Trusting

@@ -26,8 +26,6 @@ from kvevents.subscriber import StreamStatus
 
 log = logging.getLogger(__name__)
 
-MISSED_BEATS: Final = 3
-"""After so many that did not come a bridge is taken for dead."""
 MOST_BEHIND: Final = 64
 """Pages that a lane may be behind at any moment, as it always is while much is written, before its streams are REPLAYING."""
 PAGES_PER_TURN: Final = 16
@@ -404,7 +402,7 @@ class LogSubscriber:
         if beaten is None:
             return False
         since = self._clock() - heard[1] if heard is not None else float("inf")
-        return since < MISSED_BEATS * beaten.beat.every
+        return since < beaten.beat.alive_seconds
 
     def _find(self, key: Key) -> tuple[int, Standing]:
         lane = self._of.get(key)
