@@ -113,6 +113,8 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
         "kvevents_plane_generations_total": [1],
         "kvevents_plane_disagreements_total": [0],
         "kvevents_plane_breaches_total": [0],
+        "kvevents_plane_doubled_records_total": [0],
+        "kvevents_plane_void_pages_total": [0],
         "kvevents_plane_lane_behind": [0, 0],
         "kvevents_shard_lanes": [2, 2, 0],
         "kvevents_shard_replicas": [0],

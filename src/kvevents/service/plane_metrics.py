@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
-from kvevents.plane.subscriber import Lane, LogSubscriber
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.subscriber import Lane
 from kvevents.service.replica.replica import Replica
 from kvevents.service.shards.asking import Shards
 
@@ -32,7 +33,9 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
         return
     subscriber = generation.subscriber
     lanes = dict(subscriber.lanes)
-    page.counter("kvevents_plane_breaches_total", "Records of the log that no bridge writes", {"": _breaches(subscriber)})
+    ledgers = list(subscriber.ledgers.values())
+    for name, text, count in _COUNTS:
+        page.counter(name, text, {"": sum(map(count, ledgers))})
     page.gauge("kvevents_plane_bridges", "Bridges that are heard", {"": subscriber.bridges()})
     page.gauge(
         "kvevents_plane_lane_position", "Number of the newest page in the index", _by_lane(lanes, lambda lane: lane.position)
@@ -67,8 +70,24 @@ def _numbers(replica: Replica) -> Iterable[tuple[str, str, float | None]]:
     yield "kvevents_plane_snapshot_failing", "Whether the last attempt to take one failed", int(bool(replica.snapshot_fault))
 
 
-def _breaches(subscriber: LogSubscriber) -> int:
-    return sum(ledger.breaches + ledger.foreign for ledger in subscriber.ledgers.values())
+_COUNTS: Final[tuple[tuple[str, str, Callable[[Ledger], int]], ...]] = (
+    (
+        "kvevents_plane_breaches_total",
+        "Records of the log that no bridge writes",
+        lambda ledger: ledger.breaches + ledger.foreign,
+    ),
+    (
+        "kvevents_plane_doubled_records_total",
+        "Records of the log that say again what it said, or are of a life that has ended",
+        lambda ledger: ledger.doubled,
+    ),
+    (
+        "kvevents_plane_void_pages_total",
+        "Pages of the log that are void, since their writer expected others before them",
+        lambda ledger: ledger.overtaken + ledger.strays,
+    ),
+)
+"""Of each lane's ledger."""
 
 
 def _by_lane(lanes: Mapping[int, Lane], value: Callable[[Lane], float | None]) -> dict[str, float | None]:
