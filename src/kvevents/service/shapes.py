@@ -21,6 +21,8 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 State: TypeAlias = scoring.State
 TIER_WEIGHTS: Final = scoring.TIER_WEIGHTS
 TRUST_WEIGHTS: Final = scoring.TRUST_WEIGHTS
+MAX_MEDIA: Final = 1_024
+"""Images and other items of one request: they are read in Python, some microseconds each."""
 
 
 class Problem(Struct, frozen=True, kw_only=True):
@@ -44,7 +46,7 @@ class Trusted(Struct, frozen=True):
     """The same for programs: docs/runbook.md has all of them."""
 
 
-class Media(Struct, frozen=True, kw_only=True):
+class Media(Struct, frozen=True, kw_only=True, gc=False):
     """One image or other item of a prompt."""
 
     id: str | int
@@ -88,7 +90,7 @@ class Scoped(Struct, frozen=True, kw_only=True):
         }
     )
     """Names that are not written into the OpenAPI document, since one name of each is enough."""
-    mm: list[Media] = []
+    mm: Annotated[list[Media], Meta(max_length=MAX_MEDIA)] = []
     expected: bool = False
     """Count what `select` has decided and no event has confirmed yet."""
     whole_prompt: bool = False

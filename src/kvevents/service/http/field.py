@@ -128,11 +128,14 @@ class HashQueryRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 _TOLERANT: Final[dict[str, Any]] = {"additionalProperties": True}
 _ONE_MODEL: Final[dict[str, Any]] = _TOLERANT | {
     "oneOf": [
-        {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
-        for name in ("model_name", "modelname", "model")
+        {
+            "required": [name],
+            "properties": {other: {"type": "string", "minLength": 1} if other == name else {"type": "null"} for other in MODEL},
+        }
+        for name in MODEL
     ]
 }
-_NO_MODEL: Final[dict[str, Any]] = {"not": {"anyOf": [{"required": [name]} for name in ("model_name", "modelname", "model")]}}
+_NO_MODEL: Final[dict[str, Any]] = {"not": {"anyOf": [{"required": [name]} for name in MODEL]}}
 _ONE_KIND: Final[dict[str, Any]] = {
     "oneOf": [
         {"required": [name], "properties": {name: {"type": "array"}}} for name in ("block_hashes", "seq_hashes", "block_hash")

@@ -166,10 +166,9 @@ class Body(msgspec.Struct, frozen=True):
         known = frozenset(kind.__struct_fields__) if tolerant else None
         return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
 
-    def read(self, request: Request, limits: Limits | None = None) -> Any:
-        """The body as a checked value; without `limits` of any size, if prompts in it are bytes. Raises `ServiceError`."""
-        if limits is not None:
-            _check_size(request.body, limits)
+    def read(self, request: Request, limits: Limits, *, apart: int = 0) -> Any:
+        """The body as a checked value; `apart` are bytes of it that do not count towards its limit. Raises `ServiceError`."""
+        _check_size(len(request.body) - apart, limits)
         kind = request.kind
         if kind in {MSGPACK, b"application/x-msgpack"}:
             decoder = self.msgpack
@@ -189,7 +188,7 @@ class Body(msgspec.Struct, frozen=True):
         """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `ServiceError`."""
         lifted = lift_tokens(request.body, name) if request.kind == JSON else None
         if lifted is not None and ESCAPED.search(lifted[0]) is None:
-            _check_size(lifted[0], limits)
+            _check_size(len(lifted[0]), limits)
             return self._decode(request, self.json, lifted[0]), lifted[1]
         value = self.read(request, limits)
         return value, getattr(value, name)
@@ -216,10 +215,10 @@ class Body(msgspec.Struct, frozen=True):
         return codec.encode(known) if request.ignored else None
 
 
-def _check_size(body: bytes, limits: Limits) -> None:
-    if len(body) > limits.max_json_bytes:
+def _check_size(size: int, limits: Limits) -> None:
+    if size > limits.max_json_bytes:
         raise TooMuchError(
-            f"the body has {len(body)} bytes beside the token ids of a JSON prompt",
+            f"the body has {size} bytes beside the token ids of a JSON prompt",
             "too-large",
             f"limits.max_json_bytes allows {limits.max_json_bytes}; send long prompts as JSON, or raw to /v1/match",
         )

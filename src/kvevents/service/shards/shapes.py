@@ -13,6 +13,7 @@ from kvevents.service.shapes import Name, Rank, Scoped, SourceView, State
 from kvevents.structs import prepared
 
 Lane: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
+LaneList: TypeAlias = Annotated[list[Lane], Meta(max_length=256)]
 BlockKey: TypeAlias = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
 Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za-z0-9+/]{4})*$"})]
 """Token ids as 32-bit little-endian numbers; in JSON their base64."""
@@ -21,7 +22,7 @@ Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za
 class Question(Scoped, frozen=True, kw_only=True):
     """Who in some lanes holds how much of some prompts, which come as tokens or as keys."""
 
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: LaneList = field(default_factory=list)
     prompts: Annotated[list[Prompt], Meta(max_length=1024)] = field(default_factory=list)
     keys: Annotated[list[list[BlockKey]], Meta(max_length=1024)] = field(default_factory=list)
     local: bool = False
@@ -60,7 +61,7 @@ class Part(Struct, frozen=True, kw_only=True):
 class Lanes(Struct, frozen=True, kw_only=True):
     """Which lanes are asked about."""
 
-    lanes: list[Lane] = []
+    lanes: LaneList = []
 
 
 class Described(Struct, frozen=True, kw_only=True):

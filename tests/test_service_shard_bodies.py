@@ -1,0 +1,90 @@
+"""Bodies of `/v1/shard/...`: what is not for this replica is not read, and what is read has limits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvevents.service.config import Limits, ServiceConfig
+from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
+from kvevents.service.http import shard
+from kvevents.service.http.messages import Body, Headers, Request
+from kvevents.service.http.routing import TABLE
+from kvevents.service.http.workers import MATCHING
+from kvevents.service.shapes import MAX_MEDIA, MatchRequest
+from kvevents.service.shards.shapes import Expectation, Lanes, Noted, Question
+
+LIMIT = 10_000
+LIMITS = Limits(max_json_bytes=LIMIT)
+
+
+class Answering:
+    """Takes whatever it is asked."""
+
+    def part(self, asked: Question) -> Any:
+        return len(asked.prompts)
+
+    def members(self, asked: Lanes) -> Any:
+        return len(asked.lanes)
+
+    def expect(self, _asked: Expectation) -> Noted:
+        return Noted(known=True)
+
+
+def service(*, shards: bool = True) -> Any:
+    return SimpleNamespace(
+        shards=SimpleNamespace(answering=Answering()) if shards else None,
+        config=ServiceConfig(limits=LIMITS),
+        check_tokens=lambda _count: None,
+    )
+
+
+def request(path: str, body: bytes, kind: bytes = b"application/msgpack") -> Request:
+    return Request("POST", path, b"", Headers([(b"content-type", kind)]), body)
+
+
+def asked(path: str, body: dict[str, Any], codec: Any = msgspec.msgpack, *, shards: bool = True) -> bytes:
+    kind = b"application/msgpack" if codec is msgspec.msgpack else b"application/json"
+    handler: Any = TABLE[path]["POST"].handler
+    answered = handler(service(shards=shards), request(path, codec.encode(body), kind))
+    return bytes(answered.body)
+
+
+@pytest.mark.parametrize("handler", [shard.match, shard.members, shard.expect])
+def test_a_service_without_a_share_reads_no_body(handler: Any) -> None:
+    with pytest.raises(ConflictError):
+        handler(service(shards=False), request("/v1/shard/match", b"\xc1" * 5))
+
+
+@pytest.mark.parametrize("codec", [msgspec.msgpack, msgspec.json])
+def test_prompts_have_a_limit_of_their_own_and_everything_else_the_usual_one(codec: Any) -> None:
+    prompt = b"\0" * 2 * LIMIT
+    assert asked("/v1/shard/match", {"model": "m", "prompts": [prompt, prompt]}, codec) == b"2"
+    expected = {"model": "m", "instance": "e", "rank": 0, "prompt": prompt, "seconds": 1}
+    assert asked("/v1/shard/expect", expected, codec) == b'{"known":true}'
+    keys = {"model": "m", "prompts": [prompt], "keys": [list(range(LIMIT))]}
+    for path, body in (
+        ("/v1/shard/match", keys),
+        ("/v1/shard/expect", {**expected, "mm": [{"id": "x", "start": 0, "length": 1}] * LIMIT}),
+        ("/v1/shard/members", {"lanes": [1] * 2 * LIMIT}),
+    ):
+        with pytest.raises(TooMuchError):
+            asked(path, body, codec)
+
+
+def test_lanes_and_media_have_a_number() -> None:
+    assert asked("/v1/shard/members", {"lanes": list(range(256))}) == b"256"
+    for path in ("/v1/shard/members", "/v1/shard/match"):
+        with pytest.raises(ServiceError, match="length <= 256"):
+            asked(path, {"model": "m", "lanes": [1] * 257})
+    media = [{"id": "x", "start": 0, "length": 1}] * (MAX_MEDIA + 1)
+    body = msgspec.msgpack.encode({"model": "m", "tokens": [], "mm": media})
+    with pytest.raises(ServiceError, match=f"length <= {MAX_MEDIA}"):
+        Body.of(MatchRequest).read(request("/v1/match", body), Limits())
+
+
+def test_a_long_prompt_that_is_expected_takes_a_thread() -> None:
+    assert TABLE["/v1/shard/expect"]["POST"].worker == MATCHING
