@@ -20,7 +20,7 @@ import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
 from kvevents.service.spellings import MAX_UNKNOWN
-from service_cases import BLOCK, Engine, Service, engine, engines, prompt, registration, serving, until
+from service_cases import BLOCK, Engine, Service, Stream, engine, engines, prompt, registration, serving, until
 from test_cli import refusing
 
 EMPTY: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
@@ -191,7 +191,7 @@ def test_an_unregistered_engine_comes_back_with_what_it_still_sends(service: Ser
 def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     service.exact(number)
-    answer = service.get(f"/workers?model_name={model}&routing_group=default&else=what")
+    answer = service.get(f"/workers?model_name={model}&routing_group=default&tenant_id=default")
     (found,) = answer.json
     listener = found["listeners"]["0"]
     assert {name: found[name] for name in ("instance_id", "source", "status", "model_name", "routing_group", "block_size")} == {
@@ -410,7 +410,8 @@ def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
                 for scoped in ("tenant_id=acme&routing_group=g&model_name=spelled", "tenant=acme&group=g&model=spelled"):
                     assert len(service.get(f"/v1/sources?{scoped}").json["sources"]) == 1
                     assert len(service.get(f"/workers?{scoped}").json) == 1
-                    assert service.get(f"/v1/blocks?instance_id=walled&{scoped}").status in {200, 400}
+                    assert len(service.get(f"/services?{scoped}").json["services"]) == 1
+                    assert len(service.get(f"/global_view?{scoped}").json["groups"]) == 1
                 wrong = service.post("/unregister", {**scope, "instance_id": "walled", name: "another"})
                 assert wrong.status == 404, name
                 assert service.post("/unregister", {**scope, "instance_id": "walled"}).status == 200
@@ -514,6 +515,55 @@ def test_an_empty_name_is_a_value_too(service: Service, field: str) -> None:
     for first, second in ((names[0], names[1]), (names[1], names[0])):
         answer = service.post("/register", {"model_name": "m", **body, first: "", second: "other"})
         assert (answer.status, answer.reason) == (400, "contradiction")
+
+
+READ: dict[str, set[str]] = {
+    "/workers": {"model", "tenant", "group"},
+    "/services": {"model", "tenant", "group"},
+    "/global_view": {"model", "tenant", "group"},
+    "/dump": set(),
+    "/metrics": set(),
+    "/v1/stats": set(),
+    "/v1/sources": {"model", "tenant", "group"},
+    "/v1/events": {"model", "tenant", "group"},
+    "/v1/blocks": {"tenant", "group"},
+    "/v1/hot": {"model", "tenant", "group", "lora", "salt"},
+}
+"""Scopes that each endpoint of GET respects in its query string."""
+
+
+@pytest.mark.parametrize("path", READ)
+def test_a_query_string_is_respected_or_refused(service: Service, path: str) -> None:
+    """In every spelling: what is ignored is answered with what other tenants hold."""
+    needed = {"/v1/hot": "model=m&", "/v1/blocks": "instance=nobody&"}.get(path, "")
+    for field, names in SCOPES.items():
+        for name in (*names, name_of_no_field(names[0])):
+            if field in READ[path] and name in names:
+                continue
+            answer = service.get(f"{path}?{needed}{name}=acme")
+            assert (answer.status, answer.reason) == (400, "unknown-field"), name
+    answer = service.get(f"{path}?{needed}nonsense=1")
+    assert (answer.status, answer.reason) == (400, "unknown-field")
+    assert answer.json["hint"].startswith("it takes ")
+
+
+def name_of_no_field(name: str) -> str:
+    return name.replace("_", "") + "s"
+
+
+def test_listings_are_of_the_tenant_and_group_that_they_name(service: Service) -> None:
+    with refusing() as nowhere, Stream(service, "?tenant_id=b&routing_group=g") as stream:
+        for tenant in ("a", "b"):
+            more: dict[str, Any] = {"model_name": f"of-{tenant}", "tenant_id": tenant, "routing_group": "g"}
+            assert service.register("listed", nowhere, **more).status == 201
+        for scope in ("tenant=a&group=g", "tenant_id=a&routing_group=g"):
+            assert [row["tenant_id"] for row in service.get(f"/workers?{scope}").json] == ["a"]
+            assert [row["tenant_id"] for row in service.get(f"/services?{scope}").json["services"]] == ["a"]
+            assert service.get(f"/services?{scope}").json["count"] == 1
+            assert [row["tenant_id"] for row in service.get(f"/global_view?{scope}").json["groups"]] == ["a"]
+        assert stream.next("state", lambda _: True)["tenant"] == "b"
+        for tenant in ("a", "b"):
+            assert service.post("/unregister", instance_id="listed", tenant_id=tenant, routing_group="g").status == 200
 
 
 def test_unknown_fields_of_other_clients_are_ignored_and_counted(service: Service, fresh: tuple[int, str, Engine]) -> None:

@@ -29,6 +29,7 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "salt": SALT,
 }
 """Names of parameters of query strings, by the one that handlers read."""
+_CANONICAL: Final = {spelled: name for name, names in _PARAMETERS.items() for spelled in names}
 _LIKE: Final = 0.8
 """How alike two names must be, by `difflib`, for one to be taken for a misspelling of the other."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
@@ -112,18 +113,19 @@ def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None
     return None
 
 
-def scope_parameters(parameters: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str]:
+def scope_parameters(parameters: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
     """Parameters of a query string, with those that say whose a prompt is under their names of `/v1`.
 
-    `others` are further parameters of the endpoint. Raises `RefusedError`.
+    `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one: a tenant that is
+    ignored would be answered with what others hold.
     """
-    found = dict(parameters)
-    for name, spelled in _PARAMETERS.items():
-        for other in spelled:
-            value = found.pop(other, None) if other != name else None
-            if value is None:
-                continue
-            if found.setdefault(name, value) != value:
-                raise RefusedError(f"{name} and {other} have different values", "contradiction", f"give {name} alone")
-    check_unknown([name for name in found if name not in _PARAMETERS and name not in others])
+    accepted = {_CANONICAL.get(name, name) for name in known}
+    found: dict[str, str] = {}
+    for given, value in parameters.items():
+        name = _CANONICAL.get(given, given)
+        if name not in accepted:
+            takes = f"it takes {', '.join(sorted(accepted))}" if accepted else "it takes none"
+            raise RefusedError(f"unknown parameter {given[:MAX_COMPARED]!r}", "unknown-field", takes)
+        if found.setdefault(name, value) != value:
+            raise RefusedError(f"{name} is given twice, with different values", "contradiction", f"give {name} alone")
     return found

@@ -20,6 +20,7 @@ from kvevents.service.http.messages import Headers, Request, Response, Streamed,
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import TABLE, Endpoint
 from kvevents.service.http.workers import MATCHING
+from kvevents.service.spellings import scope_parameters
 from kvevents.service.tracing import traced
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class App:
                 body = await self._body(receive, scope["headers"])
             given = body or b""
             request = Request(scope["method"], path, scope["query_string"], headers, given, caller=caller.name, peer=peer)
+            if endpoint.method == "GET" and endpoint.role is not None:
+                request.wanted = scope_parameters(request.parameters, [each.name for each in endpoint.parameters])
             response = await self._handle(endpoint, request)
             return _before_body(response, scope) if body is None and isinstance(response, Response) else response
         except GoneError:

@@ -34,7 +34,7 @@ async def dump(service: Service, request: Request) -> Streamed:
     rolling key, which at a root is the hash of the block's tokens. Others wait while one client reads its dump.
     A replica that holds a share tells its own blocks alone, and only who says `own=true`.
     """
-    if service.shards is not None and request.parameters.get("own") != "true":
+    if service.shards is not None and request.wanted.get("own") != "true":
         raise ConflictError(
             "this replica holds a share of the fleet",
             "share",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.service.http.messages import Request, Response, answer
 from kvevents.service.member import Member
-from kvevents.service.spellings import scope_parameters
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
@@ -18,13 +18,19 @@ _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "act
 
 def workers(service: Service, request: Request) -> Response:
     """Every instance with its ranks, by model and routing group."""
-    wanted = scope_parameters(request.parameters)
     found: dict[tuple[str, str, str], list[Member]] = {}
-    for (name, _), member in sorted(service.members().items()):
+    for member in _members(service, request):
         registration = member.registration
-        if all(wanted.get(part, own) == own for part, own in zip(_SCOPE, registration.wall[:3], strict=True)):
-            found.setdefault((name, registration.model, registration.group), []).append(member)
+        found.setdefault((registration.key[0], registration.model, registration.group), []).append(member)
     return answer([_instance(members) for members in found.values()], request)
+
+
+def _members(service: Service, request: Request) -> Iterator[Member]:
+    """Those of the model, tenant and group that a request names, in order."""
+    for _, member in sorted(service.members().items()):
+        own = member.registration.wall[:3]
+        if all(request.wanted.get(part, value) == value for part, value in zip(_SCOPE, own, strict=True)):
+            yield member
 
 
 def _instance(members: list[Member]) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def id_of(instance: str) -> int | str:
 
 def services(service: Service, request: Request) -> Response:
     """Mooncake's list of what is registered."""
-    found = [_service(member) for _, member in sorted(service.members().items())]
+    found = [_service(member) for member in _members(service, request)]
     return answer({"services": found, "count": len(found)}, request)
 
 
@@ -87,7 +93,7 @@ def _service(member: Member) -> dict[str, Any]:
 def global_view(service: Service, request: Request) -> Response:
     """Mooncake's view: who shares a cache, by everything that keeps prompts apart."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
-    for _, member in sorted(service.members().items()):
+    for member in _members(service, request):
         registration = member.registration
         groups.setdefault((*registration.wall[:4], registration.block_size), []).append(member)
     found = [

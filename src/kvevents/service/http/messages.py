@@ -51,7 +51,7 @@ class Headers:
 class Request:
     """One request, its body complete."""
 
-    __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query")
+    __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query", "wanted")
 
     def __init__(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, caller: str = "", peer: str = ""
@@ -66,6 +66,8 @@ class Request:
         self.peer = peer
         self.ignored: tuple[str, ...] = ()
         """Unknown fields of the body that were left out."""
+        self.wanted: Mapping[str, str] = {}
+        """Of a request to read, the parameters of the query string that its endpoint has, under their names of `/v1`."""
         self._parameters: dict[str, str] | None = None
 
     @property

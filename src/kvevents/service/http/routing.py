@@ -61,6 +61,7 @@ class Endpoint:
     worker: str = ""
     """Threads that do it, by their name in `Workers`, since it may take longer than a match."""
     parameters: tuple[Parameter, ...] = field(default=())
+    """Of the query string. An endpoint to read refuses every other one, unless everybody may ask it."""
     media: str = "application/json"
     """Of the answer."""
 
@@ -74,7 +75,17 @@ _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": M
 _MODEL: Final = Parameter("model", "name of the model", required=True)
 _TENANT: Final = Parameter("tenant", "tenant; `default` when not given")
 _GROUP: Final = Parameter("group", "routing group; `default` when not given")
-_INSTANCE: Final = Parameter("instance", "name of the engine")
+_FILTERS: Final = (
+    Parameter("instance", "only this engine"),
+    Parameter("model", "only this model"),
+    Parameter("tenant", "only this tenant"),
+    Parameter("group", "only this routing group"),
+)
+_FIELD_FILTERS: Final = (
+    Parameter("model_name", "only this model"),
+    Parameter("tenant_id", "only this tenant"),
+    Parameter("routing_group", "only this routing group"),
+)
 _RAW: Final = (
     Parameter("model", "of a raw body: name of the model", schema=_NAME),
     *(Parameter(name, "of a raw body", schema=_NAME) for name in ("tenant", "group", "lora", "salt")),
@@ -120,10 +131,10 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         Role.READ,
         "field",
         worker=FLEET,
-        parameters=(Parameter("model_name", "only this model"), Parameter("routing_group", "only this group")),
+        parameters=_FIELD_FILTERS,
     ),
-    Endpoint("GET", "/services", listings.services, Role.READ, "field", worker=FLEET),
-    Endpoint("GET", "/global_view", listings.global_view, Role.READ, "field", worker=FLEET),
+    Endpoint("GET", "/services", listings.services, Role.READ, "field", worker=FLEET, parameters=_FIELD_FILTERS),
+    Endpoint("GET", "/global_view", listings.global_view, Role.READ, "field", worker=FLEET, parameters=_FIELD_FILTERS),
     Endpoint(
         "GET",
         "/dump",
@@ -174,7 +185,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "v1",
         gives=shapes.SourcesAnswer,
         worker=FLEET,
-        parameters=(_INSTANCE, Parameter("model", "only this model"), _TENANT, _GROUP),
+        parameters=_FILTERS,
     ),
     Endpoint("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=shapes.StatsAnswer, worker=FLEET),
     Endpoint(
@@ -202,9 +213,16 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "v1",
         gives=shapes.HotAnswer,
         worker=MATCHING,
-        parameters=(_MODEL, _TENANT, _GROUP, _limit(v1.MAX_HOT)),
+        parameters=(
+            _MODEL,
+            _TENANT,
+            _GROUP,
+            Parameter("lora", "the base model when not given"),
+            Parameter("salt", "no salt when not given"),
+            _limit(v1.MAX_HOT),
+        ),
     ),
-    Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=(_INSTANCE,), media="text/event-stream"),
+    Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=_FILTERS, media="text/event-stream"),
     # Replicas that hold a part each
     Endpoint(
         "POST",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -31,9 +31,11 @@ from kvevents.service.shapes import (
     Selected,
     SelectRequest,
     SourcesAnswer,
+    SourceView,
+    StreamEvent,
     WorkerTrust,
 )
-from kvevents.service.spellings import scope_parameters, wall_of
+from kvevents.service.spellings import wall_of
 from kvevents.structs import prepared
 
 if TYPE_CHECKING:
@@ -208,11 +210,13 @@ def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Ro
 
 def sources(service: Service, request: Request) -> Response:
     """Every source with its trust, lag, gaps and counters."""
-    wanted = scope_parameters(request.parameters)
-    names = ("instance", "model", "tenant", "group")
     views = [member.view() for _, member in sorted(service.members().items())]
-    chosen = [view for view in views if all(wanted.get(name, getattr(view, name)) == getattr(view, name) for name in names)]
+    chosen = [view for view in views if _is_wanted(view, request.wanted)]
     return answer(SourcesAnswer(sources=chosen, faults=service.faults()), request)
+
+
+def _is_wanted(view: SourceView | StreamEvent, wanted: Mapping[str, str]) -> bool:
+    return all(getattr(view, name) == value for name, value in wanted.items())
 
 
 def stats(service: Service, request: Request) -> Response:
@@ -222,11 +226,12 @@ def stats(service: Service, request: Request) -> Response:
 
 def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
     """Prefixes that prompts begin with most, as a tree."""
-    wanted = scope_parameters(request.parameters)
+    wanted = request.wanted
     model = wanted.get("model")
     if model is None:
         raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
-    scope = Wall(model, wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP), wanted.get("lora"))
+    tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
+    scope = Wall(model, tenant, group, wanted.get("lora") or None, wanted.get("salt") or None)
     wall = service.candidates.resolve(scope)
 
     def told(sampled: int, prefixes: list[HotPrefix], missing: str) -> Response:
@@ -247,7 +252,7 @@ def _number(wanted: Any, name: str, default: int, most: int) -> int:
 
 def blocks(service: Service, request: Request) -> Response:
     """Blocks of one worker at one moment, page by page, in no order."""
-    wanted = scope_parameters(request.parameters)
+    wanted = request.wanted
     member = _member(service, wanted)
     key = member.registration.key
     if key not in service.fleet.members:
@@ -294,17 +299,17 @@ def _rank(text: str) -> int:
 
 
 def events(service: Service, request: Request) -> Streamed:
-    """Server-sent events: changes of state, losses, and once a second what came from whom."""
+    """Server-sent events: changes of state, losses, and at most four times a second what came from each source."""
     if len(service.fleet.announcer) >= service.config.limits.max_listeners:
         raise UnavailableError(
             f"{service.config.limits.max_listeners} clients listen, which is the limit",
             "too-many-listeners",
             "raise limits.max_listeners, or poll /v1/sources",
         )
-    return Streamed(_events(service, request.parameters.get("instance")), b"text/event-stream")
+    return Streamed(_events(service, request.wanted), b"text/event-stream")
 
 
-async def _events(service: Service, instance: str | None) -> AsyncIterator[bytes]:
+async def _events(service: Service, wanted: Mapping[str, str]) -> AsyncIterator[bytes]:
     with service.fleet.announcer.listening() as queue:
         yield b"retry: 2000\n\n"
         while not queue.closed:
@@ -313,6 +318,6 @@ async def _events(service: Service, instance: str | None) -> AsyncIterator[bytes
                 yield b": still here\n\n"
             elif isinstance(event, int):
                 yield b'event: missed\ndata: {"events":%d}\n\n' % event
-            elif instance is None or event.instance == instance:
+            elif _is_wanted(event, wanted):
                 kind = event.__struct_config__.tag
                 yield b"event: %b\ndata: %b\n\n" % (str(kind).encode(), msgspec.json.encode(event))
