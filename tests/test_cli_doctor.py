@@ -506,17 +506,31 @@ def test_silence() -> None:
 def test_losses_and_rejected_events() -> None:
     gap = {"first": 3, "last": 4, "incarnation": 0, "at": 1000.0}
     losing = [view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
-    assert fleet.check_losses([view()], 1010.0) is None
-    assert one(fleet.check_losses(losing, 1010.0)) == (
-        "warn",
-        "lost for good, some within the last hour: 2 batches of engine-001/0",
-    )
-    assert one(fleet.check_losses(losing, 9010.0))[0] == "ok"
+    assert [*fleet.check_losses([view()], 1010.0)] == []
+    (lossy,) = fleet.check_losses(losing, 1010.0)
+    assert one(lossy) == ("warn", "lost for good, some within the last hour: 2 batches of engine-001/0")
+    (old,) = fleet.check_losses(losing, 9010.0)
+    assert one(old)[0] == "ok"
     doubted = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
-    without_replay = fleet.check_losses([view(lost=2, gaps=[gap], trust=doubted)], 1010.0)
-    assert without_replay is not None
-    assert "name the engine's replay endpoint" in without_replay.advice
+    without_replay = view(lost=1, gaps=[gap], trust=doubted)
+    mute, lossy = fleet.check_losses([*losing, without_replay], 1010.0)
+    assert one(mute)[1].endswith("without a replay endpoint: 1 batch of engine-001/0")
+    assert "name the engine's replay endpoint" in mute.advice
+    assert one(lossy)[1].endswith("within the last hour: 2 batches of engine-001/0")
+    assert "buffer_steps" in lossy.advice
     assert one(fleet.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_has_advice(reason: Reason) -> None:
+    """Of a source that has been like this for longer than a moment."""
+    state = {Reason.CONNECTING: "CONNECTING", Reason.REPLAYING: "REPLAYING", Reason.DISCONNECTED: "STALE"}.get(
+        reason, "DEGRADED"
+    )
+    trust = {"state": state, "reason": "why", "reason_codes": [reason]}
+    (finding,) = fleet.check_trust([view(trust=trust)], 9010.0)
+    assert reason in fleet._ADVICE
+    assert finding.advice == fleet._ADVICE[reason].format(endpoint="tcp://10.0.0.7:5557")
 
 
 def test_many_doubtful_sources_are_summed_up() -> None:

@@ -24,6 +24,7 @@ RECENT_SECONDS: Final = 3_600.0
 
 _REPLAY: Final = "name the engine's replay endpoint when it is registered (replay_endpoint), and enable it in the engine"
 _LOOK: Final = "look from there: kvevents doctor {endpoint}"
+_UP: Final = f"is the engine up? {_LOOK}"
 _AGAIN: Final = "exact again after the next AllBlocksCleared or restart of the engine"
 _PORTS: Final = "register it with the engine's own endpoints: endpoint is where it publishes, replay_endpoint where it replays"
 _NAME: Final = "check the name; inside Kubernetes use a headless service"
@@ -64,8 +65,18 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.SET_ASIDE: _INDEX,
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
+    Reason.NO_REPLICA: (
+        "are the other replicas of the plane up, and reachable from this one? with shard.holders = 2 one of them may end"
+    ),
+    Reason.NOT_FOLLOWED: "register the engine with the service (POST /register), or do not name it as a candidate",
+    Reason.CONNECTING: _UP,
+    Reason.REPLAYING: f"if it stays, the replay endpoint is slow or loses replies; {_LOOK}",
+    Reason.DISCONNECTED: _UP,
+    Reason.OTHER: f"the sentence says what is wrong; {_LOOK}",
 }
 """What to do about each reason; of several reasons the first one here counts."""
+_PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING})
+"""Reasons that are gone after a moment."""
 
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[Finding]:
@@ -120,12 +131,12 @@ def _doubted(source: SourceView, now: float) -> Finding:
     if state != "DEGRADED":
         codes.discard(Reason.REPLAY_UNPROVEN)  # it is so of every stream that still connects or catches up
     known = [advice for code, advice in _ADVICE.items() if code in codes]
-    if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None and not known:
+    if state in {"CONNECTING", "REPLAYING"} and since <= PATIENCE_SECONDS and source.fault is None and codes <= _PHASES:
         return warn("trust", text, "give it a moment, and look again")
     if state == "DEGRADED" and codes == {Reason.REPLAY_UNPROVEN} and source.batches == source.replayed:
         return ok("trust", text, _IDLE)
     found = fail if state in {"CONNECTING", "STALE"} else warn
-    advice = known[0] if known else f"is the engine up? {_LOOK}"
+    advice = known[0] if known else _UP
     return found("trust", text, advice.format(endpoint=source.endpoint))
 
 
@@ -200,19 +211,23 @@ def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[Finding
         yield ok("traffic", f"nobody is silent{newest}")
 
 
-def check_losses(sources: Sequence[SourceView], now: float) -> Finding | None:
-    """What was lost for good of late; None where nothing ever was."""
+def check_losses(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
+    """What was lost for good of late, of sources without a replay endpoint apart; nothing if nothing ever was."""
     losing = [source for source in sources if source.lost]
-    if not losing:
-        return None
     recent = [source for source in losing if any(now - gap.at < RECENT_SECONDS for gap in source.gaps)]
-    told = some([f"{plural(source.lost, 'batch')} of {_name(source)}" for source in (recent or losing)])
-    if not recent:
-        return ok("losses", f"lost for good, none of them within the last hour: {told}")
-    if any(Reason.NO_REPLAY in source.trust.reason_codes for source in recent):
-        return warn("losses", f"lost for good, some within the last hour: {told}", _REPLAY)
-    advice = "a larger buffer_steps in the engine lets replay repair more; is the service or the network stopped at times?"
-    return warn("losses", f"lost for good, some within the last hour: {told}", advice)
+    if losing and not recent:
+        yield ok("losses", f"lost for good, none of them within the last hour: {_lost(losing)}")
+    mute = [source for source in recent if Reason.NO_REPLAY in source.trust.reason_codes]
+    if mute:
+        yield warn("losses", f"lost for good, some within the last hour, without a replay endpoint: {_lost(mute)}", _REPLAY)
+    rest = [source for source in recent if Reason.NO_REPLAY not in source.trust.reason_codes]
+    if rest:
+        advice = "a larger buffer_steps in the engine lets replay repair more; is the service or the network stopped at times?"
+        yield warn("losses", f"lost for good, some within the last hour: {_lost(rest)}", advice)
+
+
+def _lost(sources: Sequence[SourceView]) -> str:
+    return some([f"{plural(source.lost, 'batch')} of {_name(source)}" for source in sources])
 
 
 def check_rejected(sources: Sequence[SourceView]) -> Finding | None:

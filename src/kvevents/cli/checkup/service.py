@@ -79,7 +79,7 @@ def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[Finding]:
         fleet.check_ranks(sources),
         fleet.check_block_sizes(sources),
         fleet.check_lag(sources),
-        fleet.check_losses(sources, now),
+        *fleet.check_losses(sources, now),
         fleet.check_rejected(sources),
     )
     yield from (finding for finding in checks if finding is not None)
