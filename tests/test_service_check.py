@@ -110,6 +110,32 @@ def test_bridges_check_their_engines_too(case: str, tmp_path: Path, certificate:
     assert checked.code == 1
 
 
+PORTS = [f"tcp://10.0.0.7:{port}" for port in range(5557, 5561)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (PORTS[0], PORTS[0], f"endpoint {PORTS[0]} of a rank 1 is the endpoint of a rank 0"),
+        (
+            f"{PORTS[0]},{PORTS[1]}",
+            f"{PORTS[1]},{PORTS[2]}",
+            f"endpoint {PORTS[1]} of a rank 1 is the replay_endpoint of a rank 0",
+        ),
+        (
+            f"{PORTS[0]},{PORTS[1]}",
+            f"{PORTS[2]},{PORTS[1]}",
+            f"replay_endpoint {PORTS[1]} of a rank 1 is the replay_endpoint of",
+        ),
+        (f"{PORTS[0]},{PORTS[1]}", f"{PORTS[2]},{PORTS[3]}", ""),
+    ],
+)
+def test_ranks_that_are_named_apart_have_endpoints_of_their_own(first: str, second: str, words: str) -> None:
+    checked = run("serve", "--model", "m", "--worker", f"a:0={first}", "--worker", f"a:1={second}", "--check")
+    assert words in checked.err, checked.err
+    assert checked.code == (1 if words else 0)
+
+
 def test_check_leaves_no_trace(tmp_path: Path) -> None:
     """A state folder that can be made is not made, and one that a running service has is no error."""
     folder = tmp_path / "a" / "b"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def check_engines(config: ServiceConfig, watched: Path | None) -> None:
                 f"{registration.label} is named twice, in {where} and in {origin}, with another {', '.join(differing)}: "
                 "leave one of them out, or call it something else"
             )
-    _check_ranks(registration for registration, _ in named.values())
+    _check_ranks([registration for registration, _ in named.values()])
 
 
 def _named(config: ServiceConfig, watched: Path | None) -> Iterator[tuple[Registration, str]]:
@@ -68,13 +68,25 @@ def _named(config: ServiceConfig, watched: Path | None) -> Iterator[tuple[Regist
                 yield registration, origin
 
 
-def _check_ranks(registrations: Iterable[Registration]) -> None:
+def _check_ranks(registrations: Sequence[Registration]) -> None:
     firsts: dict[str, Registration] = {}
+    sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
     for registration in registrations:
         try:
             check_alike(registration, firsts.setdefault(registration.key[0], registration))
         except ConflictError as error:
             raise ConfigError(f"{error}; {error.hint}") from error
+        for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
+            if endpoint is None:
+                continue
+            # Ranks may publish at one endpoint, each under a topic of its own.
+            topic = registration.topic if name == "endpoint" else ""
+            other, of_other = sockets.setdefault((registration.key[0], endpoint, topic), (registration, name))
+            if (other, of_other) != (registration, name):
+                raise ConfigError(
+                    f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}; "
+                    "each rank has endpoints of its own"
+                )
 
 
 def _check_tls(tls: Tls) -> None:

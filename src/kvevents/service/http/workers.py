@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LISTING: Final = "listing"
-"""Whole workers are read and sorted."""
+"""The blocks of whole workers are read."""
 MATCHING: Final = "matching"
 """Many prompts at once."""
 FLEET: Final = "fleet"
