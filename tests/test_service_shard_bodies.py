@@ -1,7 +1,8 @@
-"""Bodies of `/v1/shard/...`: what is not for this replica is not read, and what is read has limits."""
+"""Bodies and prompts between replicas: what is not for this one is not read, and what is long keeps no other client waiting."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.http import shard
 from kvevents.service.http.messages import Body, Headers, Request
 from kvevents.service.http.routing import TABLE
-from kvevents.service.http.workers import MATCHING
+from kvevents.service.http.workers import MATCHING, Workers
+from kvevents.service.member import Row
 from kvevents.service.shapes import MAX_MEDIA, MatchRequest
+from kvevents.service.shards.asking import MAX_INLINE_TOKENS, Shards
 from kvevents.service.shards.shapes import Expectation, Lanes, Noted, Question
 
 LIMIT = 10_000
@@ -88,3 +91,47 @@ def test_lanes_and_media_have_a_number() -> None:
 
 def test_a_long_prompt_that_is_expected_takes_a_thread() -> None:
     assert TABLE["/v1/shard/expect"]["POST"].worker == MATCHING
+
+
+class Share:
+    """Lanes 0 and 1 of a plane of two lanes; `on_rows` is called while prompts are looked up."""
+
+    def __init__(self, on_rows: Any) -> None:
+        self.lanes = frozenset({0, 1})
+        self._on_rows = on_rows
+        self.threads: list[str] = []
+
+    def layout(self) -> Any:
+        return SimpleNamespace(lanes=2)
+
+    def shown(self) -> frozenset[int]:
+        return self.lanes
+
+    def lane_of(self, member: Any) -> int:
+        return int(member.lane)
+
+    def rows(self, _question: Question, lanes: Any, prompts: list[Any]) -> Any:
+        self.threads.append(threading.current_thread().name)
+        found = [[Row(SimpleNamespace(lane=lane), 16, 0, 0, 16) for lane in sorted(lanes)] for _ in prompts]  # type: ignore[arg-type]
+        self._on_rows(self)
+        return found
+
+
+def release(share: Share) -> None:
+    share.lanes = frozenset({0})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "thread"), [(MAX_INLINE_TOKENS, "MainThread"), (MAX_INLINE_TOKENS + 1, "kvevents-matching_0")]
+)
+async def test_long_prompts_are_looked_up_in_a_thread(tokens: int, thread: str) -> None:
+    """A lane that is released meanwhile is not answered for: another replica has it now."""
+    for on_rows, lanes, missing in ((lambda _: None, [0, 1], ""), (release, [0], "no replica answers for lane 1")):
+        share = Share(on_rows)
+        peers: Any = SimpleNamespace(is_away=lambda _: False)
+        asking = Shards("a", "http://a", share, peers, dict, Workers(1)[MATCHING].run)  # type: ignore[arg-type]
+        found = await asking.find(Question(model="m"), [[1] * tokens])
+        assert share.threads == [thread]
+        assert [row.member.lane for row in found.rows[0]] == lanes  # type: ignore[attr-defined]
+        assert found.missing.startswith(missing)
+        assert bool(found.missing) is bool(missing)

@@ -27,7 +27,7 @@ from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.connections import Connections
-from kvevents.service.http.workers import Workers
+from kvevents.service.http.workers import MATCHING, Worker, Workers
 from kvevents.service.keeping import Keeper
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
@@ -69,11 +69,11 @@ class Service:
         )
         self.replica = _replica(config, self.fleet)
         """What keeps the index where it is built from a log; None where engines are followed."""
-        self.shards = _shards(config, self.fleet, self.replica)
+        self.workers = Workers(config.limits.max_waiting)
+        self.shards = _shards(config, self.fleet, self.replica, self.workers[MATCHING])
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics(self)
         self.connections = Connections(config.limits)
-        self.workers = Workers(config.limits.max_waiting)
         self.candidates = CandidateCache(self.fleet, self.shards, lambda: self._finder.adapters)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.turns = Turns()
@@ -412,8 +412,8 @@ def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     )
 
 
-def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None) -> Shards | None:
+def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: Worker) -> Shards | None:
     if config.shard is None or replica is None:
         return None
     answering = Answering(fleet, lambda: replica.layout, lambda: replica.shown)
-    return Shards(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present)
+    return Shards(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present, worker.run)

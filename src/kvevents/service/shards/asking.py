@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -39,6 +39,8 @@ MAX_ROUNDS: Final = 4
 """Of asking the next replica, for one question."""
 MAX_EXPECTATIONS: Final = 256
 """On their way to other replicas; more are passed over, since they are hints."""
+MAX_INLINE_TOKENS: Final = 1 << 16
+"""Of all prompts of a question that are packed and looked up in the event loop."""
 ORIGIN: Final = "shard"
 """Who named an engine of another replica, as far as this one knows."""
 
@@ -72,14 +74,11 @@ class _Asking:
         """Whether anybody serves the model."""
         self.unknown: NotFoundError | None = None
 
-    def take(self, lanes: Collection[int], answer: Callable[[], Rows]) -> None:
+    def take(self, lanes: Collection[int], rows: Rows) -> None:
         """What this replica itself answers for some lanes."""
-        try:
-            for merged, found in zip(self.rows, answer(), strict=True):
-                merged.extend(found)
-            self.known = True
-        except NotFoundError as error:
-            self.unknown = error
+        for merged, found in zip(self.rows, rows, strict=True):
+            merged.extend(found)
+        self.known = True
         self.left.difference_update(lanes)
 
 
@@ -128,10 +127,19 @@ class Remote(Member):
 
 
 class Shards:
-    """Asks for the whole. `present` are the other replicas that are heard of. To be used in one event loop."""
+    """Asks for the whole. `present` are the other replicas that are heard of. To be used in one event loop.
+
+    `in_thread` calls a function in another thread, for prompts that are long.
+    """
 
     def __init__(
-        self, name: str, url: str, answering: Answering, peers: Peers, present: Callable[[], Mapping[str, Announcement]]
+        self,
+        name: str,
+        url: str,
+        answering: Answering,
+        peers: Peers,
+        present: Callable[[], Mapping[str, Announcement]],
+        in_thread: Callable[..., Awaitable[Any]],
     ) -> None:
         self.answering: Final = answering
         self.peers: Final = peers
@@ -142,6 +150,7 @@ class Shards:
         self._name: Final = name
         self._url: Final = url
         self._present: Final = present
+        self._in_thread: Final = in_thread
         self._members: dict[Key, Remote] = {}
         self._known: dict[str, _Known] = {}
         """By replica."""
@@ -261,11 +270,19 @@ class Shards:
         if layout is None:
             self.incomplete += 1
             return Merged([[] for _ in range(len(prompts) + len(question.keys))], "the plane was not found yet")
-        whole = msgspec.structs.replace(question, prompts=[packed(tokens) for tokens in prompts])
+        run = self._in_thread if sum(map(len, prompts)) > MAX_INLINE_TOKENS else _at_once
+        whole = msgspec.structs.replace(question, prompts=await run(_packed, prompts))
         asking = _Asking(len(prompts) + len(question.keys), set(range(layout.lanes)))
         own: Collection[int] = self.answering.shown()
         for _ in range(MAX_ROUNDS):
-            asking.take(own, lambda own=own: self.answering.rows(question, own, list(prompts)))  # type: ignore[misc]
+            try:
+                rows: Rows = await run(self.answering.rows, question, own, list(prompts))
+            except NotFoundError as error:
+                asking.unknown = error
+                asking.left.difference_update(own)
+            else:
+                still = self.answering.shown().intersection(own)  # a lane may have been released meanwhile
+                asking.take(still, [[row for row in each if self.answering.lane_of(row.member) in still] for each in rows])
             if not asking.left or not await self._ask_others(whole, asking):
                 break
             own = asking.left & self.answering.shown()  # what has come here since
@@ -366,6 +383,14 @@ class Shards:
             await self.peers.ask(name, url, "/v1/shard/expect", asked, Noted)
         except AwayError as error:
             log.debug("an expectation was not told: %s", error)
+
+
+async def _at_once(call: Callable[..., Any], *given: Any) -> Any:
+    return call(*given)
+
+
+def _packed(prompts: Sequence[Any]) -> list[bytes]:
+    return [packed(tokens) for tokens in prompts]
 
 
 def packed(tokens: Any) -> bytes:
