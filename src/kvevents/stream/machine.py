@@ -484,7 +484,7 @@ class Stream(Generic[B]):
             self._sender.agreed(seq, live=live)
             self._doubts.agree(seq)
             return
-        explained = self._doubts.explains(seq)
+        explained = self._is_unproven or self._doubts.explains(seq)
         if self._doubts.diverge(seq):
             self.counters.divergences += not explained
             if self._sender.may_send_again(seq) and self._can_replay:
