@@ -123,6 +123,9 @@ class BaseSubscriber(Generic[B]):
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """How far the deliveries of a stream can be trusted; `name` may be left out when there is one stream only.
 
+        It is as of all that was received. Who takes deliveries one by one, or with a `limit`, may not have all of them yet: a
+        loss may come before the clear that has healed it. Ask when `receive_many()` has handed out everything.
+
         Any thread may call this, `status` and `statuses`, also after `close`.
         """
         with self._lock:
