@@ -277,6 +277,7 @@ def test_curve_and_unknown_hosts() -> None:
     finally:
         context.destroy(linger=0)
     assert shake_hands("tcp://no-such-host.invalid:5557").outcome == "unknown-host"
+    assert shake_hands("tcp://a..b:5557").outcome == "unknown-host"
     assert shake_hands("ipc:///no/such/socket").outcome == "refused"
 
 

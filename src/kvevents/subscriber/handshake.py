@@ -64,16 +64,19 @@ def _socket_type(ready: bytes) -> str:
     return rest[4 : 4 + size].decode("ascii", "replace") if found else ""
 
 
-def _failed(error: OSError) -> Handshake:
+def _failed(error: OSError | UnicodeError) -> Handshake:
     """What an attempt to connect came to."""
     match error:
+        case UnicodeError():
+            return Handshake("unknown-host", "it is no host name")
         case socket.gaierror():
             return Handshake("unknown-host", str(error.strerror))
         case ConnectionRefusedError() | FileNotFoundError():
             return Handshake("refused")
         case TimeoutError():
             return Handshake("timeout")
-    return Handshake("unreachable", str(error.strerror or error))
+        case _:
+            return Handshake("unreachable", str(error.strerror or error))
 
 
 def _unix_address(endpoint: str) -> str:
@@ -90,7 +93,7 @@ def shake_hands(endpoint: str, timeout: float = TIMEOUT) -> Handshake:
     until = time.monotonic() + timeout
     try:
         connection = _connect(endpoint, timeout)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return _failed(error)
     with closing(connection):
         try:
@@ -146,7 +149,7 @@ def _read(connection: socket.socket, size: int, until: float) -> bytes:
 
 
 async def shake_hands_async(endpoint: str, seconds: float = TIMEOUT) -> Handshake:
-    """The same as `shake_hands`. Raises `UnicodeError` for a host name that cannot be one."""
+    """The same as `shake_hands`."""
     found = split_tcp(endpoint)
     until = asyncio.get_running_loop().time() + seconds
     try:
@@ -155,7 +158,7 @@ async def shake_hands_async(endpoint: str, seconds: float = TIMEOUT) -> Handshak
                 reader, writer = await asyncio.open_connection(found[0].strip("[]"), found[1])
             else:
                 reader, writer = await asyncio.open_unix_connection(_unix_address(endpoint))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return _failed(error)
     try:
         async with asyncio.timeout_at(until):
