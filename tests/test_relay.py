@@ -17,10 +17,13 @@ from kvevents.config import resolve_dialect
 from kvevents.errors import ClosedError, ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
 from kvevents.index import block_keys
-from kvevents.relay import RelaySettings
+from kvevents.publisher.history import History
+from kvevents.publisher.parts import spelled
+from kvevents.relay import RelaySettings, output, spelling
 from kvevents.relay.beginning import _incarnation_after
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from kvevents.wire import decode_batch, encode_batch
+from kvevents.wire.encode import batch_encoder
 from relay_cases import SIZE, Consumer, World, block, killing, world
 from relay_journal_cases import Killed, WatchedDisk
 
@@ -137,6 +140,36 @@ def test_a_doubt_is_told_before_the_batches_around_a_reset_or_a_gap(made: World,
     relay._forward(deliveries)
     assert len(seen) >= 4
     assert set(seen) == {"DEGRADED"}
+
+
+def test_what_was_sent_on_after_the_last_checkpoint_must_be_the_upstreams_after_a_kill(made: World) -> None:
+    """Another life that is the same up to the checkpoint, and not behind it: what is known there is not passed over."""
+    engine = made.upstream.engine
+    payloads = [encode_batch(KVEventBatch(float(number), [block(number)])) for number in range(1, 9)]
+    for payload in payloads[:3]:
+        engine.publish_payload(payload)
+    made.begin()
+    consumer = made.consumer()
+    made.settle()
+    engine.publish_payload(payloads[3])
+    made.settle()
+    marked = made.relay._keeping.checkpoints[0].last_seq
+    for payload in payloads[4:6]:
+        engine.publish_payload(payload)
+    made.turn(1)
+    assert consumer.held.total() == 6
+    assert marked == made.relay._keeping.checkpoints[0].last_seq == 3, "what follows was not sent on behind the checkpoint"
+    made.kill()
+    made.upstream.restart()
+    engine.disconnect()
+    for payload in [*payloads[:4], *(encode_batch(KVEventBatch(0.0, [block(number)])) for number in (21, 22))]:
+        engine.publish_payload(payload)
+    engine.reconnect()
+    made.begin()
+    made.settle()
+    engine.publish_payload(encode_batch(KVEventBatch(0.0, [block(23)])))
+    made.settle()
+    assert sorted(number for number, _ in consumer.held) == [1, 2, 3, 4, 21, 22, 23]
 
 
 def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None:
@@ -373,6 +406,32 @@ def test_a_relay_that_is_back_says_so_before_it_has_caught_up(made: World) -> No
     assert consumer.trust.name == "STALE", consumer.trust
     made.upstream.engine.reconnect()
     exact(made, consumer)
+
+
+def test_a_batch_that_is_too_large_without_its_heartbeat_is_several(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a snapshot has a heartbeat; spelled anew without it, it may have more bytes than before."""
+    limit = 6_000
+    monkeypatch.setattr(output, "MAX_PAYLOAD", limit)
+    monkeypatch.setattr(spelling, "MAX_PAYLOAD", limit)
+    history, encode = History.create(), batch_encoder(resolve_dialect("vllm-0.22"))
+    assert history is not None
+    for number in range(60):
+        stored = BlockStored(
+            [number * 100 + at for at in range(40)], None, list(range(number * 1000, number * 1000 + 160)), SIZE
+        )
+        history.fold(encode_batch(KVEventBatch(0.0, [stored])))
+    parts = spelled(history.told() or [], 0.0, 0, encode, limit, 77)
+    assert parts is not None
+    assert len(parts) > 1
+    engine = made.upstream.engine
+    engine._next_seq = 100
+    for part in parts:
+        engine.publish_payload(part, lost=True)
+    made.begin()
+    consumer = made.consumer()
+    made.settle()
+    assert made.relay.status().holes == 0
+    assert consumer.held.total() == 60 * 40
 
 
 def test_an_upstreams_digest_is_compared_and_its_heartbeats_go_no_further(made: World) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.events import KVEventBatch
+from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import Applied
 from kvevents.publisher.buffer import Collapsed, ReplayBuffer
 from kvevents.relay.journal import Journal, Recovered, Relayed
@@ -24,6 +24,7 @@ from kvevents.relay.upstreams import Position, agreeing
 from kvevents.stream import Checkpoint
 from kvevents.structs import prepared
 from kvevents.wire import decode_batch
+from kvevents.wire.peek import begins_with_clear
 
 CHUNK: Final = 1_000
 """Batches of a journal that are read before they are taken in."""
@@ -58,6 +59,40 @@ class Mark(msgspec.Struct, frozen=True):
     """Whether a prompt with a salt was told by its keys: what follows it cannot be keyed by who knows those only."""
 
 
+class _Newest:
+    """The newest batch of each upstream that was sent on after the checkpoints were written.
+
+    What was sent on is passed over, so the upstream has to prove that it has told that. A batch with a heartbeat, as every part
+    of a snapshot is, was not written down as it came.
+    """
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self._checkpoints = checkpoints
+        self._found: dict[int, Relayed] = {}
+
+    def look(self, records: Iterable[Relayed]) -> None:
+        """Take note of records, in their order."""
+        for record in records:
+            if record.upstream >= len(self._checkpoints):
+                continue
+            checkpoint = self._checkpoints[record.upstream]
+            if record.incarnation == checkpoint.incarnation and record.seq > checkpoint.last_seq and _tells(record.payload):
+                self._found[record.upstream] = record
+
+    def required_by(self, ordinal: int) -> Checkpoint:
+        """The checkpoint of an upstream, with that batch."""
+        checkpoint, newest = self._checkpoints[ordinal], self._found.get(ordinal)
+        return checkpoint if newest is None else checkpoint.requiring(newest.seq, newest.payload)
+
+
+def _tells(payload: bytes) -> bool:
+    """Whether a batch has something besides a heartbeat, and is no part of a snapshot."""
+    events = decode_batch(payload).batch.events
+    return not begins_with_clear(payload) and any(
+        not isinstance(each, AllBlocksCleared) and each.block_hashes for each in events
+    )
+
+
 class _Found(NamedTuple):
     """What a journal holds, where the relay can go on with it."""
 
@@ -90,14 +125,18 @@ def begin(
         journal.begin(incarnation)
         return Beginning(incarnation, told=f"began anew: {found}", seconds=time.monotonic() - began)
     spelling.assume(found.mark.form)
-    residents = _restore(settings, found, buffer, mirror, plain)
+    newest = _Newest(found.mark.checkpoints)
+    residents = _restore(settings, found, buffer, mirror, plain, newest)
     journal.resume()
     told = f"went on with number {recovered.next_number} of incarnation {recovered.incarnation}"
     known = {at: place for at, place in recovered.positions.items() if at < len(settings.upstreams)}
     return Beginning(
         recovered.incarnation or 0,
         recovered.next_number,
-        tuple(agreeing(each, known.get(at)) for at, each in enumerate(found.mark.checkpoints)),
+        tuple(
+            agreeing(each if settings.rewrites else newest.required_by(at), known.get(at))
+            for at, each in enumerate(found.mark.checkpoints)
+        ),
         known,
         residents,
         True,
@@ -136,7 +175,12 @@ def _unfit(settings: RelaySettings, mark: Mark) -> str | None:
 
 
 def _restore(
-    settings: RelaySettings, found: _Found, buffer: ReplayBuffer, mirror: Mirror, plain: Mapping[int, Mirror]
+    settings: RelaySettings,
+    found: _Found,
+    buffer: ReplayBuffer,
+    mirror: Mirror,
+    plain: Mapping[int, Mirror],
+    newest: _Newest,
 ) -> dict[int, Residents]:
     """Native code takes in the same payloads for the buffer and for each mirror, which goes on side by side."""
     recovered, parts = found.recovered, found.parts
@@ -152,6 +196,7 @@ def _restore(
             payloads = [each.payload for each in chunk]
             doing = [pool.submit(mirror.apply, payloads) for mirror in mirrors]
             buffer.extend([(each.number, each.payload) for each in chunk])
+            newest.look(chunk)
         _finish(doing)
     if len(settings.upstreams) == 1:
         return {}

@@ -124,12 +124,16 @@ class Output:
         if costs_events(findings):
             # Before the batch: a relay that is killed in between says it again.
             self.lose()
+        own = [payload]
         if findings.heartbeat is not None:
             batch = decode_batch(payload).batch
             kept = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
-            payload = self._spelling.encode(kept)
-        if len(payload) <= MAX_PAYLOAD:
-            self._send(ordinal, [origin], [payload])
+            own = self._spelling.payloads(kept)
+        for each in own:
+            if len(each) <= MAX_PAYLOAD:
+                self._send(ordinal, [origin], [each])
+            elif each is not payload:
+                self.lose()
 
     def _write_and_send(
         self, upstreams: Sequence[int], lives: Sequence[int], seqs: Sequence[int], payloads: Sequence[bytes]

@@ -65,6 +65,10 @@ class Spelling:
         """A batch of the relay's own. Raises `EncodeError`."""
         return encode_batch(batch, self._row)
 
+    def payloads(self, batch: EventBatch) -> list[bytes]:
+        """The same as several batches where one would be too large for consumers. Raises `EncodeError`."""
+        return payloads_of(batch, self._row)
+
     def look(self) -> None:
         """Look at the newest payload as well."""
         newest, self._newest = self._newest, b""

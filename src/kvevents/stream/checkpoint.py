@@ -98,6 +98,14 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         proof = self.proof().joined(later.proof()) if self.anchors else Proof()
         return msgspec.structs.replace(self, anchors=_kept(proof), doubts=doubts, proof_lost=proof.is_lost)
 
+    def requiring(self, seq: int, payload: bytes) -> Checkpoint:
+        """The same for a consumer that has batch `seq`, handed out later, as well: the publisher must hold that one, too."""
+        if not self.anchors or seq <= self.anchors[-1].seq:
+            return self
+        proof = self.proof()
+        proof.needs(Anchor(seq, payload, live=False))
+        return msgspec.structs.replace(self, anchors=_kept(proof), proof_lost=proof.is_lost)
+
     def proof(self) -> Proof:
         """What shows that the publisher is the same."""
         return Proof([each.anchor() for each in self.anchors], is_lost=self.proof_lost)
