@@ -530,3 +530,41 @@ def test_silence_ends_with_the_connection(wire: Wire) -> None:
     wire.later(LIMITS.silent_intervals * EVERY)
     wire.stream.disconnected()
     assert wire.stream.doubts == set()
+
+
+# --- snapshots of several batches --------------------------------------------------------------------------------------------
+
+
+def part(number: int, *, is_last: bool = False) -> bytes:
+    """A part of a snapshot, the first one if its number is 0."""
+    events: list[KVEvent] = [] if number else [AllBlocksCleared()]
+    trust = "EXACT" if is_last else "DEGRADED"
+    store = BlockStored([number + 100], None, [number + 100], 1)
+    return encode_batch(KVEventBatch(0.0, [*events, store, BlockRemoved([], heartbeat=heartbeat(trust))]))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_snapshot_whose_end_never_comes_is_a_loss(raw: bool, parts: int) -> None:
+    """Its numbers are those of live batches, which go on behind the part that came: what the others had is lost."""
+    wire = Wire(raw=raw)
+    wire.believe()
+    wire.stream.receive_live(live_frames(TOPIC, 13, telling(13)), wire.now)
+    assert wire.stream.ask(wire.now) is not None
+    for number in range(parts):
+        payload = part(number, is_last=number == 2)
+        wire.stream.receive_replay(replay_batch_frames(TOPIC, 10 + number, payload), wire.now)
+    wire.stream.receive_replay(END, wire.now)
+    while wire.stream.ask(wire.now) is not None:
+        for seq in range(10 + parts, 14):
+            wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, telling(seq)), wire.now)
+        wire.stream.receive_replay(END, wire.now)
+    wire.stream.receive_live(live_frames(TOPIC, 14, beating()), wire.now)
+    for delivery in wire.stream.deliveries():
+        wire.report(delivery, agrees=None)
+    assert (Doubt.LOST in wire.stream.doubts) is (parts < 3)
+    wire.stream.receive_live(live_frames(TOPIC, 15, encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))), wire.now)
+    for delivery in wire.stream.deliveries():
+        if isinstance(delivery, RawBatch):
+            wire.stream.report(delivery, Findings(cleared=True))
+    assert Doubt.LOST not in wire.stream.doubts

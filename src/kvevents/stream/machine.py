@@ -162,6 +162,10 @@ class Stream(Generic[B]):
         self._proof = Proof()
         self._evidence = Evidence()
         self._recent = Recent(self._limits)
+        self._part = self._cut_part = self._incomplete_part = -1
+        """Numbers of parts of a snapshot: the newest one delivered, the newest behind which something else was delivered, and
+        the newest that says of itself that it is not the last one."""
+        self._part_answer = 0
         self._emitted = False
         self._silent = False
         self._due: str | None = None
@@ -461,6 +465,9 @@ class Stream(Generic[B]):
                 self._evidence.forget(seq)
         if any(each.costs_events for each in findings.rejected):
             self._doubts.reject(seq)
+        if heartbeat is not None and delivery.replayed and heartbeat.trust != Trust.EXACT.name:
+            self._incomplete_part = seq
+            self._doubt_cut_snapshot()
         if heartbeat is not None:
             self._take_heartbeat(seq, heartbeat, live=not delivery.replayed and self.phase not in _APART)
 
@@ -982,6 +989,7 @@ class Stream(Generic[B]):
     def _deliver(self, seq: int, payload: bytes, answer: int = 0) -> None:
         """Hand out the batch that is due, which came with an answer, or live."""
         replayed = answer > 0
+        self._follow_part(seq, payload, answer)
         self._expected = seq + 1
         self._newest = max(self._newest, seq)
         if replayed:
@@ -999,6 +1007,25 @@ class Stream(Generic[B]):
         else:
             self._read(self._decode(payload), seq, payload, replayed)
 
+    def _follow_part(self, seq: int, payload: bytes, answer: int) -> None:
+        """Note whether a batch is a part of a snapshot, and whether it stands where another part was to come.
+
+        The parts of a snapshot are all in one answer, in a row, the first one beginning with a clear. Their numbers are those
+        of batches, which may come instead, when an answer stops short: then the rest of the snapshot is lost.
+        """
+        goes_on = answer > 0 and seq == self._part + 1 and answer == self._part_answer
+        if self._part >= 0 and not goes_on and not begins_with_clear(payload):
+            self._cut_part, self._part = self._part, -1
+            self._doubt_cut_snapshot()
+        if answer > 0 and ends_with_digest(payload) and (goes_on or begins_with_clear(payload)):
+            self._part, self._part_answer = seq, answer
+        elif answer > 0:
+            self._part = -1
+
+    def _doubt_cut_snapshot(self) -> None:
+        if self._cut_part >= 0 and self._cut_part == self._incomplete_part:
+            self._doubts.add(Doubt.LOST, self._cut_part)
+
     def _deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
         """The same for live payloads with nothing waiting behind them."""
         if self._decode is not None:
@@ -1007,6 +1034,8 @@ class Stream(Generic[B]):
             return
         if self._proof.wants_next:
             self._proof.goes_on(Anchor(first, payloads[0], live=True))
+        if self._part >= 0:
+            self._follow_part(first, payloads[0], 0)
         count = len(payloads)
         name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
         self._out.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
