@@ -201,8 +201,12 @@ def test_less_trust_is_told_together_with_what_it_is_about() -> None:
     subscriber = Subscriber(transport=transport, clock=transport.clock, decode=False)
     listener = Listener("bridge", lambda heard: told.append(list(heard)), lambda: True, subscriber)
     listener.follow(Source(engine.endpoint, engine.replay_endpoint, name="engine"), Start(None, 0), 1)
-    for _ in range(5):
-        engine.publish(BlockRemoved([1]))
+    engine.publish(BlockRemoved([1]))
+    for _ in range(10):
+        listener._look_at = 0.0
+        listener._turn()
+    engine.publish(BlockRemoved([1]))
+    for _ in range(10):
         listener._look_at = 0.0
         listener._turn()
     assert _trust_in([each for heard in told for each in heard])[-1] == "EXACT"

@@ -299,19 +299,6 @@ def test_a_divergence_that_a_later_agreement_has_ended_is_old_news() -> None:
     assert (wire.stream.deliveries(), wire.stream.counters.divergences) == ([], 0)
 
 
-def test_a_difference_is_explained_by_replay_that_no_live_batch_has_confirmed() -> None:
-    """Its endpoint may be another engine's: that the state is another one then is no sign of something broken."""
-    wire = Wire()
-    wire.stream.receive_live(live_frames(TOPIC, 1, telling(1)), wire.now)
-    assert wire.stream.ask(wire.now) is not None
-    wire.stream.receive_replay(replay_batch_frames(TOPIC, 0, telling(7)), wire.now)
-    wire.stream.receive_live(live_frames(TOPIC, 2, beating()), wire.now)
-    for delivery in wire.stream.deliveries():
-        wire.report(delivery, agrees=False)
-    assert wire.stream.doubts == {Doubt.DIVERGED, Doubt.REPLAY_UNPROVEN}
-    assert wire.stream.counters.divergences == 0
-
-
 def test_a_divergence_while_the_connection_is_gone_waits_for_it(wire: Wire) -> None:
     """There is nobody to ask; what comes on the new connection is of the restart."""
     wire.send(telling(0))

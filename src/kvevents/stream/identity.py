@@ -162,7 +162,7 @@ class Evidence:
 
     Who answers may also be another one each time, as behind an address of several engines. An answer is *proven* when one of
     its batches came live too. Any other one that has brought batches is proven when a later answer, itself proven, repeats the
-    last of them; once that has left the publisher's buffer, nobody can, and that replay agrees with a live batch has to do.
+    last of them, or begins behind it: then it has left the publisher's buffer, and nobody can repeat it.
     """
 
     __slots__ = ("_proven", "_through", "agreed_through", "before", "first_live", "joint", "replayed_through", "unproven")
@@ -215,11 +215,6 @@ class Evidence:
         """Those that a batch was the last of."""
         return [answer for answer, last in self.unproven.items() if last.seq == anchor.seq and last.digest == anchor.digest]
 
-    def give_up(self, anchor: Anchor) -> None:
-        """Nobody can repeat this batch any more."""
-        for answer in self.answers_with(anchor):
-            self.proves(answer)
-
     def forget(self, through: int) -> None:
         """What came before does not matter any more: everything was cleared, or the sender has told the same state."""
         self.unproven = {answer: last for answer, last in self.unproven.items() if last.seq > through}
@@ -239,9 +234,9 @@ class Evidence:
         """The newest batches of answers that are not proven, by their numbers."""
         return sorted(self.unproven.values(), key=lambda anchor: anchor.seq)
 
-    def behind(self, seq: int) -> Anchor | None:
-        """The first batch behind a number that replay must repeat."""
-        wanted = self.anchors() if self.joint is None else [*self.anchors(), self.joint]
+    def behind(self, seq: int, joint: Anchor | None) -> Anchor | None:
+        """The first batch behind a number that replay must repeat, up to a live one that came before it was asked."""
+        wanted = self.anchors() if joint is None else [*self.anchors(), joint]
         return min((anchor for anchor in wanted if anchor.seq > seq), key=lambda anchor: anchor.seq, default=None)
 
     @property

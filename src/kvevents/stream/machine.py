@@ -255,6 +255,7 @@ class Stream(Generic[B]):
         ask.sent = True
         self._answers += 1
         ask.answer = self._answers
+        ask.joint = self._evidence.joint
         ask.heard_at = now
         ask.expected_before = self._expected
         self.counters.requests += 1
@@ -491,7 +492,7 @@ class Stream(Generic[B]):
             self._sender.agreed(seq, live=live)
             self._doubts.agree(seq)
             return
-        explained = self._is_unproven or self._doubts.explains(seq)
+        explained = self._doubts.explains(seq)
         if self._doubts.diverge(seq):
             self.counters.divergences += not explained
             if self._sender.may_send_again(seq) and self._can_replay:
@@ -726,6 +727,8 @@ class Stream(Generic[B]):
                 waiting = self._suspects.old_behind(reply.seq - 1)
                 if waiting is not None and waiting.seq == reply.seq:
                     ask.anchor = Anchor(waiting.seq, waiting.payload, live=True)
+            while first and reply.seq > ask.anchor.seq and self._pass_gone(ask, ask.anchor):
+                pass
             if reply.seq == ask.anchor.seq:
                 self._compare_anchor(ask, ask.anchor, reply)
             elif reply.seq > ask.anchor.seq:
@@ -767,7 +770,7 @@ class Stream(Generic[B]):
             ask.anchor = following
             ask.fruitless = 0
             return
-        if self.phase is not Phase.VERIFYING and (following := self._evidence.behind(anchor.seq)) is not None:
+        if self.phase is not Phase.VERIFYING and (following := self._evidence.behind(anchor.seq, ask.joint)) is not None:
             ask.anchor = following
             return
         if ask.reunites:
@@ -795,9 +798,22 @@ class Stream(Generic[B]):
         else:
             # It has collapsed the batch meanwhile, or never had it: nothing is shown, one way or the other.
             self._brought(ask)
-            self._comparison_failed()
-            self._evidence.give_up(anchor)
-            self._pass_anchor(ask)
+            if not self._pass_gone(ask, anchor):
+                self._comparison_failed()
+                self._pass_anchor(ask)
+
+    def _pass_gone(self, ask: OpenAsk, anchor: Anchor) -> bool:
+        """Whether the last batch of another answer, which has left the buffer of who answers, need not be repeated.
+
+        Nobody can repeat it any more. That who answers now is the publisher has to be shown still, by what is behind it.
+        """
+        following = self._evidence.behind(anchor.seq, ask.joint)
+        gone = self._evidence.answers_with(anchor)
+        if not ask.confirms or ask.reunites or self.phase is Phase.VERIFYING or not gone or following is None:
+            return False
+        ask.repeated += gone
+        ask.anchor = following
+        return True
 
     def _pass_anchor(self, ask: OpenAsk) -> None:
         """What follows in the answer is history."""
@@ -869,7 +885,7 @@ class Stream(Generic[B]):
         anchor = ask.anchor
         if ask.confirms and not ask.reunites and anchor is not None:
             # One answer has to repeat all of them.
-            anchor = self._evidence.behind(-1) or anchor
+            anchor = self._evidence.behind(-1, self._evidence.joint) or anchor
         start = self._expected if anchor is None else anchor.seq
         again = OpenAsk(start, anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless, confirms=ask.confirms)
         again.beyond = ask.beyond and ask.anchor is not None
@@ -904,8 +920,6 @@ class Stream(Generic[B]):
             # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
             self._comparison_failed()
             self._ask = None
-            if ask.start == anchor.seq:
-                self._evidence.give_up(anchor)
             if ask.reunites or anchor == self._proof.first:
                 self._proof = Proof()
 
@@ -964,7 +978,7 @@ class Stream(Generic[B]):
         self._probed_at = self._now
         self._probes += 1
         evidence = self._evidence
-        anchor = self._proof.first or evidence.behind(-1) or evidence.before or self._last
+        anchor = self._proof.first or evidence.behind(-1, evidence.joint) or evidence.before or self._last
         start = self._expected if anchor is None else anchor.seq
         self._ask = OpenAsk(start, anchor, confirms=bool(evidence.unproven))
 
@@ -974,7 +988,7 @@ class Stream(Generic[B]):
         At once, and later and later where that was in vain: the endpoint does not answer, or no longer holds the batch.
         """
         if self._evidence.joint is not None and self._ask is None and self._can_replay and self._now >= self._compare_at:
-            anchor = self._proof.first or self._evidence.behind(-1)
+            anchor = self._proof.first or self._evidence.behind(-1, self._evidence.joint)
             if anchor is not None:
                 self._ask = OpenAsk(anchor.seq, anchor, confirms=True)
 

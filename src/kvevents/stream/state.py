@@ -127,6 +127,8 @@ class OpenAsk:
     """Whether this answer has a batch that came live, too."""
     repeated: list[int] = field(default_factory=list)
     """Answers whose last batch this one has repeated."""
+    joint: Anchor | None = None
+    """The newest live batch that had to be compared when it was sent: who answers has it, but not those that came later."""
     beyond: bool = False
     """Whether this answer held more than the anchor: such an answer may have lost some of its messages."""
     useless: int = 0
