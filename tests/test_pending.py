@@ -17,19 +17,18 @@ seqs = st.integers(0, 12)
 
 @given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
 def test_recent_remembers_the_newest(steps: list[tuple[bool, int, bytes]]) -> None:
-    """As a list of which the oldest go until the rest is within the bound; of each the digest is known, and its answer."""
+    """As a list of which the oldest go until the rest is within the bound; of each the digest is known."""
     recent, model = Recent(LIMITS), list[tuple[int, bytes]]()
     for adds, seq, payload in steps:
         known = next((each for number, each in model if number == seq), None)
         model = [each for each in model if each[0] != seq]
         if not adds:
-            assert recent.take(seq) == (None if known is None else (digest_of(known), seq + 1))
+            assert recent.take(seq) == (None if known is None else digest_of(known))
             continue
-        recent.add(seq, payload, seq + 1)
+        recent.add(seq, payload)
         model.append((seq, payload))
         del model[: -LIMITS.max_recent]
-    left = {seq: found for seq in range(13) if (found := recent.take(seq))}
-    assert left == {seq: (digest_of(each), seq + 1) for seq, each in model}
+    assert {seq: digest for seq in range(13) if (digest := recent.take(seq))} == {seq: digest_of(each) for seq, each in model}
 
 
 @given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
@@ -42,7 +41,7 @@ def test_what_waits_is_within_both_bounds(steps: list[tuple[bool, int, bytes]]) 
             assert (None if taken is None else taken[0]) == model.pop(seq, None)
         elif seq not in model:
             fits = len(model) < 5 and sum(map(len, model.values())) + len(payload) <= 40
-            assert pending.add(seq, payload) == fits
+            assert pending.add(seq, payload, replayed=False) == fits
             model |= {seq: payload} if fits else {}
         assert len(pending) == len(model)
         assert pending.first() == min(model, default=None)
@@ -52,11 +51,11 @@ def test_a_batch_that_was_taken_out_of_turn_keeps_nothing_of_what_comes_after_it
     """As when a snapshot takes the place of a batch that waits, and another batch of its number comes."""
     pending = Pending(LIMITS)
     for seq in (1, 2):
-        assert pending.add(seq, b"")
+        assert pending.add(seq, b"", replayed=False)
     assert pending.take(2)
-    assert pending.add(2, b"")
+    assert pending.add(2, b"", replayed=False)
     for seq in range(1, 1000):
         assert pending.take(seq)
-        assert pending.add(seq + 2, b"")
+        assert pending.add(seq + 2, b"", replayed=False)
     assert len(pending._order) == 2
     assert pending.first() == 1000

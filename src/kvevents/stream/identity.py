@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.state import Anchor
 from kvevents.wire import Live
-from kvevents.wire.peek import begins_with_clear
 
-MAX_ANSWERS: Final = 64
-"""Answers to replay requests that are not proven to be of the publisher; if there are more of them, a doubt stays."""
-MAX_PROVEN: Final = 64
-"""Answers that are remembered as proven: batches of them may wait for others."""
 MAX_ANCHORS: Final = 16
 """Each connection of which nothing could be proven needs two; if there are more of them in a row, a doubt stays."""
 
@@ -159,13 +153,9 @@ class Evidence:
     A replay endpoint may belong to another engine, or be answered by the next life while the last frames of the one before
     still wait. So nothing that replay has brought is trusted before replay has repeated a live batch of this connection whose
     number is not below it. The newest live batch that was not compared yet is the *joint*: replay is asked for it.
-
-    Who answers may also be another one each time, as behind an address of several engines. An answer is *proven* when one of
-    its batches came live too. Any other one that has brought batches is proven when a later answer, itself proven, repeats the
-    last of them, or begins behind it: then it has left the publisher's buffer, and nobody can repeat it.
     """
 
-    __slots__ = ("_proven", "_through", "agreed_through", "before", "first_live", "joint", "replayed_through", "unproven")
+    __slots__ = ("agreed_through", "before", "first_live", "joint", "replayed_through")
 
     def __init__(self) -> None:
         self.first_live: int | None = None
@@ -175,51 +165,21 @@ class Evidence:
         self.replayed_through = -1
         """The highest number delivered by replay."""
         self.before: Anchor | None = None
-        """The live batch delivered before replayed ones, unless their answer is proven."""
+        """The live batch delivered before replayed ones, unless the answer that brought those began with a live one."""
         self.joint: Anchor | None = None
         """The newest live batch that has to be compared."""
-        self.unproven: dict[int, Anchor] = {}
-        """By answer the newest batch that it has brought. Of one that has brought only a snapshot, which need not be the same
-        bytes when it is asked for again, there is none."""
-        self._proven: deque[int] = deque(maxlen=MAX_PROVEN)
-        self._through = -1
-        """The highest number of those that there was no room for."""
 
     def connected(self) -> None:
         """A new connection begins: what the one before has shown says nothing about its publisher."""
         self.first_live = None
         self.agreed_through = -1
 
-    def replayed(self, answer: int, seq: int, payload: bytes, last_live: Anchor | None) -> None:
-        """Batch `seq` of an answer was delivered, after a live one or not."""
+    def replayed(self, seq: int, last_live: Anchor | None, *, proven: bool) -> None:
+        """Batch `seq` was delivered by replay, after a live one or not; by an answer that began with a live one or not."""
         self.replayed_through = max(self.replayed_through, seq)
-        if answer in self._proven:
-            return
-        if self.before is None and last_live is not None:
+        if not proven and self.before is None and last_live is not None:
             self.before = last_live
             _ = last_live.digest
-        if begins_with_clear(payload):
-            return
-        self.unproven[answer] = Anchor(seq, payload, live=False)
-        if len(self.unproven) > MAX_ANSWERS:
-            forgotten = self.unproven.pop(next(iter(self.unproven)))
-            self._through = max(self._through, forgotten.seq)
-
-    def proves(self, answer: int) -> None:
-        """The answer has a batch that has come live as well."""
-        self.unproven.pop(answer, None)
-        if answer not in self._proven:
-            self._proven.append(answer)
-
-    def answers_with(self, anchor: Anchor) -> list[int]:
-        """Those that a batch was the last of."""
-        return [answer for answer, last in self.unproven.items() if last.seq == anchor.seq and last.digest == anchor.digest]
-
-    def forget(self, through: int) -> None:
-        """What came before does not matter any more: everything was cleared, or the sender has told the same state."""
-        self.unproven = {answer: last for answer, last in self.unproven.items() if last.seq > through}
-        if self._through <= through:
-            self._through = -1
 
     def agreed(self, seq: int) -> None:
         """Replay and live stream have the same batch `seq`."""
@@ -227,23 +187,13 @@ class Evidence:
             self.agreed_through = max(self.agreed_through, seq)
         if self.before is not None and self.before.seq <= seq:
             self.before = None
-        if self.joint is not None and self.joint.seq <= seq and not self.unproven:
+        if self.joint is not None and self.joint.seq <= seq:
             self.joint = None
-
-    def anchors(self) -> list[Anchor]:
-        """The newest batches of answers that are not proven, by their numbers."""
-        return sorted(self.unproven.values(), key=lambda anchor: anchor.seq)
-
-    def behind(self, seq: int, joint: Anchor | None) -> Anchor | None:
-        """The first batch behind a number that replay must repeat, up to a live one that came before it was asked."""
-        wanted = self.anchors() if joint is None else [*self.anchors(), joint]
-        return min((anchor for anchor in wanted if anchor.seq > seq), key=lambda anchor: anchor.seq, default=None)
 
     @property
     def is_open(self) -> bool:
         """Whether the next live batch has to be compared."""
-        is_ahead = self.agreed_through < 0 or self.replayed_through > self.agreed_through
-        return is_ahead or self.before is not None or bool(self.unproven) or self._through >= 0
+        return self.agreed_through < 0 or self.replayed_through > self.agreed_through or self.before is not None
 
     @property
     def is_missing(self) -> bool:

@@ -142,8 +142,6 @@ class Stream(Generic[B]):
         self._asks_the_foreign = False
         self._replay_seen = False
         self._is_paced = False
-        self._answers = 0
-        """Replay requests that were sent."""
         self._paid_until = _AT_ONCE
         """No replay request is sent before: requests are paced, whatever the answers are."""
         self._failed_comparisons = 0
@@ -162,10 +160,6 @@ class Stream(Generic[B]):
         self._proof = Proof()
         self._evidence = Evidence()
         self._recent = Recent(self._limits)
-        self._part = self._cut_part = self._incomplete_part = -1
-        """Numbers of parts of a snapshot: the newest one delivered, the newest behind which something else was delivered, and
-        the newest that says of itself that it is not the last one."""
-        self._part_answer = 0
         self._emitted = False
         self._silent = False
         self._due: str | None = None
@@ -224,7 +218,7 @@ class Stream(Generic[B]):
     def standing(self) -> Standing:
         """What a checkpoint keeps, once the deliveries so far were taken."""
         proof = self._proof.until(self._expected - 1)
-        proof.needs(self._evidence.before, *self._evidence.anchors(), self._last)
+        proof.needs(self._evidence.before, self._last)
         return Standing(self.incarnation, self._expected - 1, proof, self._replay_seen, self._doubts.kept())
 
     # --- take ------------------------------------------------------------------------------------------------------------
@@ -253,9 +247,6 @@ class Stream(Generic[B]):
         interval = self._limits.request_interval
         self._paid_until = max(self._paid_until, now - (self._limits.max_requests_at_once - 1) * interval) + interval
         ask.sent = True
-        self._answers += 1
-        ask.answer = self._answers
-        ask.joint = self._evidence.joint
         ask.heard_at = now
         ask.expected_before = self._expected
         self.counters.requests += 1
@@ -312,7 +303,7 @@ class Stream(Generic[B]):
             self.disconnected()
             self.counters.reconnects += 1
             self._suspects.reconnected()
-        self._proof.needs(self._evidence.before, *self._evidence.anchors(), self._last)
+        self._proof.needs(self._evidence.before, self._last)
         self._proof.drop_payloads()
         anchor = self._proof.first
         if restored and anchor is None:
@@ -450,7 +441,6 @@ class Stream(Generic[B]):
             first_live = self._evidence.first_live
             if findings.agrees and not delivery.replayed and first_live is not None and seq >= first_live:
                 # The state is that of the sender which is heard on this connection, wherever it came from.
-                self._evidence.forget(seq)
                 self._evidence.agreed(seq)
 
     def _found(self, delivery: Batch | RawBatch, findings: Findings) -> None:
@@ -462,13 +452,8 @@ class Stream(Generic[B]):
             return
         if findings.cleared:
             self._doubts.clear(seq)
-            if not delivery.replayed:
-                self._evidence.forget(seq)
         if any(each.costs_events for each in findings.rejected):
             self._doubts.reject(seq)
-        if heartbeat is not None and delivery.replayed and heartbeat.trust != Trust.EXACT.name:
-            self._incomplete_part = seq
-            self._doubt_cut_snapshot()
         if heartbeat is not None:
             self._take_heartbeat(seq, heartbeat, live=not delivery.replayed and self.phase not in _APART)
 
@@ -580,16 +565,10 @@ class Stream(Generic[B]):
         else:
             self._give_up()
 
-    def _confirmed(self, seq: int, answer: int) -> None:
-        """Replay and live stream agree on batch `seq`, which came with an answer as well."""
-        self._evidence.proves(answer)
-        ask = self._ask
-        if ask is not None and ask.sent and ask.answer == answer:
-            ask.proven = True
-            self._prove_repeated(ask)
+    def _confirmed(self, seq: int) -> None:
+        """Replay and live stream agree on batch `seq`."""
         self._evidence.agreed(seq)
-        if not self._evidence.unproven:
-            self._failed_comparisons, self._compare_at, self._paid_until = 0, _AT_ONCE, _AT_ONCE
+        self._failed_comparisons, self._compare_at, self._paid_until = 0, _AT_ONCE, _AT_ONCE
         self._conflicts = 0
         self._asks_the_foreign = False
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
@@ -612,7 +591,7 @@ class Stream(Generic[B]):
 
     def _follow_in_order(self, seq: int, payload: bytes) -> None:
         self._last_live = seq
-        self._deliver(seq, payload)
+        self._deliver(seq, payload, replayed=False)
         if self._newest > seq:
             self._drain()
         if self.phase is not Phase.FOLLOWING:
@@ -629,14 +608,14 @@ class Stream(Generic[B]):
 
     def _overlap(self, live: Live) -> None:
         """Replay was faster than the live stream: the same batch must come again."""
-        known, answer = self._recent.take(live.seq) or (None, 0)
+        known = self._recent.take(live.seq)
         if known is not None and known != digest_of(live.payload):
             self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._follow(live)
             return
         self.counters.duplicates += 1
         if known is not None:
-            self._confirmed(live.seq, answer)
+            self._confirmed(live.seq)
         else:
             self._evidence.joint = Anchor(live.seq, live.payload, live=True)
             self._confirm_soon()
@@ -644,28 +623,25 @@ class Stream(Generic[B]):
     def _early(self, live: Live) -> None:
         """A number beyond the next one: something is missing before it."""
         self._newest = max(self._newest, live.seq)
-        waiting, answer = self._pending.peek(live.seq) or (None, 0)
+        waiting = self._pending.get(live.seq)
         if waiting is not None and waiting != live.payload and begins_with_clear(waiting):
             self.counters.duplicates += 1
             return
         if waiting is not None:
-            if not self._agree(live.seq, waiting, live.payload, answer):
+            if not self._agree(live.seq, waiting, live.payload, live=True):
                 self._follow(live)
             return
-        if not self._pending.add(live.seq, live.payload):
+        if not self._pending.add(live.seq, live.payload, replayed=False):
             self.counters.overflowed += 1
         if self.phase is Phase.FOLLOWING:
             self._fill()
 
-    def _agree(self, seq: int, known: bytes, found: bytes, answer: int) -> bool:
-        """Whether two messages show the same batch; if not, a new life has begun.
-
-        One of them came with `answer` and the other one live; or `answer` is 0, since both came in the same way.
-        """
+    def _agree(self, seq: int, known: bytes, found: bytes, *, live: bool) -> bool:
+        """Whether two messages show the same batch, of which one came `live` or none did; if not, a new life has begun."""
         if known == found:
             self.counters.duplicates += 1
-            if answer:
-                self._confirmed(seq, answer)
+            if live:
+                self._confirmed(seq)
             return True
         self._conflict(f"publisher restarted: number {seq} has two contents")
         return False
@@ -727,8 +703,6 @@ class Stream(Generic[B]):
                 waiting = self._suspects.old_behind(reply.seq - 1)
                 if waiting is not None and waiting.seq == reply.seq:
                     ask.anchor = Anchor(waiting.seq, waiting.payload, live=True)
-            while first and reply.seq > ask.anchor.seq and self._pass_gone(ask, ask.anchor):
-                pass
             if reply.seq == ask.anchor.seq:
                 self._compare_anchor(ask, ask.anchor, reply)
             elif reply.seq > ask.anchor.seq:
@@ -752,26 +726,32 @@ class Stream(Generic[B]):
             # Asked again, and again it is not there.
             self._brought(ask)
             ask.fruitless = 0
-            came_live = self._pending.peek(reply.seq) == (reply.payload, 0)
+            came_live = self._pending.peek(reply.seq) == (reply.payload, False)
             self._declare_gap_before(reply.seq, compacted=not came_live and begins_with_clear(reply.payload))
 
     def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
         if not anchor.is_of(reply.payload):
-            self._anchor_differs(ask, anchor, reply.payload)
+            reason = f"publisher restarted: number {anchor.seq} now has another content"
+            if self.phase is Phase.VERIFYING:
+                self._restart_with_suspects(reason)
+            elif not begins_with_clear(reply.payload):
+                self._contradicted(reason)
+            elif ask.reunites or anchor == self._proof.first:
+                self._restart(reason)
+            else:
+                # It has collapsed the batch meanwhile, or never had it: nothing is shown, one way or the other.
+                self._brought(ask)
+                self._comparison_failed()
+                self._pass_anchor(ask)
             return
         self._brought(ask)
-        ask.repeated += self._evidence.answers_with(anchor)
         if anchor.live:
-            self._confirmed(anchor.seq, ask.answer)
-        elif ask.proven:
-            self._prove_repeated(ask)
+            self._confirmed(anchor.seq)
+            ask.proven = True
         ask.reunites |= anchor == self._proof.first
         if ask.reunites and (following := self._to_be_proven(anchor)) is not None:
             ask.anchor = following
             ask.fruitless = 0
-            return
-        if self.phase is not Phase.VERIFYING and (following := self._evidence.behind(anchor.seq, ask.joint)) is not None:
-            ask.anchor = following
             return
         if ask.reunites:
             # Any other one says nothing of the life before a reconnect.
@@ -782,38 +762,6 @@ class Stream(Generic[B]):
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.CATCHING_UP)
             self._admit_suspects()
-
-    def _prove_repeated(self, ask: OpenAsk) -> None:
-        for answer in ask.repeated:
-            self._evidence.proves(answer)
-
-    def _anchor_differs(self, ask: OpenAsk, anchor: Anchor, payload: bytes) -> None:
-        reason = f"publisher restarted: number {anchor.seq} now has another content"
-        if self.phase is Phase.VERIFYING:
-            self._restart_with_suspects(reason)
-        elif not begins_with_clear(payload):
-            self._contradicted(reason)
-        elif ask.reunites or anchor == self._proof.first:
-            self._restart(reason)
-        else:
-            # It has collapsed the batch meanwhile, or never had it: nothing is shown, one way or the other.
-            self._brought(ask)
-            if not self._pass_gone(ask, anchor):
-                self._comparison_failed()
-                self._pass_anchor(ask)
-
-    def _pass_gone(self, ask: OpenAsk, anchor: Anchor) -> bool:
-        """Whether the last batch of another answer, which has left the buffer of who answers, need not be repeated.
-
-        Nobody can repeat it any more. That who answers now is the publisher has to be shown still, by what is behind it.
-        """
-        following = self._evidence.behind(anchor.seq, ask.joint)
-        gone = self._evidence.answers_with(anchor)
-        if not ask.confirms or ask.reunites or self.phase is Phase.VERIFYING or not gone or following is None:
-            return False
-        ask.repeated += gone
-        ask.anchor = following
-        return True
 
     def _pass_anchor(self, ask: OpenAsk) -> None:
         """What follows in the answer is history."""
@@ -841,21 +789,21 @@ class Stream(Generic[B]):
             self.counters.duplicates += 1
             return
         self._newest = max(self._newest, seq)
-        waiting, answer = self._pending.peek(seq) or (None, 0)
+        waiting, was_replayed = self._pending.peek(seq) or (None, False)
         if waiting is not None and waiting != payload and begins_with_clear(payload):
             # It says what is missing before as well; the batch of its number needs to wait no longer.
             self._pending.take(seq)
             waiting = None
-        elif waiting is not None and not self._agree(seq, waiting, payload, 0 if answer else ask.answer):
+        elif waiting is not None and not self._agree(seq, waiting, payload, live=not was_replayed):
             return
         if seq == self._expected:
             self._brought(ask)
             if waiting is None:
-                self._deliver(seq, payload, ask.answer)
+                self._deliver(seq, payload, replayed=True)
             self._drain()
             self._settle_if_complete()
             return
-        if waiting is None and self._pending.add(seq, payload, answer=ask.answer):
+        if waiting is None and self._pending.add(seq, payload, replayed=True):
             self._brought(ask)
         if self.phase is Phase.FOLLOWING:
             self._enter(Phase.CATCHING_UP)
@@ -882,12 +830,10 @@ class Stream(Generic[B]):
             self._settle()
 
     def _ask_again(self, ask: OpenAsk, *, fresh: bool = False) -> None:
-        anchor = ask.anchor
-        if ask.confirms and not ask.reunites and anchor is not None:
-            # One answer has to repeat all of them.
-            anchor = self._evidence.behind(-1, self._evidence.joint) or anchor
-        start = self._expected if anchor is None else anchor.seq
-        again = OpenAsk(start, anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless, confirms=ask.confirms)
+        start = self._expected if ask.anchor is None else ask.anchor.seq
+        again = OpenAsk(
+            start, ask.anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless, confirms=ask.confirms
+        )
         again.beyond = ask.beyond and ask.anchor is not None
         again.reunites = ask.reunites
         self._ask = again
@@ -977,20 +923,18 @@ class Stream(Generic[B]):
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
         self._probed_at = self._now
         self._probes += 1
-        evidence = self._evidence
-        anchor = self._proof.first or evidence.behind(-1, evidence.joint) or evidence.before or self._last
-        start = self._expected if anchor is None else anchor.seq
-        self._ask = OpenAsk(start, anchor, confirms=bool(evidence.unproven))
+        anchor = self._proof.first or self._evidence.before or self._evidence.joint or self._last
+        self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
 
     def _confirm_soon(self) -> None:
         """Ask for a live batch that has to be compared: that shows whether the replay endpoint is the same stream's.
 
         At once, and later and later where that was in vain: the endpoint does not answer, or no longer holds the batch.
         """
-        if self._evidence.joint is not None and self._ask is None and self._can_replay and self._now >= self._compare_at:
-            anchor = self._proof.first or self._evidence.behind(-1, self._evidence.joint)
-            if anchor is not None:
-                self._ask = OpenAsk(anchor.seq, anchor, confirms=True)
+        joint = self._evidence.joint
+        if joint is not None and self._ask is None and self._can_replay and self._now >= self._compare_at:
+            anchor = self._proof.first or joint
+            self._ask = OpenAsk(anchor.seq, anchor, confirms=True)
 
     def _comparison_failed(self) -> None:
         """Replay did not say what it has under the number of a live batch."""
@@ -1000,15 +944,12 @@ class Stream(Generic[B]):
 
     # --- deliveries ------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, seq: int, payload: bytes, answer: int = 0) -> None:
-        """Hand out the batch that is due, which came with an answer, or live."""
-        replayed = answer > 0
-        self._follow_part(seq, payload, answer)
+    def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
         self._expected = seq + 1
         self._newest = max(self._newest, seq)
         if replayed:
             self.counters.healed += self._last is not None and self._last.live
-            self._remember(seq, payload, answer)
+            self._remember(seq, payload)
         self._last = Anchor(seq, payload, not replayed)
         if self._proof.wants_next:
             self._proof.goes_on(self._last)
@@ -1021,35 +962,14 @@ class Stream(Generic[B]):
         else:
             self._read(self._decode(payload), seq, payload, replayed)
 
-    def _follow_part(self, seq: int, payload: bytes, answer: int) -> None:
-        """Note whether a batch is a part of a snapshot, and whether it stands where another part was to come.
-
-        The parts of a snapshot are all in one answer, in a row, the first one beginning with a clear. Their numbers are those
-        of batches, which may come instead, when an answer stops short: then the rest of the snapshot is lost.
-        """
-        goes_on = answer > 0 and seq == self._part + 1 and answer == self._part_answer
-        if self._part >= 0 and not goes_on and not begins_with_clear(payload):
-            self._cut_part, self._part = self._part, -1
-            self._doubt_cut_snapshot()
-        if answer > 0 and ends_with_digest(payload) and (goes_on or begins_with_clear(payload)):
-            self._part, self._part_answer = seq, answer
-        elif answer > 0:
-            self._part = -1
-
-    def _doubt_cut_snapshot(self) -> None:
-        if self._cut_part >= 0 and self._cut_part == self._incomplete_part:
-            self._doubts.add(Doubt.LOST, self._cut_part)
-
     def _deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
         """The same for live payloads with nothing waiting behind them."""
         if self._decode is not None:
             for seq, payload in enumerate(payloads, first):
-                self._deliver(seq, payload)
+                self._deliver(seq, payload, replayed=False)
             return
         if self._proof.wants_next:
             self._proof.goes_on(Anchor(first, payloads[0], live=True))
-        if self._part >= 0:
-            self._follow_part(first, payloads[0], 0)
         count = len(payloads)
         name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
         self._out.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
@@ -1081,29 +1001,29 @@ class Stream(Generic[B]):
         if findings is not None:
             self._found(delivery, findings)
 
-    def _remember(self, seq: int, payload: bytes, answer: int) -> None:
+    def _remember(self, seq: int, payload: bytes) -> None:
         self.counters.replayed += 1
         self._sender.replayed(self._now)
         if self._silent:
             self._heard()
         last_live = self._last if self._last is not None and self._last.live else None
-        self._evidence.replayed(answer, seq, payload, last_live)
+        self._evidence.replayed(seq, last_live, proven=self._ask is not None and self._ask.proven)
         if not begins_with_clear(payload):
             # A snapshot has another content than the batch of its number.
-            self._recent.add(seq, payload, answer)
+            self._recent.add(seq, payload)
 
     def _drain(self) -> None:
         while (found := self._pending.take(self._expected)) is not None:
-            self._deliver(self._expected, *found)
+            self._deliver(self._expected, found[0], replayed=found[1])
 
     def _declare_gap_before_pending(self) -> None:
         first = self._pending.first()
         if first is None or (waiting := self._pending.peek(first)) is None:
             self._declare_gap(self._newest, compacted=False)
             return
-        payload, answer = waiting
+        payload, replayed = waiting
         # A live batch that begins with a clear is the engine's own, and not a snapshot.
-        self._declare_gap(first - 1, compacted=answer > 0 and begins_with_clear(payload))
+        self._declare_gap(first - 1, compacted=replayed and begins_with_clear(payload))
 
     def _declare_gap_before(self, seq: int, *, compacted: bool) -> None:
         """Give up what is missing before the next batch that waits or `seq`, the number of an answer's first batch.

@@ -13,7 +13,7 @@ class Pending:
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
-        self._batches: dict[int, tuple[bytes, int]] = {}
+        self._batches: dict[int, tuple[bytes, bool]] = {}
         self._order: list[int] = []
         self._bytes = 0
 
@@ -25,22 +25,22 @@ class Pending:
         found = self._batches.get(seq)
         return None if found is None else found[0]
 
-    def peek(self, seq: int) -> tuple[bytes, int] | None:
-        """Return the payload of this number and the answer that it came with, 0 if it came live."""
+    def peek(self, seq: int) -> tuple[bytes, bool] | None:
+        """Return `(payload, replayed)` of this number."""
         return self._batches.get(seq)
 
-    def add(self, seq: int, payload: bytes, *, answer: int = 0) -> bool:
-        """Keep a batch whose number is not here yet, of an answer or live; False when there is no room."""
+    def add(self, seq: int, payload: bytes, *, replayed: bool) -> bool:
+        """Keep a batch whose number is not here yet; False when there is no room."""
         size = self._bytes + len(payload)
         if len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
             return False
-        self._batches[seq] = (payload, answer)
+        self._batches[seq] = (payload, replayed)
         heapq.heappush(self._order, seq)
         self._bytes = size
         return True
 
-    def take(self, seq: int) -> tuple[bytes, int] | None:
-        """Remove what `peek` returns, and return it."""
+    def take(self, seq: int) -> tuple[bytes, bool] | None:
+        """Remove and return `(payload, replayed)` of this number."""
         found = self._batches.pop(seq, None)
         if found is not None:
             self._bytes -= len(found[0])
@@ -67,15 +67,15 @@ class Recent:
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
-        self._digests: dict[int, tuple[bytes, int]] = {}
+        self._digests: dict[int, bytes] = {}
 
-    def add(self, seq: int, payload: bytes, answer: int) -> None:
-        """Remember one of an answer, and forget the oldest for it."""
+    def add(self, seq: int, payload: bytes) -> None:
+        """Remember one, and forget the oldest for it."""
         self._digests.pop(seq, None)
-        self._digests[seq] = (digest_of(payload), answer)
+        self._digests[seq] = digest_of(payload)
         if len(self._digests) > self._limits.max_recent:
             del self._digests[next(iter(self._digests))]
 
-    def take(self, seq: int) -> tuple[bytes, int] | None:
-        """Forget the digest of this number, and return it with the answer that the batch came with."""
+    def take(self, seq: int) -> bytes | None:
+        """Forget the digest of this number, and return it."""
         return self._digests.pop(seq, None)

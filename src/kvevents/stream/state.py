@@ -112,8 +112,6 @@ class OpenAsk:
     """What the answer must begin with; None when catching up."""
     fresh: bool = True
     sent: bool = False
-    answer: int = 0
-    """Of all requests of the stream that were sent, which one this is, from 1."""
     heard_at: float = 0.0
     """When it was sent or last brought something new."""
     expected_before: int = 0
@@ -124,11 +122,7 @@ class OpenAsk:
     confirms: bool = False
     """Whether it asks for a live batch that just came, to compare it."""
     proven: bool = False
-    """Whether this answer has a batch that came live, too."""
-    repeated: list[int] = field(default_factory=list)
-    """Answers whose last batch this one has repeated."""
-    joint: Anchor | None = None
-    """The newest live batch that had to be compared when it was sent: who answers has it, but not those that came later."""
+    """Whether this answer began with a batch that had come live."""
     beyond: bool = False
     """Whether this answer held more than the anchor: such an answer may have lost some of its messages."""
     useless: int = 0
