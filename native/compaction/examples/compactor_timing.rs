@@ -115,10 +115,10 @@ fn main() {
         let mut scratch = Scratch::default();
         let (mut store, mut remove, mut alone) = (Vec::new(), Vec::new(), Vec::new());
         for (at, payload) in stores.iter().enumerate() {
-            let took = timed(|| assert!(compactor.apply(payload, &schema)));
+            let took = timed(|| compactor.apply(payload, &schema));
             if at >= kept {
                 store.push(took);
-                remove.push(timed(|| assert!(compactor.apply(&removals[at - kept], &schema))));
+                remove.push(timed(|| compactor.apply(&removals[at - kept], &schema)));
                 alone.push(timed(|| assert!(scan(payload, &schema, &mut scratch).is_some())));
             }
         }
@@ -138,7 +138,8 @@ fn main() {
         let payloads = compactor.payloads(8 << 20, 1.7e9).unwrap_or_default();
         let encoded = start.elapsed().as_secs_f64() * 1e3;
         let (mut again, start) = (Compactor::default(), Instant::now());
-        assert!(payloads.iter().all(|payload| again.apply(payload, &schema)) && again.live() == compactor.live());
+        payloads.iter().for_each(|payload| again.apply(payload, &schema));
+        assert_eq!(again.live(), compactor.live());
         println!(
             "  encoded in {} bytes, {encoded:.1} ms; applied again, {:.1} ms",
             payloads.iter().map(Vec::len).sum::<usize>(),

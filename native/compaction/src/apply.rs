@@ -28,6 +28,11 @@ pub const MAX_TEXT_BYTES: usize = 64 << 20;
 /// Different numbers of tokens per block, each of which has memory of its own.
 pub const MAX_WIDTHS: usize = 64;
 
+/// Blocks that clears of a part may look at, for each block that was stored, and at the beginning: as an index has it, engines clear far less
+/// often than they store.
+const LOOKS_PER_BLOCK: usize = 16;
+const FIRST_LOOKS: usize = 1 << 20;
+
 /// Why a state is invalid: what there was too much of, or what was not seen.
 pub type Reason = &'static str;
 
@@ -69,6 +74,9 @@ pub struct State {
     pub invalid: Option<Reason>,
     /// Whether some of the stream was never seen.
     pub is_partial: bool,
+    /// Blocks that were stored since everything was cleared, and those that clears of a part have looked at.
+    stored: usize,
+    looked: usize,
     /// Extra keys of the last store, kept to spare allocations.
     extras: Vec<(usize, u64)>,
 }
@@ -84,10 +92,7 @@ impl State {
         let outcome = match event.kind {
             Kind::Stored => self.store(&store_of(read, event)),
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
-            Kind::Cleared => {
-                self.clear(read.bytes(event.medium), event.group);
-                Ok(())
-            }
+            Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
         };
         if let Err(reason) = outcome {
             self.invalidate(reason);
@@ -118,10 +123,18 @@ impl State {
         above.map_or(Ok(()), |(_, _, what)| Err(*what))
     }
 
+    fn check_looks(&self) -> Result<(), Reason> {
+        if self.blocks.is_spent() {
+            return Err("blocks that share a hash");
+        }
+        Ok(())
+    }
+
     // --- stores
 
     /// Applies a store.
     pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        self.stored += store.hashes.len();
         let window = window_of(store.kind.as_deref(), store.window);
         if window.is_none() && !is_dense(store.kind.as_deref()) {
             return self.learn(store, Rule::Unknown);
@@ -180,6 +193,7 @@ impl State {
                 tokens: &[],
                 announcement,
             });
+            self.check_looks()?;
             match stored {
                 Stored::New(number) => self.link(hash, number)?,
                 Stored::Known(_) => {}
@@ -227,7 +241,9 @@ impl State {
                 awaited = Some(hash);
                 continue;
             };
-            parent = match self.store_behind(above, hash, announcement, &mut content) {
+            let stored = self.store_behind(above, hash, announcement, &mut content);
+            self.check_looks()?;
+            parent = match stored {
                 Stored::Known(number) => Some(number),
                 Stored::New(number) => {
                     self.link(hash, number)?;
@@ -284,7 +300,9 @@ impl State {
                     self.blocks.add_copy(number, announcement);
                     continue;
                 };
-                match self.store_behind(number, item.hash, announcement, &mut content) {
+                let stored = self.store_behind(number, item.hash, announcement, &mut content);
+                self.check_looks()?;
+                match stored {
                     Stored::New(number) => linked.push_back((item.hash, number)),
                     Stored::Known(_) | Stored::Refused => {}
                     Stored::Full => return Err("blocks"),
@@ -307,12 +325,13 @@ impl State {
                 self.waiting
                     .remove_where(hash, |announcement| removable.plane >> announcement & 1 != 0);
             }
+            self.check_looks()?;
         }
         self.check_limits()
     }
 
     /// Applies a clear of everything, or of a tier or a group.
-    pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) {
+    pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) -> Result<(), Reason> {
         if medium.is_none() && group.is_none() {
             *self = Self {
                 group_rules: std::mem::take(&mut self.group_rules),
@@ -320,11 +339,19 @@ impl State {
                 invalid: self.invalid.filter(|&reason| reason == "groups"),
                 ..Self::default()
             };
-            return;
+            return Ok(());
         }
         let announcements = self.announcements.clearable(medium, group);
+        if announcements == 0 {
+            return Ok(());
+        }
+        self.looked += self.blocks.live() + self.waiting.len();
+        if self.looked > FIRST_LOOKS + LOOKS_PER_BLOCK * self.stored {
+            return Err("clears");
+        }
         self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
         self.blocks.clear(announcements);
+        Ok(())
     }
 }
 

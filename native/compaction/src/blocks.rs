@@ -4,17 +4,19 @@ use std::collections::HashMap;
 
 use hashbrown::HashTable;
 
+use super::hashed;
 use kvevents_index::contexts::Context;
-use kvevents_index::hashed;
 use kvevents_index::hasher::Secret;
+use kvevents_index::limits::BLOCKS_PER_HASH;
 
 use super::announcements::Removable;
 use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
 
-/// Blocks with one hash: engines that hash pages without their prefix have thousands.
-const MAX_SAME_HASH: usize = 1 << 16;
+/// Looks at blocks that share a hash, for each byte that a stream sends, and what is kept of them for later: as an index has it.
+const ALIKE_PER_BYTE: usize = 16;
+const ALIKE_KEPT: usize = 1 << 20;
 
 /// In the place of a parent's number: the block has none.
 pub const ROOT: u32 = u32::MAX;
@@ -59,6 +61,11 @@ pub struct Blocks {
     dead: HashTable<u32>,
     /// Blocks with copies that share their hash, the one that was stored last at the end.
     same_hash: HashMap<u64, Vec<u32>>,
+    /// Blocks in those.
+    same_hash_len: usize,
+    /// Looks at those that were taken, and those that the last payload allows for.
+    looks: usize,
+    granted: usize,
     /// Copies beyond the first, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
@@ -116,7 +123,7 @@ impl Blocks {
             + self.live.allocation_size()
             + self.dead.allocation_size()
             + self.same_hash.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
-            + self.same_hash.values().map(|list| list.capacity() * 4).sum::<usize>()
+            + self.same_hash_len * 8
             + self.extra_copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
     }
 
@@ -158,6 +165,12 @@ impl Blocks {
         &self.same_hash
     }
 
+    /// Whether those are counted as they are.
+    #[cfg(test)]
+    pub fn is_counted(&self) -> bool {
+        self.same_hash.values().map(Vec::len).sum::<usize>() == self.same_hash_len
+    }
+
     /// Blocks without copies.
     pub fn iter_dead(&self) -> impl Iterator<Item = u32> + '_ {
         self.dead.iter().copied()
@@ -177,28 +190,44 @@ impl Blocks {
         found.copied()
     }
 
+    /// Allows for the looks of one payload.
+    pub fn grant(&mut self, payload: usize) {
+        self.looks = self.looks.saturating_sub(self.granted);
+        self.granted = ALIKE_PER_BYTE.saturating_mul(payload);
+    }
+
+    /// Whether blocks that share a hash were looked at more often than that.
+    pub fn is_spent(&self) -> bool {
+        self.looks > ALIKE_KEPT + self.granted
+    }
+
     // --- stores
 
     /// Adds one copy of a block.
     pub fn store(&mut self, block: &NewBlock<'_>) -> Stored {
         let place = self.secret.place(block.hash);
-        let mut has_hash = None;
+        let (mut has_hash, mut found) = (None, None);
         for &number in self.live.iter_hash(place) {
             let Record { hash, key, .. } = *self.get(number);
             if hash == block.hash {
+                self.looks += usize::from(has_hash.is_some());
                 has_hash = Some(number);
                 if key == block.key && self.attributes(number).context == block.context {
-                    self.add_copy(number, block.announcement);
-                    self.make_latest(block.hash, number);
-                    return Stored::Known(number);
+                    found = has_hash;
+                    break;
                 }
             }
+        }
+        if let Some(number) = found {
+            self.add_copy(number, block.announcement);
+            self.make_latest(block.hash, number);
+            return Stored::Known(number);
         }
         if has_hash.is_some()
             && self
                 .same_hash
                 .get(&block.hash)
-                .is_some_and(|list| list.len() >= MAX_SAME_HASH)
+                .is_some_and(|list| list.len() >= BLOCKS_PER_HASH)
         {
             return Stored::Refused;
         }
@@ -213,6 +242,7 @@ impl Blocks {
             return Stored::New(number);
         };
         let list = self.same_hash.entry(block.hash).or_insert_with(|| vec![other]);
+        self.same_hash_len += if list.len() == 1 { 2 } else { 1 };
         list.push(number);
         Stored::Known(number)
     }
@@ -294,10 +324,14 @@ impl Blocks {
     /// whether there was a copy.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.plane != 0;
-        let found = match self.same_hash.get(&hash) {
-            Some(list) => list.iter().copied().find(has_copy),
-            None => self.find(hash).filter(has_copy),
+        let (found, looks) = match self.same_hash.get(&hash) {
+            Some(list) => match list.iter().position(has_copy) {
+                Some(at) => (Some(list[at]), at),
+                None => (None, list.len()),
+            },
+            None => (self.find(hash).filter(has_copy), 0),
         };
+        self.looks += looks;
         let Some(number) = found else { return false };
         let copies = self.attributes(number).copies;
         let exact = copies & removable.exact;
@@ -353,8 +387,11 @@ impl Blocks {
             hashed::shrink(&mut self.live, |&other| live_place(arena, secret, other));
         }
         if let Some(list) = self.same_hash.get_mut(&hash) {
+            self.looks += list.len();
             list.retain(|&other| other != number);
+            self.same_hash_len -= 1;
             if list.len() < 2 {
+                self.same_hash_len -= list.len();
                 self.same_hash.remove(&hash);
                 if self.same_hash.is_empty() {
                     self.same_hash = HashMap::new();

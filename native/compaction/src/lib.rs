@@ -9,12 +9,14 @@ mod encode;
 mod event;
 mod export;
 mod group_rules;
+mod hashed;
 #[cfg(test)]
 mod tests;
 
 use kvevents_index::applying::Read;
+use kvevents_index::decode::{Rejected, normalise};
 use kvevents_index::prefetch;
-use kvevents_index::scan::{Schema, Scratch, scan};
+use kvevents_index::scan::{Event, Kind, Schema, Scratch, scan};
 
 use apply::{Reason, State};
 use encode::PayloadWriter;
@@ -24,6 +26,18 @@ pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_WAITING, MAX_
 pub use event::{ExportedEvent, Location, Namespace, Store};
 pub use group_rules::MAX_GROUPS;
 
+/// Blocks that are cleared, or looked through, in no time.
+const FEW: usize = 1_024;
+
+/// Payloads, each of which is on its way to the processor while the one before it is applied.
+fn ahead<'a>(payloads: &'a [&'a [u8]]) -> impl Iterator<Item = &'a [u8]> {
+    let mut next = payloads.iter().skip(1);
+    payloads.iter().map(move |payload| {
+        next.next().into_iter().for_each(|next| prefetch::beginning(next));
+        *payload
+    })
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub struct Compactor {
@@ -32,31 +46,66 @@ pub struct Compactor {
 }
 
 impl Compactor {
-    /// Applies one payload. False, and nothing has changed, if the scanner does not read it.
-    pub fn apply(&mut self, payload: &[u8], schema: &Schema) -> bool {
-        let is_read = scan(payload, schema, &mut self.scratch).is_some();
-        if is_read && self.scratch.digests {
-            // Exported as numbers, they would be other hashes to consumers that keep digests.
-            self.state.invalidate("digests");
-        } else if is_read {
-            let read = Read {
-                payload,
-                scratch: &self.scratch,
-            };
-            self.scratch.events.iter().for_each(|event| self.state.apply(&read, event));
+    /// Applies one payload. One of which events cannot be read makes the state invalid.
+    pub fn apply(&mut self, payload: &[u8], schema: &Schema) {
+        if scan(payload, schema, &mut self.scratch).is_some() {
+            self.apply_scanned(payload);
+        } else {
+            self.apply_decoded(payload, schema);
         }
         self.scratch.shrink();
-        is_read
     }
 
-    /// Applies payloads up to the first one that is not read. Returns how many were applied.
-    pub fn apply_many(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
-        let mut next = payloads.iter().skip(1);
-        let unread = payloads.iter().position(|payload| {
-            next.next().into_iter().for_each(|next| prefetch::beginning(next));
-            !self.apply(payload, schema)
-        });
-        unread.unwrap_or(payloads.len())
+    /// Applies a payload in a form that the scanner leaves alone, as an index does.
+    #[cold]
+    fn apply_decoded(&mut self, payload: &[u8], schema: &Schema) {
+        let read = normalise(payload, schema.limits());
+        if read.has_digests {
+            return self.state.invalidate("digests");
+        }
+        let scanned = scan(&read.payload, &schema.unlimited(), &mut self.scratch);
+        scanned.expect("normalised events are what the scanner reads");
+        self.apply_scanned(&read.payload);
+        if read.rejected.iter().any(Rejected::costs_events) {
+            self.state.invalidate("payloads");
+        }
+    }
+
+    /// Applies one payload in a time that is bounded by its length. False, and nothing has changed, if it clears more than a few blocks, or the
+    /// scanner leaves it alone.
+    pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
+        let is_clear = |event: &Event| event.kind == Kind::Cleared;
+        let is_quick = scan(payload, schema, &mut self.scratch).is_some()
+            && !(self.nodes() > FEW && self.scratch.events.iter().any(is_clear));
+        if is_quick {
+            self.apply_scanned(payload);
+        }
+        self.scratch.shrink();
+        is_quick
+    }
+
+    fn apply_scanned(&mut self, payload: &[u8]) {
+        if self.scratch.digests {
+            // Exported as numbers, they would be other hashes to consumers that keep digests.
+            return self.state.invalidate("digests");
+        }
+        self.state.blocks.grant(payload.len());
+        let read = Read {
+            payload,
+            scratch: &self.scratch,
+        };
+        self.scratch.events.iter().for_each(|event| self.state.apply(&read, event));
+    }
+
+    /// Applies payloads.
+    pub fn apply_many(&mut self, payloads: &[&[u8]], schema: &Schema) {
+        ahead(payloads).for_each(|payload| self.apply(payload, schema));
+    }
+
+    /// Applies payloads up to the first one that `apply_quick` leaves alone. Returns how many were applied.
+    pub fn apply_many_quick(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
+        let left_alone = ahead(payloads).position(|payload| !self.apply_quick(payload, schema));
+        left_alone.unwrap_or(payloads.len())
     }
 
     /// The events that rebuild the state after a clear of everything. None if it is invalid, or events cannot rebuild it.

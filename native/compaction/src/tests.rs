@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
+use kvevents_index::index::Index;
+use kvevents_index::limits::BLOCKS_PER_HASH;
 use kvevents_index::scan::Limits;
 
 static GPU: Location<'static> = at(b"GPU");
@@ -160,7 +162,8 @@ fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
     let (mut compactor, schema, mut writer) = (Compactor::default(), read_all(), PayloadWriter::new(limit, 1.5));
     events.iter().for_each(|event| writer.add(event));
     for payload in writer.finish() {
-        assert!(compactor.apply(&payload, &schema), "{payload:02x?}");
+        compactor.apply(&payload, &schema);
+        assert_eq!(compactor.invalid_reason(), None, "{payload:02x?}");
         let single = scan(&payload, &schema, &mut compactor.scratch).is_some() && compactor.scratch.events.len() == 1;
         assert!(payload.len() <= limit || (single && compactor.scratch.events[0].hashes.length <= 1));
         assert_eq!(compactor.scratch.ts, 1.5);
@@ -266,21 +269,126 @@ fn too_many_orphans_are_lost_until_a_clear() {
     assert!(exported(&state).is_none() && state.bytes() < 8_192);
     put(&mut state, 1, &GPU);
     assert_eq!((state.blocks.live(), state.invalid), (0, Some("orphans")));
-    state.clear(None, None);
+    state.clear(None, None).expect("within limits");
     put(&mut state, 1, &GPU);
     assert_eq!(exported(&state).map(|events| events.len()), Some(1));
 }
 
-/// What the scanner does not read changes nothing.
+/// A history that misses events of a payload is invalid until the stream is cleared.
 #[test]
-fn a_payload_that_is_not_read_changes_nothing() {
+fn a_payload_that_is_not_read_is_lost() {
+    let schema = Schema::new(Limits::default()).expect("the limits are high enough");
+    for payload in [&b""[..], b"\x92\x01", b"\x92\x01\x91\x91\xA1x", b"\xC1"] {
+        let mut compactor = Compactor::default();
+        compactor.apply(b"\x92\x01\x90", &schema);
+        assert_eq!((compactor.invalid_reason(), compactor.events()), (None, Some(Vec::new())));
+        compactor.apply(payload, &schema);
+        assert_eq!(compactor.invalid_reason(), Some("payloads"));
+        compactor.apply(b"\x92\x01\x91\x91\xB0AllBlocksCleared", &schema);
+        assert_eq!(compactor.invalid_reason(), None);
+    }
+}
+
+/// The scanner leaves alone what has a timestamp that is a text, which costs no event.
+#[test]
+fn a_payload_that_is_decoded_is_applied() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
     let mut compactor = Compactor::default();
-    assert!(compactor.apply(b"\x92\x01\x90", &schema));
-    for payload in [&b""[..], b"\x92\x01", b"\x92\x01\x91\x91\xA1x", b"\xC1"] {
-        assert!(!compactor.apply(payload, &schema));
+    let stored = b"\x92\xA1x\x91\x95\xABBlockStored\x91\x07\xC0\x92\x01\x02\x02";
+    assert!(!compactor.apply_quick(stored, &schema));
+    compactor.apply(stored, &schema);
+    assert_eq!((compactor.live(), compactor.invalid_reason()), (1, None));
+}
+
+/// Of one hash a history keeps as many blocks as an index holds by default, and the same ones.
+#[test]
+fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
+    let count = BLOCKS_PER_HASH as u32 + 10;
+    let mut writer = PayloadWriter::new(usize::MAX, 1.5);
+    for token in 0..count {
+        let alone = Store {
+            hashes: Cow::Owned(vec![7]),
+            tokens: Cow::Owned(vec![token, token]),
+            ..store(&[], None, &[7], &GPU)
+        };
+        writer.add(&ExportedEvent::Stored(alone));
     }
-    assert_eq!((compactor.live(), compactor.events()), (0, Some(Vec::new())));
+    let (payload, schema) = (&writer.finish()[0], read_all());
+    let (mut compactor, heard, late) = (Compactor::default(), index(), index());
+    compactor.apply(payload, &schema);
+    assert_eq!(compactor.live(), BLOCKS_PER_HASH);
+    heard.batch("a", 0, 0, 0, payload);
+    let told = compactor.payloads(usize::MAX, 1.5).expect("they can be told in some order");
+    late.batch("a", 0, 0, 0, &told[0]);
+    let digest = |index: &Index| index.stream("a", 0).map(|stream| stream.lock().digest);
+    assert_eq!(digest(&heard), digest(&late));
+}
+
+fn index() -> Index {
+    Index::new(read_all(), kvevents_index::limits::Limits::default())
+}
+
+/// A removal looks for the oldest block of its hash that is where it says: the last of a thousand, again and again.
+#[test]
+fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
+    let mut state = State::default();
+    for token in 0..1_000 {
+        let location = if token < 999 { &GPU } else { &CPU };
+        state
+            .store(&store(&[7], None, &[token, token], location))
+            .expect("within limits");
+    }
+    let hashes = vec![7; 1_000];
+    state.store(&store(&hashes, None, &[], &CPU)).expect("within limits");
+    assert_eq!(state.remove(&hashes, &CPU), Err("blocks that share a hash"));
+    state.blocks.grant(1 << 20);
+    assert_eq!(state.remove(&hashes[..100], &CPU), Ok(()));
+}
+
+/// Clears of a tier with little on it look at all blocks: who sends many of them has no history.
+#[test]
+fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
+    let mut state = State::default();
+    (1..4_000)
+        .filter(|&hash| !is_keyed(hash))
+        .for_each(|hash| put(&mut state, hash, &GPU));
+    let clears = (0..1_000).map(|_| {
+        put(&mut state, 1, &CPU);
+        state.clear(Some(b"CPU"), None)
+    });
+    let done = clears.take_while(Result::is_ok).count();
+    assert!((300..400).contains(&done), "{done} clears");
+    assert_eq!(state.clear(Some(b"CPU"), None), Err("clears"));
+    assert_eq!(state.clear(Some(b"DISK"), None), Ok(()));
+    assert_eq!(state.clear(None, None), Ok(()));
+    put(&mut state, 1, &CPU);
+    assert_eq!(state.clear(Some(b"CPU"), None), Ok(()));
+}
+
+/// A few bytes can clear any number of blocks: who must not take long leaves that.
+#[test]
+fn a_clear_of_many_blocks_is_not_quick() {
+    let (few, many) = (FEW as u64, FEW as u64 + 1);
+    let stored = |count: u64| {
+        let all = Store {
+            hashes: Cow::Owned((1..=count).collect()),
+            tokens: Cow::Owned(vec![7; 2 * count as usize]),
+            ..store(&[], None, &[7], &GPU)
+        };
+        refolded(&[ExportedEvent::Stored(all)], usize::MAX)
+    };
+    let (schema, cleared) = (read_all(), &PayloadWriter::new(usize::MAX, 1.5).finish()[0][..]);
+    let (mut compactor, other) = (stored(many), b"\x92\x01\x90");
+    assert_eq!(compactor.apply_many_quick(&[other, cleared, other], &schema), 1);
+    assert_eq!(
+        (compactor.live() as u64, compactor.apply_quick(cleared, &schema)),
+        (many, false)
+    );
+    compactor.apply_many(&[cleared, other], &schema);
+    assert_eq!(compactor.live(), 0);
+    let mut compactor = stored(few);
+    assert_eq!(compactor.apply_many_quick(&[other, cleared, b"", other], &schema), 2);
+    assert_eq!(compactor.live(), 0);
 }
 
 /// Every field that a store can have, numbers of every width, and a chain that is cut into several payloads.
@@ -390,10 +498,10 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     put(&mut compactor.state, 2, &GPU);
     assert_eq!((compactor.is_partial(), compactor.live()), (true, 2));
     assert_eq!(compactor.events().map(|events| events.len()), Some(1));
-    compactor.state.clear(Some(b"CPU"), None);
+    compactor.state.clear(Some(b"CPU"), None).expect("within limits");
     compactor.invalidate("orphans");
     assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (true, Some("orphans")));
-    compactor.state.clear(None, None);
+    compactor.state.clear(None, None).expect("within limits");
     assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (false, None));
     compactor.mark_partial();
     compactor.clear();
@@ -436,10 +544,7 @@ fn step(state: &mut State, (what, hash, count, variant): Step) {
                 ..store(&hashes[..1], None, &[], location)
             })
         }
-        9 if variant.is_multiple_of(32) => {
-            state.clear(Some(if hash % 2 == 0 { b"CPU" } else { b"GPU" }), None);
-            Ok(())
-        }
+        9 if variant.is_multiple_of(32) => state.clear(Some(if hash % 2 == 0 { b"CPU" } else { b"GPU" }), None),
         9..=11 => state.remove(&hashes, location),
         12 | 13 => {
             let last: Vec<u64> = hashes.iter().rev().copied().collect();
@@ -467,6 +572,7 @@ proptest! {
             step(&mut state, taken);
             let blocks = &state.blocks;
             prop_assert_eq!(blocks.numbers().count(), blocks.live() + blocks.dead());
+            prop_assert!(blocks.is_counted());
             if at % every != 0 {
                 continue;
             }
@@ -484,8 +590,8 @@ proptest! {
             prop_assert_eq!(export::copies_of(&rebuilt), export::copies_of(&state));
             prop_assert_eq!(export::twin_keys(&rebuilt.blocks), export::twin_keys(&state.blocks));
         }
-        state.clear(Some(b"GPU"), None);
-        state.clear(Some(b"CPU"), None);
+        state.clear(Some(b"GPU"), None).expect("within limits");
+        state.clear(Some(b"CPU"), None).expect("within limits");
         prop_assert_eq!((state.blocks.live(), state.blocks.dead(), state.waiting.len(), state.blocks.bound()), (0, 0, 0, 0));
         prop_assert!(state.bytes() < 8_192, "{} bytes", state.bytes());
     }

@@ -3,6 +3,7 @@
 mod ahead;
 
 use std::collections::VecDeque;
+use std::sync::LazyLock;
 
 use crate::contexts::Context;
 use crate::core::Core;
@@ -10,10 +11,11 @@ use crate::gate::{WORK_PER_HOLD, Writer};
 use crate::keys::{self, Scheme};
 use crate::pages;
 use crate::planes::{Plane, Rule, tier};
-use crate::records::{Records, Stretch};
-use crate::scan::{Event, Extra, Id, Kind, Scratch, Span, extra_keys};
-use crate::stream::{KeyCache, Leaving, Place, Stream};
-use crate::table::{Reach, Stage};
+use crate::records::{Records, Row};
+use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
+use crate::steps;
+use crate::stream::{Leaving, Place, Stream};
+use crate::table::Stage;
 use crate::waiting::{Content, Waiting};
 
 use ahead::{Ahead, Ring};
@@ -52,6 +54,7 @@ pub struct Work {
     extras: Vec<(usize, u64)>,
     window: Vec<u32>,
     ring: Ring,
+    leaving: Vec<Leaving>,
 }
 
 /// Blocks of one event whose room is kept for the next.
@@ -78,7 +81,38 @@ struct Dense<'a> {
     plane: u16,
 }
 
-impl Dense<'_> {
+impl<'a> Dense<'a> {
+    /// What an event says, without its salt and plane.
+    fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        let tokens = event.tokens.slice(&read.scratch.tokens);
+        let (size, count) = (event.block_size, (tokens.len() >> u32::from(event.pairs)) as u64);
+        if size == 0 || size > u64::from(u32::MAX) || Some(count) != size.checked_mul(hashes.len() as u64) {
+            return Err("length-mismatch");
+        }
+        if event.unkeyable {
+            return Err("bad-token");
+        }
+        let lora = match (read.bytes(event.lora_name), event.lora_id) {
+            (Some(name), _) => keys::lora_name(name),
+            (None, Some(id)) => keys::lora_id(id),
+            (None, None) => 0,
+        };
+        let scheme = Scheme {
+            size: size as u32,
+            eagle: event.pairs,
+        };
+        Ok(Self {
+            hashes,
+            tokens,
+            pairs: event.pairs,
+            scheme,
+            lora,
+            salt: None,
+            plane: 0,
+        })
+    }
+
     /// Tokens that the hash of block `at` covers.
     fn window<'b>(&'b self, at: usize, buffer: &'b mut Vec<u32>) -> &'b [u32] {
         let size = self.scheme.size as usize;
@@ -117,7 +151,7 @@ enum Pause {
 /// A row of slots that is being filled.
 #[derive(Default)]
 struct Open {
-    stretch: Stretch,
+    stretch: Row,
     used: u32,
     set: u32,
     /// The place of the first block in its chain.
@@ -129,7 +163,7 @@ impl Stream {
     pub fn event(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) -> bool {
         match event.kind {
             Kind::Stored => self.stored(writer, read, event, work),
-            Kind::Removed => self.was_removed(writer, read, event),
+            Kind::Removed => self.was_removed(writer, read, event, work),
             Kind::Cleared => return self.was_cleared(writer, read, event),
         }
         false
@@ -154,8 +188,7 @@ impl Stream {
     ) -> Result<(), &'static str> {
         let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
         let window = event.window.filter(|&window| window > 0 && kind == Some("sliding_window"));
-        let dense = matches!(kind, None | Some("full_attention" | "mla_attention" | "sink_full_attention"));
-        if !dense && window.is_none() {
+        if !is_dense(kind) && window.is_none() {
             self.learn(writer, group, Rule::Unknown)?;
             return Err("unknown-kind");
         }
@@ -171,54 +204,18 @@ impl Stream {
             let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
             for &hash in hashes {
                 self.without_tokens(writer, hash, plane);
-                writer.spend(1);
+                self.spend(writer, 1);
             }
             return Ok(());
         }
         if event.keyed {
             return self.keyed(writer, read, event, work);
         }
-        let tokens = event.tokens.slice(&read.scratch.tokens);
-        let count = (tokens.len() >> u32::from(event.pairs)) as u64;
-        if size == 0 || size > u64::from(u32::MAX) || Some(count) != size.checked_mul(hashes.len() as u64) {
-            return Err("length-mismatch");
-        }
-        if event.unkeyable {
-            return Err("bad-token");
-        }
+        let store = Dense::read(read, event)?;
         self.learn(writer, group, Rule::Dense)?;
         let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
-        let lora = match (read.bytes(event.lora_name), event.lora_id) {
-            (Some(name), _) => keys::lora_name(name),
-            (None, Some(id)) => keys::lora_id(id),
-            (None, None) => 0,
-        };
-        let bare = extras_of(
-            read.bytes(event.extra_keys),
-            read.bytes(event.lora_name),
-            event.parent.is_none(),
-            &mut work.extras,
-        );
-        let own = read.bytes(event.cache_salt).map(keys::salt);
-        let salt = if event.parent.is_none() {
-            Some(own.or(bare).unwrap_or(0))
-        } else {
-            own
-        };
-        let scheme = Scheme {
-            size: size as u32,
-            eagle: event.pairs,
-        };
-        let store = Dense {
-            hashes,
-            tokens,
-            pairs: event.pairs,
-            scheme,
-            lora,
-            salt,
-            plane,
-        };
-        self.dense(writer, &store, event.parent, work)
+        let salt = salt_of(read, event, &mut work.extras);
+        self.dense(writer, &Dense { salt, plane, ..store }, event.parent, work)
     }
 
     /// A store that says keys: they hold its namespace and all that is before it.
@@ -341,11 +338,9 @@ impl Stream {
     /// Does what blocks need before they are placed: much of it while others may read and write. What this stream holds nobody else changes
     /// meanwhile.
     fn prepare(&mut self, writer: &mut Writer<'_, Core>, count: usize, work: impl FnOnce()) {
-        if count > FEW_BLOCKS || pages::are_short() || self.is_tight(count) {
-            let secret = writer.secret;
+        if count > FEW_BLOCKS || pages::are_short() {
             writer.unlocked(|| {
                 pages::prepare();
-                self.make_room(count, secret);
                 work();
             });
         } else {
@@ -363,9 +358,9 @@ impl Stream {
     ) -> Result<(), &'static str> {
         let count = chain.hashes.len();
         let keys = if chain.locals.is_some() {
-            writer.heads.reach()
+            writer.view.heads.reach()
         } else {
-            writer.keyed.reach()
+            writer.view.keyed.reach()
         };
         let mut blocks = Ahead {
             chain,
@@ -382,11 +377,11 @@ impl Stream {
             }
             match self.place_some(writer, &mut blocks, at, end, &mut parent) {
                 Pause::Done => {
-                    writer.spend(end - at);
+                    self.spend(writer, end - at);
                     at = end;
                 }
                 Pause::Awaited { next, number } => {
-                    writer.spend(next - at);
+                    self.spend(writer, next - at);
                     self.link(writer, chain.hashes[next - 1], number);
                     at = next;
                 }
@@ -493,7 +488,7 @@ impl Stream {
             };
             self.copy(writer, block.hash, number, chain.plane);
             parent = chain.locals.map(|_| number);
-            writer.spend(1);
+            self.spend(writer, 1);
         }
     }
 
@@ -505,7 +500,7 @@ impl Stream {
                 let (hash, plane) = (item.hash, item.plane);
                 let Some(content) = item.content else {
                     self.copy(writer, hash, above, plane);
-                    writer.spend(1);
+                    self.spend(writer, 1);
                     continue;
                 };
                 match self.place_orphan(writer, hash, plane, content, above) {
@@ -513,7 +508,7 @@ impl Stream {
                     Ok(None) => {}
                     Err(reason) => self.counters.reject("none", reason),
                 }
-                writer.spend(2);
+                self.spend(writer, 2);
             }
         }
     }
@@ -591,7 +586,7 @@ impl Stream {
 
     // --- removals
 
-    fn was_removed(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event) {
+    fn was_removed(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) {
         writer.spend(1);
         if self.rules.get(event.group.unwrap_or(0)) == Some(Rule::Unknown) {
             return;
@@ -601,28 +596,18 @@ impl Stream {
             self.counters.unknown += hashes.len() as u64;
             return;
         };
-        let (mut leaving, mut keys) = ([Leaving::default(); WORK_PER_HOLD], KeyCache::default());
-        for chunk in hashes.chunks(WORK_PER_HOLD) {
-            let core: &mut Core = writer;
-            let leaving = &mut leaving[..chunk.len()];
-            for (place, &hash) in leaving.iter_mut().zip(chunk) {
-                *place = self.leaving(core, hash);
+        for some in hashes.chunks(WORK_PER_HOLD) {
+            self.remove(writer, some, plane, &mut work.leaving);
+            if self.give_up(writer) {
+                return self.counters.reject("none", "too-many-alike");
             }
-            if self.reach() > Reach::Near {
-                leaving.iter().for_each(|each| self.prefetch_record(core, each));
-            }
-            for (each, &hash) in leaving.iter().zip(chunk) {
-                if !self.remove(core, each, plane, &mut keys) && !self.waiting.remove(hash, plane) {
-                    self.counters.unknown += 1;
-                }
-            }
-            keys.clear();
-            writer.spend(chunk.len());
+            self.spend(writer, some.len());
         }
     }
 
     fn was_cleared(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event) -> bool {
         writer.spend(1);
+        steps::count(1 + self.held().count());
         let medium = read.text(event.medium).map(tier);
         if medium.is_none() && event.group.is_none() {
             self.forget(writer);
@@ -632,7 +617,7 @@ impl Stream {
             medium.as_ref().is_none_or(|tier| *tier == plane.tier) && event.group.is_none_or(|group| group == plane.group)
         };
         let planes: Vec<u16> = (self.held().map(|(plane, _)| plane))
-            .filter(|&plane| meant(writer.planes.get(plane)))
+            .filter(|&plane| meant(writer.view.planes.get(plane)))
             .collect();
         if !self.clear(writer, |plane| planes.contains(&plane)) {
             self.counters.reject("none", "too-many-clears");
@@ -678,6 +663,77 @@ impl Stream {
         self.places.push((place, number));
         Some(number)
     }
+}
+
+/// Keys of the blocks of one stored event.
+#[derive(Debug, Default)]
+pub struct StoredKeys {
+    /// Of all blocks, or of none.
+    pub keys: Vec<u64>,
+    /// What the event's own salt adds to the seed; 0 for a root without one, None if that of the block before it counts.
+    pub salt: Option<u64>,
+    /// Why there are no keys.
+    pub unkeyed: Option<&'static str>,
+}
+
+/// Keys of the blocks of the only event of a payload, which `normalised` has written, behind a block of which the key and the salt's part
+/// of the seed are known. None if that is not one stored event.
+pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
+    static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
+    let (mut scratch, mut work) = (Scratch::default(), Work::default());
+    scan(payload, SCHEMA.as_ref()?, &mut scratch)?;
+    let read = Read {
+        payload,
+        scratch: &scratch,
+    };
+    let [event] = &scratch.events[..] else { return None };
+    if event.kind != Kind::Stored {
+        return None;
+    }
+    let salt = salt_of(&read, event, &mut work.extras);
+    let keys = keys_behind(&read, event, salt, parent, &mut work);
+    Some(StoredKeys {
+        salt,
+        unkeyed: keys.as_ref().err().copied(),
+        keys: keys.unwrap_or_default(),
+    })
+}
+
+fn keys_behind(
+    read: &Read<'_>,
+    event: &Event,
+    salt: Option<u64>,
+    parent: Option<(u64, u64)>,
+    work: &mut Work,
+) -> Result<Vec<u64>, &'static str> {
+    if !is_dense(read.text(event.spec_kind)) {
+        return Err("other-group");
+    }
+    if event.keyed {
+        event.size_of_keyed().ok_or("length-mismatch")?;
+        return Ok(event.keys.slice(&read.scratch.hashes).to_vec());
+    }
+    if event.tokens.length == 0 {
+        return Err("no-tokens");
+    }
+    let store = Dense::read(read, event)?;
+    let parent = event.parent.map(|_| parent.ok_or("parent-unknown")).transpose()?;
+    let seed = keys::seed(store.lora, salt.or(parent.map(|(_, salt)| salt)).unwrap_or(0));
+    hash_all(&store, 0, parent.map(|(key, _)| key), seed, work);
+    Ok(std::mem::take(&mut work.keys))
+}
+
+/// Whether the stores of a group carry the tokens of every block, by the kind of its attention.
+fn is_dense(kind: Option<&str>) -> bool {
+    matches!(kind, None | Some("full_attention" | "mla_attention" | "sink_full_attention"))
+}
+
+/// What the salt that an event says adds to the seed; 0 for a root without one. Leaves its other extra keys in `extras`.
+fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
+    let is_root = event.parent.is_none();
+    let bare = extras_of(read.bytes(event.extra_keys), read.bytes(event.lora_name), is_root, extras);
+    let own = read.bytes(event.cache_salt).map(keys::salt);
+    if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }
 }
 
 /// Local hashes and keys of the blocks from `first` on, into `work`.

@@ -1,9 +1,8 @@
 //! What blocks share besides their tokens: how they are cut, and the namespace.
 
-use hashbrown::HashTable;
-
 use crate::hasher::Secret;
 use crate::keys::{self, Scheme};
+use crate::parted::Parted;
 use crate::records::MAX_CONTEXTS;
 
 /// Scheme and namespace of a block.
@@ -57,15 +56,75 @@ struct Entry {
     users: u32,
 }
 
+/// Contexts as lookups find them.
+#[derive(Debug)]
+pub struct Known {
+    contexts: Vec<Option<Context>>,
+    lookup: Parted<u32>,
+    secret: Secret,
+    /// How many are of blocks that were stored by their keys.
+    keyed: u32,
+}
+
+impl Known {
+    /// None so far.
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            contexts: Vec::new(),
+            lookup: Parted::new(),
+            secret,
+            keyed: 0,
+        }
+    }
+
+    /// The context of a number.
+    #[inline]
+    pub fn get(&self, number: u32) -> Option<&Context> {
+        self.contexts.get(number as usize)?.as_ref()
+    }
+
+    /// The number of a context that some block has.
+    #[inline]
+    pub fn find(&self, context: &Context) -> Option<u32> {
+        let same = |&number: &u32| self.contexts[number as usize].as_ref() == Some(context);
+        self.lookup.find(place_of(self.secret, context), same).copied()
+    }
+
+    /// The number of the context of blocks that were stored by their keys, which are of any namespace.
+    #[inline]
+    pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
+        if self.keyed == 0 || scheme.eagle {
+            return None;
+        }
+        self.find(&Context::keyed(scheme.size))
+    }
+
+    fn put(&mut self, number: u32, context: Option<Context>) {
+        let (at, secret) = (number as usize, self.secret);
+        self.contexts.resize(self.contexts.len().max(at + 1), None);
+        if let Some(before) = self.contexts[at].take() {
+            self.keyed -= u32::from(before.is_keyed());
+            self.lookup.remove(place_of(secret, &before), |&other| other == number);
+        }
+        if let Some(context) = context {
+            self.keyed += u32::from(context.is_keyed());
+            self.contexts[at] = Some(context);
+            let contexts = &self.contexts;
+            let place = |&other: &u32| contexts[other as usize].map_or(0, |other| place_of(secret, &other));
+            self.lookup.insert(place_of(secret, &context), number, place);
+        }
+    }
+}
+
 /// All contexts that some block has.
 #[derive(Debug)]
 pub struct Contexts {
     entries: Vec<Entry>,
     free: Vec<u32>,
-    lookup: HashTable<u32>,
+    lookup: Parted<u32>,
     secret: Secret,
-    /// How many are of blocks that were stored by their keys.
-    keyed: u32,
+    /// Numbers that lookups have another context of, or none.
+    changed: Vec<u32>,
     /// The last one that was retained; most batches go on in the same.
     last: u32,
 }
@@ -76,9 +135,9 @@ impl Contexts {
         Self {
             entries: Vec::new(),
             free: Vec::new(),
-            lookup: HashTable::new(),
+            lookup: Parted::new(),
             secret,
-            keyed: 0,
+            changed: Vec::new(),
             last: 0,
         }
     }
@@ -94,15 +153,6 @@ impl Contexts {
     pub fn find(&self, context: &Context) -> Option<u32> {
         let same = |&number: &u32| self.entries[number as usize].context == *context;
         self.lookup.find(place_of(self.secret, context), same).copied()
-    }
-
-    /// The number of the context of blocks that were stored by their keys, which are of any namespace.
-    #[inline]
-    pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
-        if self.keyed == 0 || scheme.eagle {
-            return None;
-        }
-        self.find(&Context::keyed(scheme.size))
     }
 
     /// The number of a context, for one use more; None when there are too many.
@@ -129,10 +179,10 @@ impl Contexts {
             Some(free) => *free = entry,
             None => self.entries.push(entry),
         }
-        self.keyed += u32::from(context.is_keyed());
+        self.changed.push(number);
         let (entries, secret) = (&self.entries, self.secret);
         let place = |&number: &u32| place_of(secret, &entries[number as usize].context);
-        self.lookup.insert_unique(place_of(secret, &context), number, place);
+        self.lookup.insert(place_of(secret, &context), number, place);
         self.last = number;
         Some(number)
     }
@@ -146,8 +196,14 @@ impl Contexts {
     /// Gives back a use of a context.
     #[inline]
     pub fn release(&mut self, number: u32) {
+        self.release_all(number, 1);
+    }
+
+    /// Gives back some uses of a context.
+    #[inline]
+    pub fn release_all(&mut self, number: u32, count: u32) {
         let entry = &mut self.entries[number as usize];
-        entry.users -= 1;
+        entry.users -= count;
         if entry.users == 0 {
             self.forget(number);
         }
@@ -158,13 +214,32 @@ impl Contexts {
     fn forget(&mut self, number: u32) {
         let context = self.entries[number as usize].context;
         let place = place_of(self.secret, &context);
-        if let Ok(entry) = self.lookup.find_entry(place, |&other| other == number) {
-            entry.remove();
-        }
-        self.keyed -= u32::from(context.is_keyed());
+        self.lookup.remove(place, |&other| other == number);
         self.free.push(number);
+        self.changed.push(number);
         if self.lookup.is_empty() {
-            *self = Self::new(self.secret);
+            let changed = std::mem::take(&mut self.changed);
+            *self = Self {
+                changed,
+                ..Self::new(self.secret)
+            };
+        }
+    }
+
+    /// How many contexts lookups have yet to find changed.
+    pub fn changes(&self) -> usize {
+        self.changed.len()
+    }
+
+    /// Has lookups find every context, while there are none.
+    pub fn move_to(&mut self, view: &mut Known) {
+        for number in self.changed.drain(..) {
+            let entry = self.entries.get(number as usize).filter(|entry| entry.users > 0);
+            view.put(number, entry.map(|entry| entry.context));
+        }
+        if view.contexts.len() > self.entries.len() {
+            view.contexts.truncate(self.entries.len());
+            view.contexts.shrink_to_fit();
         }
     }
 
@@ -180,6 +255,6 @@ impl Contexts {
 
     /// Heap bytes, about.
     pub fn bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>() + self.free.capacity() * 4 + self.lookup.allocation_size()
+        self.entries.capacity() * (size_of::<Entry>() + size_of::<Context>()) + self.free.capacity() * 4 + self.lookup.bytes()
     }
 }

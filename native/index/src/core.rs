@@ -1,17 +1,19 @@
 //! What all streams share: records of blocks, found by key, and who holds them.
 
 use std::sync::Arc;
-
-use hashbrown::HashMap;
+use std::sync::atomic::AtomicUsize;
 
 use crate::contexts::Contexts;
+use crate::gate::Publish;
 use crate::hasher::Secret;
 use crate::keys::Scheme;
 use crate::limits::Limits;
-use crate::planes::{Planes, Rule};
-use crate::records::Records;
+use crate::planes::Rule;
+use crate::records::{Records, Row};
 use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
+use crate::steps;
 use crate::table::{Hashes, Spot, Table};
+use crate::view::{Owner, View};
 
 /// Who a stream is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,7 +39,7 @@ pub struct Member {
     /// How its present life cuts prompts.
     pub schemes: Vec<Scheme>,
     /// Its blocks, as of its last batch.
-    pub blocks: usize,
+    pub blocks: AtomicUsize,
 }
 
 /// The streams of a model.
@@ -98,33 +100,17 @@ pub struct Block {
     pub hash_spot: Spot,
 }
 
-/// The shared part of an index; one writer at a time, or many readers.
+/// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
 #[derive(Debug)]
 pub struct Core {
+    /// What lookups search.
+    pub view: Owner<View>,
     /// All blocks.
     pub records: Records,
-    /// Heads of runs by their keys.
-    pub heads: Table,
-    /// Blocks that were stored by their keys, which have no place in a run.
-    pub keyed: Table,
-    /// Streams that come out of snapshots just now: heads may have the keys of linked blocks meanwhile.
-    pub strangers: usize,
     /// Who holds them.
     pub sets: Sets,
     /// How they were cut, in which namespaces.
     pub contexts: Contexts,
-    /// Where copies can be.
-    pub planes: Planes,
-    /// Streams by number.
-    pub members: Vec<Option<Member>>,
-    /// Their workers.
-    pub names: Arc<Names>,
-    /// Streams whose blocks count: not those that are being cleared.
-    pub visible: Vec<u64>,
-    /// Streams by their model.
-    pub models: HashMap<Option<String>, Model, Secret>,
-    /// Streams matched by rules of groups.
-    pub hybrid: Vec<u64>,
     /// Heap bytes of all streams, kept only where a memory limit is set.
     pub streams_bytes: usize,
     /// For the tables.
@@ -136,20 +122,16 @@ pub struct Core {
 impl Core {
     /// Nothing.
     pub fn new(limits: Limits) -> Self {
-        let secret = Secret::new();
+        Self::with_secret(limits, Secret::new())
+    }
+
+    /// Nothing, in tables that are keyed by this secret.
+    pub(crate) fn with_secret(limits: Limits, secret: Secret) -> Self {
         Self {
+            view: Owner::new(View::new(secret)),
             records: Records::default(),
-            heads: Table::new(),
-            keyed: Table::new(),
-            strangers: 0,
             sets: Sets::new(secret),
             contexts: Contexts::new(secret),
-            planes: Planes::default(),
-            members: Vec::new(),
-            names: Arc::default(),
-            visible: Vec::new(),
-            models: HashMap::with_hasher(secret),
-            hybrid: Vec::new(),
             streams_bytes: 0,
             secret,
             limits,
@@ -159,11 +141,11 @@ impl Core {
     /// Heap bytes.
     pub fn bytes(&self) -> usize {
         self.records.bytes()
-            + self.heads.bytes()
-            + self.keyed.bytes()
+            + self.view.heads.bytes()
+            + self.view.keyed.bytes()
             + self.sets.bytes()
             + self.contexts.bytes()
-            + self.members.len() * MEMBER_BYTES
+            + self.view.members.len() * MEMBER_BYTES
     }
 
     /// Where a key or a hash is looked for.
@@ -174,14 +156,15 @@ impl Core {
 
     #[inline]
     fn table(&self, keyed: bool) -> &Table {
-        if keyed { &self.keyed } else { &self.heads }
+        if keyed { &self.view.keyed } else { &self.view.heads }
     }
 
     /// Lists a record by its key.
     #[inline]
     fn insert(&mut self, keyed: bool, spot: Spot, number: u32) {
         let hashes = ByKey(&self.records, self.secret);
-        let table = if keyed { &mut self.keyed } else { &mut self.heads };
+        let view = &mut *self.view.change();
+        let table = if keyed { &mut view.keyed } else { &mut view.heads };
         table.insert(spot, number, &hashes);
     }
 
@@ -228,6 +211,7 @@ impl Core {
         let (records, sets) = (&self.records, &self.sets);
         let (mut same_key, mut is_twin, mut found) = (0, false, None);
         self.table(keyed).for_each_match(block.key_spot, |number| {
+            steps::count(1);
             if records.word(number) == key {
                 same_key += 1;
                 if records.context(number) == context {
@@ -352,20 +336,43 @@ impl Core {
     /// Forgets a block that no stream holds any more.
     #[inline]
     pub fn forget(&mut self, number: u32) {
-        self.list_next(number);
-        let context = self.records.context(number);
-        if !self.records.is_linked(number) {
-            let spot = self.spot(self.records.word(number));
-            let hashes = ByKey(&self.records, self.secret);
-            let table = if self.contexts.get(context).is_keyed() {
-                &mut self.keyed
-            } else {
-                &mut self.heads
-            };
-            table.remove(spot, number, &hashes);
+        self.forget_row(Row::of(number));
+    }
+
+    /// Forgets blocks that no stream holds any more.
+    pub fn forget_row(&mut self, row: Row) {
+        let Row { first, length } = row;
+        if length == 0 {
+            return;
         }
-        self.records.remove(number);
-        self.contexts.release(context);
+        self.list_next(first + length - 1);
+        let mut same = (self.records.context(first), 0);
+        for number in first..first + length {
+            if !self.records.is_linked(number) {
+                let context = self.records.context(number);
+                if context != same.0 {
+                    self.contexts.release_all(same.0, same.1);
+                    same = (context, 0);
+                }
+                self.unlist(number, context);
+            }
+            same.1 += 1;
+        }
+        self.records.remove(row);
+        self.contexts.release_all(same.0, same.1);
+    }
+
+    /// Takes a head, or a block that was stored by its key, out of its table.
+    fn unlist(&mut self, number: u32, context: u32) {
+        let spot = self.spot(self.records.word(number));
+        let hashes = ByKey(&self.records, self.secret);
+        let view = &mut *self.view.change();
+        let table = if self.contexts.get(context).is_keyed() {
+            &mut view.keyed
+        } else {
+            &mut view.heads
+        };
+        table.remove(spot, number, &hashes);
     }
 
     /// All records of the last block of a chain that begins with the first block of a prompt.
@@ -395,12 +402,76 @@ impl Core {
 
     /// The number that the next stream gets; None when there are too many.
     pub fn vacancy(&self) -> Option<u32> {
-        let free = self.members.iter().position(Option::is_none).unwrap_or(self.members.len());
+        let free = self
+            .view
+            .members
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or(self.view.members.len());
         (free < MAX_STREAMS).then_some(free as u32)
     }
 
     /// Takes a stream in under the number that `vacancy` returned.
     pub fn join(&mut self, number: u32, member: Member) {
+        self.view.change().join(number, member);
+    }
+
+    /// Makes streams those of the models that `model_of` has for their sources; those of which it says nothing stay.
+    pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
+        self.view.change().relabel(model_of);
+    }
+
+    /// Notes that a stream cuts prompts so.
+    pub fn use_scheme(&mut self, number: u32, scheme: Scheme) {
+        self.view.change().use_scheme(number, scheme);
+    }
+
+    /// Forgets how a stream cut prompts.
+    pub fn drop_schemes(&mut self, number: u32) {
+        self.view.change().drop_schemes(number);
+    }
+
+    /// Whether the blocks of a stream count.
+    pub fn show(&mut self, stream: u32, visible: bool) {
+        set_bit(&mut self.view.change().visible, stream, visible);
+    }
+
+    /// Matches a stream by these rules from now on.
+    pub fn rule(&mut self, stream: u32, rules: Option<Vec<(i64, Rule)>>) {
+        self.view.change().rule(stream, rules);
+    }
+
+    /// Gives the number of a stream back, which holds nothing any more.
+    pub fn leave(&mut self, stream: u32) {
+        self.view.change().leave(stream);
+    }
+}
+
+/// Sets and contexts that lookups are told of while they wait: some tens of microseconds.
+const CHANGES_AT_ONCE: usize = 1_024;
+
+impl Publish for Core {
+    #[inline]
+    fn publish(&mut self) {
+        let changes = self.sets.changes() + self.contexts.changes();
+        if self.records.is_moved() || changes > 0 {
+            steps::count(changes);
+            let view = &mut *self.view.change();
+            self.records.move_to(&mut view.chunks);
+            self.sets.move_to(&mut view.sets);
+            self.contexts.move_to(&mut view.contexts);
+        }
+        self.records.publish();
+    }
+
+    #[inline]
+    fn is_due(&self) -> bool {
+        self.sets.changes() + self.contexts.changes() > CHANGES_AT_ONCE
+    }
+}
+
+impl View {
+    fn join(&mut self, number: u32, member: Member) {
         let at = number as usize;
         if at == self.members.len() {
             self.members.push(None);
@@ -414,11 +485,11 @@ impl Core {
         let model = member.model.clone();
         self.members[at] = Some(member);
         self.label(number, model);
-        self.show(number, true);
+        set_bit(&mut self.visible, number, true);
     }
 
     /// Makes a stream one of a model.
-    pub fn label(&mut self, number: u32, model: Option<String>) {
+    fn label(&mut self, number: u32, model: Option<String>) {
         let Some(mut member) = self.members[number as usize].take() else {
             return;
         };
@@ -447,8 +518,7 @@ impl Core {
         }
     }
 
-    /// Makes streams those of the models that `model_of` has for their sources; those of which it says nothing stay.
-    pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
+    fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         for number in 0..self.members.len() {
             if let Some(member) = &self.members[number]
                 && let Some(model) = model_of(&member.worker.source)
@@ -458,8 +528,7 @@ impl Core {
         }
     }
 
-    /// Notes that a stream cuts prompts so.
-    pub fn use_scheme(&mut self, number: u32, scheme: Scheme) {
+    fn use_scheme(&mut self, number: u32, scheme: Scheme) {
         if let Some(member) = self.members[number as usize].as_mut() {
             member.schemes.push(scheme);
             if let Some(model) = self.models.get_mut(&member.model) {
@@ -468,8 +537,7 @@ impl Core {
         }
     }
 
-    /// Forgets how a stream cut prompts.
-    pub fn drop_schemes(&mut self, number: u32) {
+    fn drop_schemes(&mut self, number: u32) {
         if let Some(member) = self.members[number as usize].as_mut() {
             let schemes = std::mem::take(&mut member.schemes);
             if let Some(model) = self.models.get_mut(&member.model) {
@@ -478,23 +546,16 @@ impl Core {
         }
     }
 
-    /// Whether the blocks of a stream count.
-    pub fn show(&mut self, stream: u32, visible: bool) {
-        set_bit(&mut self.visible, stream, visible);
-    }
-
-    /// Matches a stream by these rules from now on.
-    pub fn rule(&mut self, stream: u32, rules: Option<Vec<(i64, Rule)>>) {
+    fn rule(&mut self, stream: u32, rules: Option<Vec<(i64, Rule)>>) {
         set_bit(&mut self.hybrid, stream, rules.is_some());
         if let Some(member) = self.members[stream as usize].as_mut() {
             member.hybrid = rules;
         }
     }
 
-    /// Gives the number of a stream back, which holds nothing any more.
-    pub fn leave(&mut self, stream: u32) {
+    fn leave(&mut self, stream: u32) {
         self.rule(stream, None);
-        self.show(stream, false);
+        set_bit(&mut self.visible, stream, false);
         if let Some(member) = self.members[stream as usize].take() {
             self.unlabel(stream, &member);
         }

@@ -6,13 +6,19 @@
 
 mod fields;
 mod normalise;
+mod refusal;
 mod value;
+
+use std::borrow::Cow;
 
 use crate::scan::layouts::{REMOVED_ARRAY, STORED_ARRAY};
 use crate::scan::{Int, Limits, SECONDS};
 
-use fields::{Fields, FreeBytes};
-use value::{NIL, elements, head_of, is_array, is_map, pairs};
+use fields::{Fields, FreeForm};
+use refusal::Refusal;
+use value::{NIL, declared, elements, head_of, is_array, is_map, pairs};
+
+use normalise::Normaliser;
 
 pub use normalise::normalised;
 pub use value::Value;
@@ -63,16 +69,30 @@ impl std::fmt::Display for Reason {
     }
 }
 
+/// Bytes of what was set aside that are kept for a person to look at.
+const RAW_KEPT: usize = 256;
+
 /// What was set aside of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rejected {
     /// Why.
     pub reason: Reason,
+    /// The same for a person. Parts of it can be a peer's words.
+    pub detail: String,
     /// Position of the event in its batch; None for the batch itself, its timestamp or its rank.
     pub index: Option<usize>,
+    /// The first bytes of it.
+    pub raw: Vec<u8>,
     /// How many this stands for; above 1 only with the reason `More`.
     pub count: usize,
+}
+
+impl Rejected {
+    /// Whether events are missing because of it; a bad timestamp or rank costs none.
+    pub fn costs_events(&self) -> bool {
+        self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
+    }
 }
 
 /// Token ids of a store.
@@ -159,6 +179,17 @@ pub enum Event {
     Cleared(Vec<(String, Value)>),
 }
 
+impl Event {
+    /// Whether some of its hashes were sent as digests.
+    fn has_digests(&self) -> bool {
+        match self {
+            Self::Stored(stored) => stored.block_hashes.digests.is_some() || stored.parent_block_digest.is_some(),
+            Self::Removed(removed) => removed.block_hashes.digests.is_some(),
+            Self::Cleared(_) => false,
+        }
+    }
+}
+
 /// A batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
@@ -173,34 +204,66 @@ pub struct Batch {
     pub rejected: Vec<Rejected>,
 }
 
-/// Reads a batch in any form. Of what is no batch there are no events.
-pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
-    read_batch(payload, limits).unwrap_or_else(|reason| Batch {
-        rejected: vec![Rejected {
-            reason,
-            index: None,
-            count: 1,
-        }],
-        ..Batch::default()
-    })
+/// What a payload says, in the one form that `scan` reads.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Normalised {
+    /// Its events, as `normalised` returns them.
+    pub payload: Vec<u8>,
+    /// What could not be read.
+    pub rejected: Vec<Rejected>,
+    /// The last heartbeat: its digest is of everything up to the end of the batch, wherever in it it is.
+    pub heartbeat: Option<Heartbeat>,
+    /// Whether hashes of it were sent as digests.
+    pub has_digests: bool,
 }
 
-fn read_batch(payload: &[u8], limits: &Limits) -> Result<Batch, Reason> {
-    if payload.len() > limits.max_payload_bytes {
-        return Err(Reason::Oversized);
+/// Reads a batch in any form. Of what is no batch there are no events.
+pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
+    let mut events = Vec::new();
+    let batch = read_batch(payload, limits, |event| events.push(event));
+    Batch { events, ..batch }
+}
+
+/// The same for what only wants the events to be scanned: each is spelled anew, and forgotten, before the next is read.
+pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
+    let (mut normaliser, mut heartbeat, mut has_digests) = (Normaliser::default(), None, false);
+    let batch = read_batch(payload, limits, |event| {
+        normaliser.add(&event);
+        has_digests |= event.has_digests();
+        if let Event::Removed(removed) = event {
+            heartbeat = removed.heartbeat.or_else(|| heartbeat.take());
+        }
+    });
+    Normalised {
+        payload: normaliser.finish(),
+        rejected: batch.rejected,
+        heartbeat,
+        has_digests,
     }
-    let envelope = envelope(payload, limits)?;
+}
+
+/// Everything but the events, which `take` is given.
+fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> Batch {
     let mut batch = Batch::default();
+    let envelope = match checked(payload, limits) {
+        Ok(envelope) => envelope,
+        Err(refusal) => {
+            batch.rejected.push(refusal.rejected(payload, None));
+            return batch;
+        }
+    };
     let mut more = 0;
-    let mut reject = |reason, index| {
+    let mut reject = |refusal: Refusal<'_>, raw, index| {
         if batch.rejected.len() < limits.max_rejected {
-            batch.rejected.push(Rejected { reason, index, count: 1 });
+            batch.rejected.push(refusal.rejected(raw, index));
         } else {
             more += 1;
         }
     };
     batch.ts = timestamp(envelope.ts).unwrap_or_else(|| {
-        reject(Reason::BadTimestamp, None);
+        let words = "is neither seconds nor milliseconds since the epoch";
+        reject(Refusal::of(Reason::BadTimestamp, "the timestamp", words), envelope.ts, None);
         0.0
     });
     batch.rank = if head_of(envelope.rank) == 0xC0 {
@@ -208,25 +271,37 @@ fn read_batch(payload: &[u8], limits: &Limits) -> Result<Batch, Reason> {
     } else {
         let rank = value::integer(envelope.rank);
         if rank.is_none() {
-            reject(Reason::BadRank, None);
+            let refusal = Refusal::of(Reason::BadRank, "the data-parallel rank", "is not an integer");
+            reject(refusal, envelope.rank, None);
         }
         rank
     };
-    let mut free = FreeBytes(limits.max_free_bytes);
+    let mut free = FreeForm::new(limits.max_free_bytes);
     for (index, raw) in envelope.events.into_iter().enumerate() {
         match event(raw, limits, &mut free, false) {
-            Ok(event) => batch.events.push(event),
-            Err(reason) => reject(reason, Some(index)),
+            Ok(event) => take(event),
+            Err(refusal) => reject(refusal, raw, Some(index)),
         }
     }
     if more > 0 {
         batch.rejected.push(Rejected {
             reason: Reason::More,
+            detail: format!("{more} more were set aside"),
             index: None,
+            raw: Vec::new(),
             count: more,
         });
     }
-    Ok(batch)
+    batch
+}
+
+fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
+    let (length, limit) = (payload.len(), limits.max_payload_bytes);
+    if length > limit {
+        let unit = "bytes; the limit max_payload_bytes is";
+        return Err(Refusal::above(Reason::Oversized, "the payload", length, unit, limit));
+    }
+    envelope(payload, limits)
 }
 
 /// A batch with its parts as they came.
@@ -236,35 +311,61 @@ struct Envelope<'a> {
     rank: &'a [u8],
 }
 
+/// The elements of an array; the reason `too_many` above `limit`.
+fn bounded_elements<'a>(
+    raw: &'a [u8],
+    what: &'static str,
+    limit: usize,
+    too_many: Reason,
+) -> Result<Vec<&'a [u8]>, Refusal<'a>> {
+    check_length(raw, what, limit, too_many)?;
+    elements(raw).map_err(|reason| Refusal::of(reason, what, "is not an array"))
+}
+
+/// The values of a map by their names.
+fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<Vec<(&'a str, &'a [u8])>, Refusal<'a>> {
+    check_length(raw, what, limit, Reason::TooManyFields)?;
+    pairs(raw).map_err(|reason| Refusal::of(reason, what, "has a key that is no string"))
+}
+
+fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reason) -> Result<(), Refusal<'a>> {
+    let count = declared(raw);
+    if count > limit {
+        return Err(Refusal::above(too_many, what, count, "elements; the limit is", limit));
+    }
+    Ok(())
+}
+
 /// Of a batch of 2, 3 or more elements, or of a map.
-fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Reason> {
-    let head = head_of(payload);
+fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
+    let (head, what) = (head_of(payload), "the batch");
     let (ts, events, rank) = if is_map(head) {
-        let fields = pairs(payload, limits.max_fields)?;
-        let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, raw)| *raw);
+        let fields = bounded_pairs(payload, what, limits.max_fields)?;
+        let find = |wanted: &str| fields.iter().find(|(name, _)| *name == wanted).map(|(_, raw)| *raw);
         let ranks = ["data_parallel_rank", "attn_dp_rank"].map(find);
         let rank = ranks.into_iter().flatten().find(|raw| head_of(raw) != 0xC0);
         (find("ts"), find("events"), rank)
     } else if is_array(head) {
-        let parts = elements(payload, limits.max_fields, Reason::NotABatch)?;
+        let parts = bounded_elements(payload, what, limits.max_fields, Reason::NotABatch)?;
         (parts.first().copied(), parts.get(1).copied(), parts.get(2).copied())
     } else {
-        return Err(Reason::NotABatch);
+        return Err(Refusal::new(Reason::NotABatch, "a batch is an array or a map"));
     };
     let events = events.filter(|raw| is_array(head_of(raw)));
     let (Some(ts), Some(events)) = (ts, events) else {
-        return Err(Reason::NotABatch);
+        let words = "a batch is [ts, events, ...] or a map with ts and events";
+        return Err(Refusal::new(Reason::NotABatch, words));
     };
     Ok(Envelope {
         ts,
-        events: elements(events, limits.max_events, Reason::TooManyEvents)?,
+        events: bounded_elements(events, "the list of events", limits.max_events, Reason::TooManyEvents)?,
         rank: rank.unwrap_or(NIL),
     })
 }
 
 /// Seconds since the epoch, also where a peer sends milliseconds (Mooncake RFC #1527).
 fn timestamp(raw: &[u8]) -> Option<f64> {
-    let sent = match value::value(raw, 0).ok()? {
+    let sent = match value::value(raw, 0, &mut 0).ok()? {
         Value::Int(value) => value as f64,
         Value::Float(value) => value,
         _ => return None,
@@ -275,7 +376,7 @@ fn timestamp(raw: &[u8]) -> Option<f64> {
     (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
 }
 
-fn event(raw: &[u8], limits: &Limits, free: &mut FreeBytes, is_wrapped: bool) -> Result<Event, Reason> {
+fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeForm, is_wrapped: bool) -> Result<Event, Refusal<'a>> {
     let head = head_of(raw);
     if !is_wrapped && let Some(inner) = value::bin(raw) {
         // llm-d's storage connector wraps each event in a bin, and writes 0 for "no parent".
@@ -292,49 +393,59 @@ fn event(raw: &[u8], limits: &Limits, free: &mut FreeBytes, is_wrapped: bool) ->
     } else if is_map(head) {
         map_fields(raw, limits)?
     } else {
-        return Err(Reason::Malformed);
+        return Err(Refusal::new(Reason::Malformed, "an event is an array or a map"));
     };
     let fields = Fields::new(fields, limits, free);
-    match tag.as_str() {
+    match tag {
         "BlockStored" => fields.stored().map(|stored| Event::Stored(Box::new(stored))),
         "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
         "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
-        _ => Err(Reason::UnknownTag),
+        _ => Err(Refusal::tag(tag)),
     }
 }
 
-type Named<'a> = Vec<(String, &'a [u8])>;
+type Named<'a> = Vec<(Cow<'a, str>, &'a [u8])>;
 
-fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(String, Named<'a>), Reason> {
-    let items = elements(raw, limits.max_fields, Reason::TooManyFields)?;
+fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>), Refusal<'a>> {
+    let items = bounded_elements(raw, "the event", limits.max_fields, Reason::TooManyFields)?;
     let tag = tag_of(items.first().copied().unwrap_or(NIL))?;
-    let names: &[&str] = match tag.as_str() {
+    let names: &[&'static str] = match tag {
         "BlockStored" => STORED_ARRAY,
         "BlockRemoved" => REMOVED_ARRAY,
         _ => &[],
     };
-    let name = |at: usize| names.get(at).map_or_else(|| (at + 1).to_string(), |name| (*name).to_owned());
+    let name = |at: usize| match names.get(at) {
+        Some(&name) => Cow::Borrowed(name),
+        None => Cow::Owned((at + 1).to_string()),
+    };
     let fields = items.iter().skip(1).enumerate().map(|(at, raw)| (name(at), *raw));
     Ok((tag, fields.collect()))
 }
 
-fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(String, Named<'a>), Reason> {
-    let mut fields = pairs(raw, limits.max_fields)?;
-    let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, raw)| *raw);
-    let kind = find("event_type").map(tag_of).transpose()?;
-    let mooncake = match kind.as_deref() {
+fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>), Refusal<'a>> {
+    let fields = bounded_pairs(raw, "the event", limits.max_fields)?;
+    let find = |wanted: &str| fields.iter().find(|(name, _)| *name == wanted).map(|(_, raw)| *raw);
+    let mooncake = match find("event_type").map(tag_of).transpose()? {
         Some("stored") => Some("BlockStored"),
         Some("removed") => Some("BlockRemoved"),
         Some("cleared") => Some("AllBlocksCleared"),
         _ => None,
     };
-    if let Some(tag) = mooncake {
-        fields.retain(|(name, _)| name != "event_type" && name != "type");
-        return Ok((tag.to_owned(), from_mooncake(tag, fields)));
-    }
-    let tag = tag_of(find("type").unwrap_or(NIL))?;
-    fields.retain(|(name, _)| name != "type");
-    Ok((tag, fields))
+    let tag = match mooncake {
+        Some(tag) => tag,
+        None => tag_of(find("type").unwrap_or(NIL))?,
+    };
+    let is_tag = |name: &str| name == "type" || mooncake.is_some() && name == "event_type";
+    let fields = fields.into_iter().filter(|(name, _)| !is_tag(name));
+    let fields = fields.map(|(name, raw)| (Cow::Borrowed(name), raw)).collect();
+    Ok((
+        tag,
+        if mooncake.is_some() {
+            from_mooncake(tag, fields)
+        } else {
+            fields
+        },
+    ))
 }
 
 /// Mooncake RFC #1527: its own names lead; the doubles that its compatibility mode adds are dropped.
@@ -350,21 +461,21 @@ fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
         if let Some(at) = fields.iter().position(|(name, _)| name == theirs) {
             let raw = fields.remove(at).1;
             fields.retain(|(name, _)| name != ours);
-            fields.push((ours.to_owned(), raw));
+            fields.push((Cow::Borrowed(ours), raw));
         }
     }
     fields.retain(|(_, raw)| head_of(raw) != 0xC0);
     if tag == "BlockStored" {
         for (name, raw) in [("token_ids", &[0x90][..]), ("block_size", &[0])] {
             if fields.iter().all(|(known, _)| known != name) {
-                fields.push((name.to_owned(), raw));
+                fields.push((Cow::Borrowed(name), raw));
             }
         }
     }
     fields
 }
 
-fn tag_of(raw: &[u8]) -> Result<String, Reason> {
+fn tag_of(raw: &[u8]) -> Result<&str, Refusal<'_>> {
     let text = value::text(raw).ok().flatten();
-    text.map(str::to_owned).ok_or(Reason::UnknownTag)
+    text.ok_or(Refusal::of(Reason::UnknownTag, "the event type", "is not a string"))
 }

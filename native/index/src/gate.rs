@@ -4,12 +4,22 @@ use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use crate::steps;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Work of a writer before it looks whether others wait, in blocks that are placed or removed: about two microseconds.
 pub const WORK_PER_HOLD: usize = 32;
 /// Turns of waiting before a thread goes to sleep, which costs much more than a writer's turn.
 const SPINS: usize = 2_000;
+
+/// What others see of a value that is being written to.
+pub trait Publish {
+    /// Lets them see it as it is now. Called before a writer lets others in.
+    fn publish(&mut self);
+
+    /// Whether there is so much to publish that it should not wait until then.
+    fn is_due(&self) -> bool;
+}
 
 /// A `RwLock` whose threads wait awake, for as long as a writer's turn takes. A writer that panics leaves it poisoned: what it protects may
 /// be changed by half.
@@ -24,7 +34,7 @@ pub struct Gate<T> {
     pub holds: AtomicUsize,
 }
 
-impl<T> Gate<T> {
+impl<T: Publish> Gate<T> {
     /// One that protects `value`.
     pub fn new(value: T) -> Self {
         Self {
@@ -78,19 +88,23 @@ impl<T> Gate<T> {
     pub fn try_write(&self) -> Option<Writer<'_, T>> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);
+        let guard = self.lock.try_write()?;
+        steps::begin_hold();
         Some(Writer {
             gate: self,
-            guard: Some(self.lock.try_write()?),
+            guard: Some(guard),
             left: WORK_PER_HOLD,
             holds_on: false,
         })
     }
 
     fn lock_for_writing(&self) -> RwLockWriteGuard<'_, T> {
-        match self.lock.try_write() {
+        let guard = match self.lock.try_write() {
             Some(guard) => guard,
             None => self.wait(|| self.lock.try_write(), || self.lock.write()),
-        }
+        };
+        steps::begin_hold();
+        guard
     }
 
     #[cold]
@@ -109,7 +123,7 @@ impl<T> Gate<T> {
 
 /// The right to write, with pauses.
 #[derive(Debug)]
-pub struct Writer<'a, T> {
+pub struct Writer<'a, T: Publish> {
     gate: &'a Gate<T>,
     guard: Option<RwLockWriteGuard<'a, T>>,
     left: usize,
@@ -117,19 +131,26 @@ pub struct Writer<'a, T> {
     holds_on: bool,
 }
 
-impl<T> Writer<'_, T> {
-    /// Counts work, in blocks, and lets others in that wait when it was enough. Nothing that was read before holds after it, except
-    /// what belongs to the caller's own stream.
+impl<T: Publish> Writer<'_, T> {
+    /// Counts work, in blocks, and lets others in that wait when it was enough, which it returns. Nothing that was read before holds after it,
+    /// except what belongs to the caller's own stream.
     #[inline]
-    pub fn spend(&mut self, work: usize) {
+    pub fn spend(&mut self, work: usize) -> bool {
+        steps::count(work);
         if self.left > work {
             self.left -= work;
-            return;
+            return false;
         }
         self.left = WORK_PER_HOLD;
+        if !self.holds_on {
+            steps::end_hold();
+        }
         if self.gate.waiting.load(Ordering::Relaxed) > 0 && !self.holds_on {
             self.let_in();
+        } else if self.is_due() {
+            self.publish();
         }
+        true
     }
 
     /// Does `work` while others may read and write.
@@ -137,7 +158,7 @@ impl<T> Writer<'_, T> {
         if self.holds_on {
             return work();
         }
-        self.guard = None;
+        self.let_go();
         let done = work();
         self.lock_again();
         done
@@ -150,7 +171,7 @@ impl<T> Writer<'_, T> {
 
     #[cold]
     fn let_in(&mut self) {
-        self.guard = None;
+        self.let_go();
         let waiting = self.gate.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
             // One of them is enough: it lets the others in, as this one does.
@@ -162,21 +183,30 @@ impl<T> Writer<'_, T> {
         self.lock_again();
     }
 
+    fn let_go(&mut self) {
+        if let Some(mut guard) = self.guard.take() {
+            guard.publish();
+            steps::end_hold();
+        }
+    }
+
     fn lock_again(&mut self) {
         self.guard = Some(self.gate.lock_for_writing());
         self.left = WORK_PER_HOLD;
     }
 }
 
-impl<T> Drop for Writer<'_, T> {
+impl<T: Publish> Drop for Writer<'_, T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.gate.poisoned.store(true, Ordering::Relaxed);
+        } else {
+            self.let_go();
         }
     }
 }
 
-impl<T> Deref for Writer<'_, T> {
+impl<T: Publish> Deref for Writer<'_, T> {
     type Target = T;
 
     #[inline]
@@ -185,7 +215,7 @@ impl<T> Deref for Writer<'_, T> {
     }
 }
 
-impl<T> DerefMut for Writer<'_, T> {
+impl<T: Publish> DerefMut for Writer<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
         self.guard.as_mut().expect("a writer holds the lock between its pauses")
@@ -199,6 +229,14 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
+
+    impl Publish for u64 {
+        fn publish(&mut self) {}
+
+        fn is_due(&self) -> bool {
+            false
+        }
+    }
 
     #[test]
     fn a_writer_lets_readers_and_writers_in_between_its_work() {
@@ -229,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_writer_that_panics_leaves_it_poisoned() {
-        let gate = Gate::new(0);
+        let gate = Gate::new(0_u64);
         let died = catch_unwind(AssertUnwindSafe(|| {
             *gate.write() = 1;
             let _writer = gate.write();

@@ -8,7 +8,7 @@ const MULTIPLIER: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Secret numbers of one index, drawn when it is made.
 #[derive(Clone, Copy, Debug)]
-pub struct Secret(u64, u64);
+pub struct Secret(pub(crate) u64, pub(crate) u64);
 
 impl Secret {
     /// New secret numbers.
@@ -58,6 +58,11 @@ impl Hasher for KeyedHasher {
 
     #[inline]
     fn write_u8(&mut self, value: u8) {
+        self.write_u64(value.into());
+    }
+
+    #[inline]
+    fn write_u16(&mut self, value: u16) {
         self.write_u64(value.into());
     }
 

@@ -171,13 +171,18 @@ pub struct Item {
     pub length: i64,
 }
 
+/// Local hashes of blocks that have nothing but their tokens. On its own, since the loop needs all registers.
+#[inline(never)]
+pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
+    out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
+}
+
 /// Local hashes of the blocks `from..to` of a prompt, appended to `out`.
 pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &[Item], blocks: std::ops::Range<usize>, out: &mut Vec<u64>) {
     let size = scheme.size as usize;
     let window = scheme.window();
-    if items.is_empty() {
-        out.extend(blocks.map(|block| local(&tokens[block * size..][..window], seed)));
-        return;
+    if items.is_empty() && window == size {
+        return plain(&tokens[blocks.start * size..blocks.end * size], size, seed, out);
     }
     let mut extras = Vec::new();
     for block in blocks {

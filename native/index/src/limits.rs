@@ -1,5 +1,9 @@
 //! The bounds of an index.
 
+/// Blocks of one stream with one hash: engines that hash pages without their prefix have hundreds. Histories of publishers keep as many, so
+/// that whoever comes late is told what those hold who heard all of it.
+pub const BLOCKS_PER_HASH: usize = 1_024;
+
 /// Bounds of an index; reaching one is counted.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -36,7 +40,7 @@ impl Default for Limits {
             groups: 64,
             block_sizes: 16,
             records_per_key: 16,
-            blocks_per_hash: 1_024,
+            blocks_per_hash: BLOCKS_PER_HASH,
             fences: 65_536,
             speculated: 1_000_000,
         }

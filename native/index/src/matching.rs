@@ -3,11 +3,11 @@
 //! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
 //! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
 
-use crate::core::Core;
 use crate::keys::{self, Scheme};
 use crate::planes::{LEVELS, Rule};
-use crate::records::equal;
-use crate::sets::Word;
+use crate::records::{Memory, Records, chunk_of};
+use crate::sets::{EMPTY, Word};
+use crate::view::View;
 
 /// One worker's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,24 +41,63 @@ pub struct Walk {
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
+    seen: Seen,
     alive: Vec<u64>,
     now: Vec<u64>,
     blocks: Vec<[u32; LEVELS]>,
     first: Vec<u64>,
 }
 
+/// Chunks that were read, and whether what was read was so together.
+#[derive(Debug, Default)]
+struct Seen {
+    /// Numbers and versions.
+    chunks: Vec<(usize, u32)>,
+    /// Whether one was being changed.
+    is_spoilt: bool,
+    /// Whether nobody writes meanwhile.
+    is_alone: bool,
+}
+
+impl Seen {
+    /// The chunk of a record, to be read.
+    #[inline]
+    fn chunk<'a>(&mut self, view: &'a View, number: u32) -> Option<&'a Memory> {
+        let memory = view.chunk(number);
+        if !self.is_alone && self.chunks.last().is_none_or(|(at, _)| *at != chunk_of(number)) {
+            match memory.and_then(Memory::version) {
+                Some(version) => self.chunks.push((chunk_of(number), version)),
+                None => self.is_spoilt = true,
+            }
+        }
+        memory
+    }
+}
+
 impl Walk {
+    /// Forgets what was read before. Where nobody can write meanwhile, as a caller may know, all that is read is so together.
+    pub fn begin(&mut self, is_alone: bool) {
+        self.seen.chunks.clear();
+        (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
+    }
+
+    /// Whether all that was read since `begin` was so at one moment. If not, it may be anything.
+    pub fn is_sound(&self, view: &View) -> bool {
+        let is_still = |&(at, version): &(usize, u32)| view.chunks[at].as_ref().is_some_and(|chunk| chunk.is_still(version));
+        !self.seen.is_spoilt && self.seen.chunks.iter().all(is_still)
+    }
+
     /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of its
     /// blocks. Returns how many there are before the first that is missing.
-    pub fn find(&mut self, core: &Core, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
+    pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
         match context {
-            Some(context) if keyed.is_none() && core.strangers == 0 => self.read(core, locals, context),
+            Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
             _ => {
                 let mut keys = std::mem::take(&mut self.keys);
                 keys.clear();
                 keys.extend_from_slice(locals);
                 keys::chain(None, &mut keys);
-                let found = self.read_keys(core, &keys, |other| Some(other) == context, keyed);
+                let found = self.read_keys(view, &keys, |other| Some(other) == context, keyed);
                 self.keys = keys;
                 found
             }
@@ -66,69 +105,79 @@ impl Walk {
     }
 
     /// The usual case: the place in a run stands for all that is before it, so that keys are only made where a run ends.
-    fn read(&mut self, core: &Core, locals: &[u64], context: u32) -> usize {
+    fn read(&mut self, view: &View, locals: &[u64], context: u32) -> usize {
         self.clear();
         let Some(&(mut key)) = locals.first() else { return 0 };
         let mut at = 0;
         loop {
-            self.found.clear();
-            let (records, found) = (&core.records, &mut self.found);
-            core.for_each_twin(false, key, |number| {
-                if records.context(number) == context {
-                    found.push(number);
-                }
-            });
+            self.list(view, false, key, |other| other == context);
             let Some(&number) = self.found.last() else { return at };
             at += 1;
-            self.step_to(core, at);
-            let behind = records.behind(number);
-            let length = behind.common(&locals[at..], context);
-            let mut sets = &behind.sets[..length];
-            while let Some(&set) = sets.first() {
-                let count = equal(sets);
+            self.step_to(view, at);
+            let Some(chunk) = self.seen.chunk(view, number).filter(|_| !self.seen.is_spoilt) else {
+                return at;
+            };
+            let (start, mut run) = (at, chunk.behind(number));
+            loop {
+                let (count, set) = run.take(&locals[at..], context);
+                if count == 0 {
+                    break;
+                }
                 at += count;
                 self.step(at, Holders::Set(set));
-                sets = &sets[count..];
             }
             match locals.get(at) {
-                Some(&local) => key = keys::chained(records.key(number + length as u32), local),
+                Some(&local) => key = keys::chained(chunk.key(number + (at - start) as u32), local),
                 None => return at,
             }
         }
     }
 
+    /// Makes `found` of the records that are listed by a key and have a context that `meant` says.
+    #[inline]
+    fn list(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
+        self.found.clear();
+        self.list_more(view, keyed, key, meant);
+    }
+
+    #[inline]
+    fn list_more(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
+        let table = if keyed { &view.keyed } else { &view.heads };
+        table.for_each_match(view.spot(key), |number| {
+            if let Some(chunk) = self.seen.chunk(view, number)
+                && chunk.word(number) == key
+                && meant(chunk.context(number))
+            {
+                self.found.push(number);
+            }
+            true
+        });
+    }
+
     /// Reads the records of a chain by its keys, in the contexts that `meant` says, and those that were stored by their keys in the context
     /// `keyed`. Returns how many there are before the first that is missing.
-    pub fn read_keys(&mut self, core: &Core, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
+    pub fn read_keys(&mut self, view: &View, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
         self.clear();
-        let records = &core.records;
         let mut before: Option<u32> = None;
         for (at, &key) in keys.iter().enumerate() {
+            let next = before.and_then(Records::next).filter(|&next| {
+                self.seen.chunk(view, next).is_some_and(|chunk| {
+                    chunk.is_linked(next) && meant(chunk.context(next)) && keys::chained(keys[at - 1], chunk.word(next)) == key
+                })
+            });
             self.found.clear();
-            let next = before.and_then(|before| records.linked_next(before));
-            let next =
-                next.filter(|&next| meant(records.context(next)) && keys::chained(keys[at - 1], records.word(next)) == key);
             self.found.extend(next);
-            let found = &mut self.found;
-            if next.is_none() || core.strangers > 0 {
-                core.for_each_twin(false, key, |number| {
-                    if meant(records.context(number)) {
-                        found.push(number);
-                    }
-                });
+            if next.is_none() || view.strangers > 0 {
+                self.list_more(view, false, key, &meant);
             }
-            before = found.first().copied();
+            before = self.found.first().copied();
             if keyed.is_some() {
-                core.for_each_twin(true, key, |number| {
-                    if Some(records.context(number)) == keyed {
-                        found.push(number);
-                    }
-                });
+                self.list_more(view, true, key, |context| Some(context) == keyed);
             }
-            if found.is_empty() {
+            if self.found.is_empty() || self.seen.is_spoilt {
                 return at;
             }
-            self.step_to(core, at + 1);
+            self.step_to(view, at + 1);
         }
         keys.len()
     }
@@ -139,13 +188,14 @@ impl Walk {
     }
 
     /// Goes on by one block, of which `found` has the records.
-    fn step_to(&mut self, core: &Core, end: usize) {
+    fn step_to(&mut self, view: &View, end: usize) {
+        let set = |seen: &mut Seen, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
         let holders = match self.found[..] {
-            [number] => Holders::Set(core.records.set(number)),
+            [number] => Holders::Set(set(&mut self.seen, number)),
             _ => {
                 let mut words: Vec<Word> = Vec::new();
                 for &number in &self.found {
-                    for word in core.sets.words(core.records.set(number)) {
+                    for word in view.words(set(&mut self.seen, number)) {
                         match words.iter_mut().find(|known| known.at == word.at) {
                             Some(known) => known.bits |= word.bits,
                             None => words.push(*word),
@@ -168,26 +218,26 @@ impl Walk {
     }
 
     #[inline]
-    fn words<'a>(core: &'a Core, together: &'a [Vec<Word>], holders: Holders) -> &'a [Word] {
+    fn words<'a>(view: &'a View, together: &'a [Vec<Word>], holders: Holders) -> &'a [Word] {
         match holders {
-            Holders::Set(set) => core.sets.words(set),
+            Holders::Set(set) => view.words(set),
             Holders::Together(at) => &together[at],
         }
     }
 
     /// What the streams of a model hold of what was read last.
-    pub fn hits(&mut self, core: &Core, scheme: Scheme, streams: &[u64], out: &mut Vec<Hit>) {
+    pub fn hits(&mut self, view: &View, scheme: Scheme, streams: &[u64], out: &mut Vec<Hit>) {
         if self.steps.is_empty() {
             return;
         }
-        let words = streams.len().min(core.visible.len());
-        self.simple(core, &streams[..words], scheme.size, out);
+        let words = streams.len().min(view.visible.len());
+        self.simple(view, &streams[..words], scheme.size, out);
         for (at, &streams) in streams[..words].iter().enumerate() {
-            let mut bits = core.hybrid[at] & streams & core.visible[at];
+            let mut bits = view.hybrid[at] & streams & view.visible[at];
             while bits != 0 {
                 let stream = (at << 6) as u32 + bits.trailing_zeros();
                 bits &= bits - 1;
-                let blocks: [u64; LEVELS] = std::array::from_fn(|level| self.hybrid(core, stream, level));
+                let blocks: [u64; LEVELS] = std::array::from_fn(|level| self.hybrid(view, stream, level));
                 if blocks[LEVELS - 1] > 0 {
                     let tokens = blocks.map(|count| tokens_of(count, scheme.size));
                     out.push(Hit { stream, tokens });
@@ -197,8 +247,8 @@ impl Walk {
     }
 
     /// Streams whose blocks are all of one kind.
-    fn simple(&mut self, core: &Core, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
-        let (words, levels) = (streams.len(), core.planes.depth());
+    fn simple(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
+        let (words, levels) = (streams.len(), view.planes.depth());
         let Self {
             steps,
             together,
@@ -208,10 +258,10 @@ impl Walk {
             first,
             ..
         } = self;
-        let plane_levels = core.planes.levels();
+        let plane_levels = view.planes.levels();
         let fill = |rows: &mut [u64], holders: Holders| {
             rows.fill(0);
-            for word in Self::words(core, together, holders) {
+            for word in Self::words(view, together, holders) {
                 if levels == 1 {
                     if let Some(bits) = rows.get_mut(word.word()) {
                         *bits |= word.bits;
@@ -231,7 +281,7 @@ impl Walk {
         for level in 0..levels {
             let row = &mut alive[level * words..][..words];
             for (at, bits) in row.iter_mut().enumerate() {
-                *bits &= streams[at] & core.visible[at] & !core.hybrid[at];
+                *bits &= streams[at] & view.visible[at] & !view.hybrid[at];
             }
         }
         let top = (levels - 1) * words;
@@ -252,19 +302,32 @@ impl Walk {
         for_each(first, |stream| blocks[stream] = [0; LEVELS]);
         let mut start = steps[0].end;
         for step in &steps[1..] {
-            fill(now, step.holders);
             let mut any = 0;
-            for level in 0..levels {
-                let (alive, now) = (&mut alive[level * words..][..words], &now[level * words..][..words]);
-                for (word, (alive, now)) in alive.iter_mut().zip(now).enumerate() {
-                    let mut dropped = *alive & !now;
-                    *alive &= now;
-                    any |= *alive;
-                    while dropped != 0 {
-                        let stream = (word << 6) + dropped.trailing_zeros() as usize;
-                        dropped &= dropped - 1;
-                        blocks[stream][level] = start as u32;
-                    }
+            let mut meet = |level: usize, word: usize, alive: &mut u64, now: u64| {
+                let mut dropped = *alive & !now;
+                *alive &= now;
+                any |= *alive;
+                while dropped != 0 {
+                    let stream = (word << 6) + dropped.trailing_zeros() as usize;
+                    dropped &= dropped - 1;
+                    blocks[stream][level] = start as u32;
+                }
+            };
+            let set = Self::words(view, together, step.holders);
+            let is_row = levels == 1
+                && matches!(step.holders, Holders::Set(_))
+                && set.first().map(|word| word.plane()) == set.last().map(|word| word.plane());
+            if is_row {
+                // Words of one plane are in their order.
+                let mut set = set.iter().peekable();
+                for (word, alive) in alive.iter_mut().enumerate() {
+                    let now = set.next_if(|next| next.word() == word).map_or(0, |next| next.bits);
+                    meet(0, word, alive, now);
+                }
+            } else {
+                fill(now, step.holders);
+                for (at, (alive, now)) in alive.iter_mut().zip(&*now).enumerate() {
+                    meet(at / words, at % words, alive, *now);
                 }
             }
             if any == 0 {
@@ -289,8 +352,8 @@ impl Walk {
     }
 
     /// Blocks of a stream with several groups.
-    fn hybrid(&self, core: &Core, stream: u32, level: usize) -> u64 {
-        let Some(rules) = core.members[stream as usize]
+    fn hybrid(&self, view: &View, stream: u32, level: usize) -> u64 {
+        let Some(rules) = view.members[stream as usize]
             .as_ref()
             .and_then(|member| member.hybrid.as_ref())
         else {
@@ -300,11 +363,11 @@ impl Walk {
         let (mut start, mut best) = (0, 0);
         for &Step { end, holders } in &self.steps {
             for ((group, rule), run) in rules.iter().zip(&mut held) {
-                let here = Self::words(core, &self.together, holders).iter().any(|word| {
+                let here = Self::words(view, &self.together, holders).iter().any(|word| {
                     word.word() == stream as usize >> 6
                         && word.bits >> (stream & 63) & 1 == 1
-                        && usize::from(core.planes.levels()[word.plane()]) <= level
-                        && core.planes.get(word.plane() as u16).group == *group
+                        && usize::from(view.planes.levels()[word.plane()]) <= level
+                        && view.planes.get(word.plane() as u16).group == *group
                 });
                 *run = if here { *run + end - start } else { 0 };
                 if *rule == Rule::Dense && !here {

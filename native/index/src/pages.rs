@@ -8,12 +8,16 @@
 //! one of those is partly used while an index grows, and huge pages can be asked for early.
 
 use std::alloc::{Layout, handle_alloc_error};
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+#[cfg(not(thread_sanitizer))]
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
-use parking_lot::Mutex;
+use crate::fork;
 
 /// Bytes of a region: one huge page of x86-64 and of most others.
 const REGION: usize = 2 << 20;
@@ -84,6 +88,7 @@ struct Pool {
 // SAFETY: a pool owns its regions, and they are memory like any other.
 unsafe impl Send for Pool {}
 
+/// Of the standard library, whose locks have nothing in common with each other that a forked child could find locked.
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
 /// Regions that are mapped, and free spans, as of the last change: to be looked at without the lock.
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
@@ -100,8 +105,35 @@ pub fn are_short() -> bool {
 pub fn prepare() {
     if are_short() {
         let region = map(true);
-        POOL.lock().add(region);
+        pool().add(region);
     }
+}
+
+fn pool() -> MutexGuard<'static, Pool> {
+    // The sanitizer does not see how the standard library waits, which was built without it.
+    #[cfg(thread_sanitizer)]
+    loop {
+        match POOL.try_lock() {
+            Ok(pool) => return pool,
+            Err(_) => std::thread::yield_now(),
+        }
+    }
+    #[cfg(not(thread_sanitizer))]
+    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    static HELD: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
+}
+
+/// Locks the pool until this thread, or the only thread of a forked child, lets go of it.
+pub(crate) fn hold() {
+    let _ = HELD.try_with(|held| held.set(Some(pool())));
+}
+
+/// See `hold`.
+pub(crate) fn let_go() {
+    let _ = HELD.try_with(Cell::take);
 }
 
 impl Pool {
@@ -234,9 +266,15 @@ impl Pool {
     }
 }
 
+#[cfg(target_os = "linux")]
+const HUGE_PAGES: libc::c_int = libc::MADV_HUGEPAGE;
+#[cfg(not(target_os = "linux"))]
+const HUGE_PAGES: libc::c_int = libc::MADV_NORMAL;
+
 /// A region from the system, of huge pages where that is wanted and possible.
 #[cold]
 fn map(huge: bool) -> NonNull<Header> {
+    fork::watch();
     // SAFETY: plain calls; what is mapped beyond an aligned region is given back at once.
     let base = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -257,9 +295,9 @@ fn map(huge: bool) -> NonNull<Header> {
             libc::munmap(found, before);
         }
         libc::munmap(base.byte_add(REGION), REGION - before);
-        if huge {
-            // Only a wish: where huge pages are switched off everything works, slower.
-            libc::madvise(base, REGION, libc::MADV_HUGEPAGE);
+        // Only a wish: where huge pages are switched off, or not known, everything works, slower.
+        if huge && cfg!(target_os = "linux") {
+            libc::madvise(base, REGION, HUGE_PAGES);
         }
         base
     };
@@ -282,32 +320,42 @@ fn map(huge: bool) -> NonNull<Header> {
 }
 
 /// Room for `COUNT` values, aligned to 64 bytes.
-pub struct Piece<T: Copy, const COUNT: usize> {
+pub struct Piece<T, const COUNT: usize> {
     at: NonNull<T>,
     owned: PhantomData<T>,
 }
 
 // SAFETY: it owns its values, as a box does.
-unsafe impl<T: Copy + Send, const COUNT: usize> Send for Piece<T, COUNT> {}
+unsafe impl<T: Send, const COUNT: usize> Send for Piece<T, COUNT> {}
 // SAFETY: as above.
-unsafe impl<T: Copy + Sync, const COUNT: usize> Sync for Piece<T, COUNT> {}
+unsafe impl<T: Sync, const COUNT: usize> Sync for Piece<T, COUNT> {}
 
-impl<T: Copy, const COUNT: usize> Piece<T, COUNT> {
+impl<T, const COUNT: usize> Piece<T, COUNT> {
     /// Pieces of a span.
     const CUT: usize = {
         let size = COUNT * size_of::<T>();
         assert!(SPAN.is_multiple_of(size) && SPAN / size <= MOST && size.is_multiple_of(64) && align_of::<T>() <= 64);
+        assert!(!std::mem::needs_drop::<T>(), "values are given back without being dropped");
         SPAN / size
     };
 
-    /// A piece with `value` everywhere.
-    pub fn filled(value: T) -> Self {
-        let at: NonNull<T> = POOL.lock().take(Self::CUT).cast();
+    /// A piece of values that are made one by one.
+    pub fn made(make: impl Fn() -> T) -> Self {
+        let at: NonNull<T> = pool().take(Self::CUT).cast();
+        let piece = Self { at, owned: PhantomData };
         for index in 0..COUNT {
             // SAFETY: the piece has room for that many, and is aligned for what 64 bytes align.
-            unsafe { at.add(index).write(value) };
+            unsafe { at.add(index).write(make()) };
         }
-        Self { at, owned: PhantomData }
+        piece
+    }
+
+    /// A piece with `value` everywhere.
+    pub fn filled(value: T) -> Self
+    where
+        T: Copy,
+    {
+        Self::made(|| value)
     }
 
     /// The piece as a pointer that owns it, until it is given to `from_raw`.
@@ -324,7 +372,7 @@ impl<T: Copy, const COUNT: usize> Piece<T, COUNT> {
     }
 }
 
-impl<T: Copy, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
+impl<T, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
     type Target = [T];
 
     #[inline]
@@ -334,7 +382,7 @@ impl<T: Copy, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
     }
 }
 
-impl<T: Copy, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
+impl<T, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and there is no other way to them.
@@ -342,9 +390,9 @@ impl<T: Copy, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
     }
 }
 
-impl<T: Copy, const COUNT: usize> Drop for Piece<T, COUNT> {
+impl<T, const COUNT: usize> Drop for Piece<T, COUNT> {
     fn drop(&mut self) {
-        POOL.lock().give(Self::CUT, self.at.cast());
+        pool().give(Self::CUT, self.at.cast());
     }
 }
 
@@ -379,7 +427,7 @@ mod tests {
                 .collect();
         }
         pieces.clear();
-        assert!(POOL.lock().cut[3].is_empty());
+        assert!(pool().cut[3].is_empty());
     }
 
     /// Pieces of all sizes share regions, in any order of coming and going.

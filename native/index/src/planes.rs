@@ -2,8 +2,18 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Levels of tiers, from the fastest; a prefix at one level may use every level before it.
-pub const LEVELS: usize = 4;
+/// Tiers that are known, the fastest first; `kvevents.weights` has the same.
+pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
+
+/// What engines call the media of each; no name is the device.
+const MEDIA: [&[&str]; TIERS.len()] = [
+    &["", "GPU", "HBM", "DEVICE"],
+    &["CPU", "CPU_PINNED", "CPU_TIER1", "HOST"],
+    &["CPU_TIER2", "DISK", "SSD", "NVME", "FS", "STORAGE", "EXTERNAL", "REMOTE"],
+];
+
+/// Levels of tiers: the places of `TIERS`, and a last one for media that are not known. A prefix at one level may use every level before it.
+pub const LEVELS: usize = TIERS.len() + 1;
 
 /// A place that copies of blocks are counted in.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,12 +31,7 @@ pub struct Plane {
 impl Plane {
     /// 0 for the device, 1 for the host, 2 for disks and whatever is remote, 3 for media that nobody knows.
     pub fn level(&self) -> usize {
-        let level = match self.tier.as_str() {
-            "gpu" => 0,
-            "cpu" => 1,
-            "disk" => 2,
-            _ => 3,
-        };
+        let level = TIERS.iter().position(|tier| *tier == self.tier).unwrap_or(TIERS.len());
         if self.locality.as_deref() == Some("REMOTE") {
             level.max(2)
         } else {
@@ -44,12 +49,8 @@ impl Plane {
 /// The tier of a medium, whatever its case.
 pub fn tier(medium: &str) -> String {
     let upper = medium.to_uppercase();
-    match upper.as_str() {
-        "" | "GPU" | "HBM" | "DEVICE" => "gpu".into(),
-        "CPU" | "CPU_PINNED" | "CPU_TIER1" | "HOST" => "cpu".into(),
-        "CPU_TIER2" | "DISK" | "SSD" | "NVME" | "FS" | "STORAGE" | "EXTERNAL" | "REMOTE" => "disk".into(),
-        _ => upper,
-    }
+    let known = MEDIA.iter().position(|media| media.contains(&upper.as_str()));
+    known.map_or(upper, |level| TIERS[level].into())
 }
 
 /// Planes of one index. Engines have a handful; their names and groups are a peer's words.

@@ -9,11 +9,19 @@
 //!
 //! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, slot n holds its parent and is the only record with
 //! the parent's key in that context.
+//!
+//! Lookups read slots while a writer goes on: all that is in a slot is an atomic number, and each chunk has a version, which is odd from its
+//! first change on until `Records::publish`. Whoever finds a chunk's version even, and the same at the end, has read what was true at
+//! one moment; the writer waits for nobody.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::keys;
 use crate::pages::Piece;
 use crate::prefetch;
 use crate::sets::EMPTY;
+use crate::sync::{AtomicU32, AtomicU64, fence};
 
 /// It is found through the slot before it, and not by its key.
 const LINKED: u32 = 1 << 31;
@@ -24,7 +32,8 @@ pub const MAX_CONTEXTS: u32 = TWIN;
 
 /// What the set of a free slot is.
 const FREE: u32 = u32::MAX;
-const BITS: u32 = 10;
+/// As few as a piece of memory and `Chunk::free` allow where a model checker keeps a history of each number.
+const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
 /// Slots of a chunk.
 pub const CHUNK: usize = 1 << BITS;
 const MASK: u32 = (CHUNK - 1) as u32;
@@ -32,35 +41,165 @@ const MASK: u32 = (CHUNK - 1) as u32;
 const GROUP: usize = 8;
 
 /// The slots of a chunk, by what is stored of them.
-#[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Slots {
     /// The local hash of a linked block, the rolling key of a head.
-    words: [u64; CHUNK],
+    words: [AtomicU64; CHUNK],
     /// The engine's hash; streams with another hash for the same block keep theirs themselves.
-    hashes: [u64; CHUNK],
-    /// Who holds it: a number in `Sets`.
-    sets: [u32; CHUNK],
-    /// The number of its context, and flags.
-    flags: [u32; CHUNK],
+    hashes: [AtomicU64; CHUNK],
+    /// Who holds it, a number in `Sets`, in the lower half; the number of its context, and flags, in the upper one.
+    states: [AtomicU64; CHUNK],
 }
 
-const VACANT: Slots = Slots {
-    words: [0; CHUNK],
-    hashes: [0; CHUNK],
-    sets: [FREE; CHUNK],
-    flags: [0; CHUNK],
-};
+/// A set and flags as they are stored.
+#[inline]
+const fn state(set: u32, flags: u32) -> u64 {
+    (flags as u64) << 32 | set as u64
+}
 
-/// Memory of a chunk in which some slot is in use.
-struct Memory {
+/// The set of a state.
+#[inline]
+const fn set_in(state: u64) -> u32 {
+    state as u32
+}
+
+/// The flags of a state.
+#[inline]
+const fn flags_in(state: u64) -> u32 {
+    (state >> 32) as u32
+}
+
+impl Slots {
+    fn vacant() -> Self {
+        Self {
+            words: std::array::from_fn(|_| AtomicU64::new(0)),
+            hashes: std::array::from_fn(|_| AtomicU64::new(0)),
+            states: std::array::from_fn(|_| AtomicU64::new(state(FREE, 0))),
+        }
+    }
+}
+
+/// Memory of a chunk in which some slot is in use, as lookups read it.
+pub struct Memory {
+    /// Odd while a writer changes something.
+    version: AtomicU32,
     slots: Piece<Slots, 1>,
     /// Rolling keys of linked blocks in slots that are multiples of `GROUP`.
-    keys: Box<[u64; CHUNK / GROUP]>,
+    keys: Box<[AtomicU64; CHUNK / GROUP]>,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "Memory(version {})", self.version.load(Ordering::Relaxed))
+    }
+}
+
+impl Memory {
+    /// Of a chunk that is being changed.
+    fn new() -> Self {
+        Self {
+            version: AtomicU32::new(1),
+            slots: Piece::made(Slots::vacant),
+            keys: Box::new(std::array::from_fn(|_| AtomicU64::new(0))),
+        }
+    }
+
+    /// Its version before anything is read; None while it is being changed.
+    #[inline]
+    pub fn version(&self) -> Option<u32> {
+        Some(self.version.load(Ordering::Acquire)).filter(|version| version & 1 == 0)
+    }
+
+    /// Whether all that was read since its version was this one was so together.
+    #[inline]
+    pub fn is_still(&self, version: u32) -> bool {
+        fence(Ordering::Acquire);
+        self.version.load(Ordering::Relaxed) == version
+    }
+
+    fn begin_change(&self) {
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version | 1, Ordering::Relaxed);
+        fence(Ordering::Release);
+    }
+
+    fn end_change(&self) {
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version.wrapping_add(1) & !1, Ordering::Release);
+    }
+
+    #[inline]
+    fn flags(&self, number: u32) -> u32 {
+        flags_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
+    }
+
+    /// The rolling key of a head, the local hash of a linked block.
+    #[inline]
+    pub fn word(&self, number: u32) -> u64 {
+        self.slots[0].words[(number & MASK) as usize].load(Ordering::Relaxed)
+    }
+
+    /// Who holds it.
+    #[inline]
+    pub fn set(&self, number: u32) -> u32 {
+        set_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
+    }
+
+    /// The number of its context.
+    #[inline]
+    pub fn context(&self, number: u32) -> u32 {
+        self.flags(number) & !(TWIN | LINKED)
+    }
+
+    /// Whether it is found through the slot before it, and not by its key.
+    #[inline]
+    pub fn is_linked(&self, number: u32) -> bool {
+        self.flags(number) & LINKED != 0
+    }
+
+    /// Slots behind one.
+    #[inline]
+    pub fn behind(&self, number: u32) -> Run<'_> {
+        let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
+        Run {
+            words: &slots.words[at..],
+            states: &slots.states[at..],
+        }
+    }
+
+    /// The rolling key.
+    #[inline]
+    pub fn key(&self, number: u32) -> u64 {
+        let mut last = 0;
+        self.keys_up_to(number, |_, key| last = key);
+        last
+    }
+
+    /// Visits the keys of a block and of those before it in its group of eight slots, as far as they are of one run.
+    #[inline]
+    fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
+        let (slots, end) = (&self.slots[0], (number & MASK) as usize);
+        let is_linked = |at: usize| flags_in(slots.states[at].load(Ordering::Relaxed)) & LINKED != 0;
+        let mut at = end;
+        while at % GROUP != 0 && is_linked(at) {
+            at -= 1;
+        }
+        let first = if is_linked(at) {
+            &self.keys[at / GROUP]
+        } else {
+            &slots.words[at]
+        };
+        let mut key = first.load(Ordering::Relaxed);
+        visit(at % GROUP, key);
+        for at in at + 1..=end {
+            key = keys::chained(key, slots.words[at].load(Ordering::Relaxed));
+            visit(at % GROUP, key);
+        }
+    }
 }
 
 struct Chunk {
-    memory: Option<Memory>,
+    memory: Option<Arc<Memory>>,
     /// A bit for each free slot.
     free: [u64; CHUNK / 64],
     used: u32,
@@ -70,6 +209,8 @@ struct Chunk {
     is_scattered: bool,
     /// Whether it is in `Records::partial`.
     listed: bool,
+    /// Whether it is in `Records::changed`.
+    is_changed: bool,
 }
 
 impl Chunk {
@@ -80,6 +221,7 @@ impl Chunk {
         hint: 0,
         is_scattered: false,
         listed: false,
+        is_changed: false,
     };
 
     fn is_free(&self, at: usize) -> bool {
@@ -146,21 +288,52 @@ impl Chunk {
         self.find(1)
     }
 
-    fn take(&mut self, at: usize, length: usize) {
-        for slot in at..at + length {
-            self.free[slot / 64] &= !(1 << (slot % 64));
+    /// Notes that slots are free, or are not.
+    #[inline]
+    fn mark(&mut self, mut at: usize, mut length: usize, free: bool) {
+        while length > 0 {
+            let bit = at % 64;
+            let count = length.min(64 - bit);
+            let bits = (u64::MAX >> (64 - count)) << bit;
+            if free {
+                self.free[at / 64] |= bits;
+            } else {
+                self.free[at / 64] &= !bits;
+            }
+            (at, length) = (at + count, length - count);
         }
-        self.used += length as u32;
     }
 }
 
-/// A row of slots that were taken and are not written yet.
+/// Slots of one chunk side by side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stretch {
+pub struct Row {
     /// The number of the first.
     pub first: u32,
     /// How many.
     pub length: u32,
+}
+
+impl Row {
+    /// One alone.
+    pub fn of(number: u32) -> Self {
+        Self {
+            first: number,
+            length: 1,
+        }
+    }
+
+    /// Takes a slot in that is next to them; false if it is not.
+    #[inline]
+    pub fn extend(&mut self, number: u32) -> bool {
+        if number + 1 == self.first && self.first & MASK != 0 {
+            self.first = number;
+        } else if number != self.first + self.length || number & MASK == 0 {
+            return false;
+        }
+        self.length += 1;
+        true
+    }
 }
 
 /// All blocks.
@@ -172,6 +345,10 @@ pub struct Records {
     used: usize,
     /// Chunks with memory.
     held: usize,
+    /// Chunks that were changed since `publish`.
+    changed: Vec<u32>,
+    /// Those that got memory, or gave it back.
+    moved: Vec<u32>,
 }
 
 impl std::fmt::Debug for Records {
@@ -180,56 +357,32 @@ impl std::fmt::Debug for Records {
     }
 }
 
-/// Linked blocks of a run from some slot on, by what is compared with a prompt.
+/// Slots behind one, by what is compared with a prompt.
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs)]
 pub struct Run<'a> {
-    pub words: &'a [u64],
-    pub sets: &'a [u32],
-    flags: &'a [u32],
+    words: &'a [AtomicU64],
+    states: &'a [AtomicU64],
 }
 
 impl Run<'_> {
-    /// How many of the first ones are linked blocks of a context with these local hashes.
+    /// How many of the first ones are linked blocks of a context with these local hashes and the same set, and which; takes them off.
     #[inline]
-    pub fn common(&self, locals: &[u64], context: u32) -> usize {
-        let flag = context | LINKED;
-        let length = locals.len().min(self.words.len()).min(self.flags.len());
-        let (words, flags, locals) = (&self.words[..length], &self.flags[..length], &locals[..length]);
-        let mut at = 0;
-        // Eight at a time, which compilers compare by vectors.
-        while at + 8 <= length {
-            let mut differs = 0;
-            for next in at..at + 8 {
-                differs |= (words[next] ^ locals[next]) | u64::from(flags[next] ^ flag);
-            }
-            if differs != 0 {
-                break;
-            }
-            at += 8;
+    pub fn take(&mut self, locals: &[u64], context: u32) -> (usize, u32) {
+        let length = locals.len().min(self.words.len()).min(self.states.len());
+        let (words, states, locals) = (&self.words[..length], &self.states[..length], &locals[..length]);
+        let Some(first) = states.first().map(|first| first.load(Ordering::Relaxed)) else {
+            return (0, EMPTY);
+        };
+        if flags_in(first) != context | LINKED {
+            return (0, EMPTY);
         }
-        while at < length && words[at] == locals[at] && flags[at] == flag {
-            at += 1;
-        }
-        at
+        // Loads of atomic numbers are not made vectors of; two branches a block, which are not taken, are quicker than sums of eight.
+        let same =
+            |at: &usize| words[*at].load(Ordering::Relaxed) == locals[*at] && states[*at].load(Ordering::Relaxed) == first;
+        let count = (0..length).take_while(same).count();
+        (self.words, self.states) = (&self.words[count..], &self.states[count..]);
+        (count, set_in(first))
     }
-}
-
-/// How many of the first numbers equal the first one.
-#[inline]
-pub fn equal(sets: &[u32]) -> usize {
-    let Some(&first) = sets.first() else { return 0 };
-    let mut at = 1;
-    while at + 8 <= sets.len() {
-        if sets[at..at + 8].iter().fold(0, |differs, set| differs | (set ^ first)) != 0 {
-            break;
-        }
-        at += 8;
-    }
-    while at < sets.len() && sets[at] == first {
-        at += 1;
-    }
-    at
 }
 
 impl Records {
@@ -264,57 +417,75 @@ impl Records {
 
     #[inline]
     fn memory(&self, number: u32) -> Option<&Memory> {
-        self.chunks.get((number >> BITS) as usize)?.memory.as_ref()
+        self.chunks.get((number >> BITS) as usize)?.memory.as_deref()
     }
 
     #[inline]
-    fn slots(&self, number: u32) -> &Slots {
-        match self.memory(number) {
-            Some(memory) => &memory.slots[0],
-            None => &VACANT,
+    fn slots(&self, number: u32) -> Option<&Slots> {
+        self.memory(number).map(|memory| &memory.slots[0])
+    }
+
+    /// The memory of a slot in use, to be changed.
+    #[inline]
+    fn changing(&mut self, number: u32) -> &Memory {
+        let at = number >> BITS;
+        let chunk = &mut self.chunks[at as usize];
+        let memory = chunk.memory.as_deref().expect("a slot in use has memory");
+        if !chunk.is_changed {
+            chunk.is_changed = true;
+            self.changed.push(at);
+            memory.begin_change();
         }
-    }
-
-    #[inline]
-    fn slots_mut(&mut self, number: u32) -> &mut Slots {
-        let memory = self.chunks[(number >> BITS) as usize].memory.as_mut();
-        &mut memory.expect("a slot in use has memory").slots[0]
+        memory
     }
 
     /// Whether a number is of a record in use.
     #[inline]
     pub fn is_used(&self, number: u32) -> bool {
-        self.memory(number)
-            .is_some_and(|memory| memory.slots[0].sets[(number & MASK) as usize] != FREE)
+        self.set(number) != FREE
     }
 
     /// The engine's hash.
     #[inline]
     pub fn hash(&self, number: u32) -> u64 {
-        self.slots(number).hashes[(number & MASK) as usize]
+        let load = |slots: &Slots| slots.hashes[(number & MASK) as usize].load(Ordering::Relaxed);
+        self.slots(number).map_or(0, load)
     }
 
     /// The rolling key of a head, the local hash of a linked block.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
-        self.slots(number).words[(number & MASK) as usize]
+        let load = |slots: &Slots| slots.words[(number & MASK) as usize].load(Ordering::Relaxed);
+        self.slots(number).map_or(0, load)
     }
 
     /// Who holds it.
     #[inline]
     pub fn set(&self, number: u32) -> u32 {
-        self.slots(number).sets[(number & MASK) as usize]
+        set_in(self.state(number))
     }
 
     /// Changes who holds it.
     #[inline]
     pub fn put_set(&mut self, number: u32, set: u32) {
-        self.slots_mut(number).sets[(number & MASK) as usize] = set;
+        let flags = self.flags(number);
+        self.put_state(number, state(set, flags));
+    }
+
+    #[inline]
+    fn state(&self, number: u32) -> u64 {
+        let load = |slots: &Slots| slots.states[(number & MASK) as usize].load(Ordering::Relaxed);
+        self.slots(number).map_or(state(FREE, 0), load)
+    }
+
+    #[inline]
+    fn put_state(&mut self, number: u32, state: u64) {
+        self.changing(number).slots[0].states[(number & MASK) as usize].store(state, Ordering::Relaxed);
     }
 
     #[inline]
     fn flags(&self, number: u32) -> u32 {
-        self.slots(number).flags[(number & MASK) as usize]
+        flags_in(self.state(number))
     }
 
     /// The number of its context.
@@ -331,7 +502,7 @@ impl Records {
 
     /// Notes that there are others.
     pub fn twin(&mut self, number: u32) {
-        self.slots_mut(number).flags[(number & MASK) as usize] |= TWIN;
+        self.put_state(number, self.state(number) | state(0, TWIN));
     }
 
     /// Whether it is found through the slot before it, and not by its key.
@@ -352,65 +523,25 @@ impl Records {
         Self::next(number).filter(|&next| self.is_linked(next))
     }
 
-    /// Slots of a chunk behind one.
-    #[inline]
-    pub fn behind(&self, number: u32) -> Run<'_> {
-        let (slots, at) = (self.slots(number), (number & MASK) as usize + 1);
-        Run {
-            words: &slots.words[at..],
-            sets: &slots.sets[at..],
-            flags: &slots.flags[at..],
-        }
-    }
-
     /// The rolling key.
     #[inline]
     pub fn key(&self, number: u32) -> u64 {
-        let Some(memory) = self.memory(number) else { return 0 };
-        let (slots, end) = (&memory.slots[0], (number & MASK) as usize);
-        let mut at = end;
-        while slots.flags[at] & LINKED != 0 && at % GROUP != 0 {
-            at -= 1;
-        }
-        let mut key = if slots.flags[at] & LINKED != 0 {
-            memory.keys[at / GROUP]
-        } else {
-            slots.words[at]
-        };
-        for &word in &slots.words[at + 1..=end] {
-            key = keys::chained(key, word);
-        }
-        key
+        self.memory(number).map_or(0, |memory| memory.key(number))
     }
 
     /// Visits the keys of a block and of those before it in its group of eight slots, as far as they are of one run.
     #[inline]
-    pub fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
-        let Some(memory) = self.memory(number) else { return };
-        let (slots, end) = (&memory.slots[0], (number & MASK) as usize);
-        let mut at = end;
-        while slots.flags[at] & LINKED != 0 && at % GROUP != 0 {
-            at -= 1;
-        }
-        let mut key = if slots.flags[at] & LINKED != 0 {
-            memory.keys[at / GROUP]
-        } else {
-            slots.words[at]
-        };
-        visit(at % GROUP, key);
-        for at in at + 1..=end {
-            key = keys::chained(key, slots.words[at]);
-            visit(at % GROUP, key);
+    pub fn keys_up_to(&self, number: u32, visit: impl FnMut(usize, u64)) {
+        if let Some(memory) = self.memory(number) {
+            memory.keys_up_to(number, visit);
         }
     }
 
     /// Makes a linked block a head.
     pub fn unlink(&mut self, number: u32) -> u64 {
         let key = self.key(number);
-        let at = (number & MASK) as usize;
-        let slots = self.slots_mut(number);
-        slots.words[at] = key;
-        slots.flags[at] &= !LINKED;
+        self.put_state(number, self.state(number) & !state(0, LINKED));
+        self.changing(number).slots[0].words[(number & MASK) as usize].store(key, Ordering::Relaxed);
         key
     }
 
@@ -422,24 +553,26 @@ impl Records {
     /// Asks for what a removal looks at first.
     #[inline]
     pub fn prefetch(&self, number: u32) {
-        let (slots, at) = (self.slots(number), (number & MASK) as usize);
-        prefetch::line(&slots.hashes[at]);
-        prefetch::line(&slots.sets[at]);
+        if let Some(slots) = self.slots(number) {
+            let at = (number & MASK) as usize;
+            prefetch::line(&slots.hashes[at]);
+            prefetch::line(&slots.states[at]);
+        }
     }
 
     /// The same, and for what its key is made of.
     #[inline]
     pub fn prefetch_all(&self, number: u32) {
-        let (slots, at) = (self.slots(number), (number & MASK) as usize);
-        prefetch::line(&slots.words[at]);
-        prefetch::line(&slots.flags[at]);
+        if let Some(slots) = self.slots(number) {
+            prefetch::line(&slots.words[(number & MASK) as usize]);
+        }
         self.prefetch(number);
     }
 
     // --- taking and giving back
 
     /// Takes a row of at most `count` slots, right behind `after` where that is possible; None when there are as many as numbers.
-    pub fn take(&mut self, after: Option<u32>, count: usize) -> Option<Stretch> {
+    pub fn take(&mut self, after: Option<u32>, count: usize) -> Option<Row> {
         let behind = after.and_then(Self::next).filter(|&next| {
             let chunk = &self.chunks[(next >> BITS) as usize];
             chunk.memory.is_some() && chunk.is_free((next & MASK) as usize)
@@ -459,16 +592,19 @@ impl Records {
         };
         let found = &mut self.chunks[chunk];
         let length = found.stretch(at, count);
-        found.take(at, length);
+        found.mark(at, length, false);
+        found.used += length as u32;
         self.used += length;
         if found.memory.is_none() {
             self.held += 1;
-            found.memory = Some(Memory {
-                slots: Piece::filled(VACANT),
-                keys: Box::new([0; CHUNK / GROUP]),
-            });
+            found.memory = Some(Arc::new(Memory::new()));
+            self.moved.push(chunk as u32);
+            if !found.is_changed {
+                found.is_changed = true;
+                self.changed.push(chunk as u32);
+            }
         }
-        Some(Stretch {
+        Some(Row {
             first: (chunk << BITS | at) as u32,
             length: length as u32,
         })
@@ -477,26 +613,23 @@ impl Records {
     /// Writes a head into a slot that was taken.
     #[inline]
     pub fn put_head(&mut self, number: u32, key: u64, hash: u64, context: u32, set: u32) {
-        let (slots, at) = (self.slots_mut(number), (number & MASK) as usize);
-        slots.words[at] = key;
-        slots.hashes[at] = hash;
-        slots.sets[at] = set;
-        slots.flags[at] = context;
+        let (slots, at) = (&self.changing(number).slots[0], (number & MASK) as usize);
+        slots.words[at].store(key, Ordering::Relaxed);
+        slots.hashes[at].store(hash, Ordering::Relaxed);
+        slots.states[at].store(state(set, context), Ordering::Relaxed);
     }
 
     /// Writes a linked block into a slot that was taken.
     #[inline]
     pub fn put_linked(&mut self, number: u32, local: u64, key: u64, hash: u64, context: u32, set: u32) {
         let at = (number & MASK) as usize;
-        let memory = self.chunks[(number >> BITS) as usize].memory.as_mut();
-        let memory = memory.expect("a slot that was taken has memory");
-        let slots = &mut memory.slots[0];
-        slots.words[at] = local;
-        slots.hashes[at] = hash;
-        slots.sets[at] = set;
-        slots.flags[at] = context | LINKED;
+        let memory = self.changing(number);
+        let slots = &memory.slots[0];
+        slots.words[at].store(local, Ordering::Relaxed);
+        slots.hashes[at].store(hash, Ordering::Relaxed);
+        slots.states[at].store(state(set, context | LINKED), Ordering::Relaxed);
         if at.is_multiple_of(GROUP) {
-            memory.keys[at / GROUP] = key;
+            memory.keys[at / GROUP].store(key, Ordering::Relaxed);
         }
     }
 
@@ -529,15 +662,13 @@ impl Records {
         Some(self.current)
     }
 
-    /// Gives a slot back. What is linked to it must have been unlinked.
-    pub fn remove(&mut self, number: u32) {
-        let (at, inner) = ((number >> BITS) as usize, (number & MASK) as usize);
-        let chunk = &mut self.chunks[at];
-        if let Some(memory) = &mut chunk.memory {
-            let slots = &mut memory.slots[0];
-            (slots.sets[inner], slots.flags[inner]) = (FREE, 0);
+    /// Gives slots back. What is linked to the last one must have been unlinked.
+    pub fn remove(&mut self, Row { first, length }: Row) {
+        let at = (first & MASK) as usize;
+        for slot in &self.changing(first).slots[0].states[at..at + length as usize] {
+            slot.store(state(FREE, 0), Ordering::Relaxed);
         }
-        self.give(number, 1);
+        self.give(first, length);
     }
 
     /// Gives back slots that were taken, and not written.
@@ -547,24 +678,70 @@ impl Records {
         }
         let (at, inner) = ((first >> BITS) as usize, (first & MASK) as usize);
         let chunk = &mut self.chunks[at];
-        for slot in inner..inner + length as usize {
-            chunk.free[slot / 64] |= 1 << (slot % 64);
-        }
+        chunk.mark(inner, length as usize, true);
         (chunk.hint, chunk.is_scattered) = (chunk.hint.min((inner / 64) as u32), false);
         chunk.used -= length;
         self.used -= length as usize;
         if chunk.used == 0 {
             self.held -= 1;
             (chunk.memory, chunk.hint) = (None, 0);
+            self.moved.push(at as u32);
         }
         if at != self.current && !chunk.listed {
             chunk.listed = true;
             self.partial.push(at as u32);
         }
         if self.used == 0 {
-            *self = Self::default();
+            let moved = std::mem::take(&mut self.moved);
+            *self = Self {
+                moved,
+                ..Self::default()
+            };
         }
     }
+
+    // --- for lookups
+
+    /// Whether chunks got memory, or gave it back, of which lookups do not know.
+    #[inline]
+    pub fn is_moved(&self) -> bool {
+        !self.moved.is_empty()
+    }
+
+    /// Has lookups find the memory of every chunk, while there are none.
+    pub fn move_to(&mut self, view: &mut Vec<Option<Arc<Memory>>>) {
+        if view.len() < self.chunks.len() {
+            view.resize_with(self.chunks.len(), || None);
+        }
+        for at in self.moved.drain(..) {
+            let memory = self.chunks.get(at as usize).and_then(|chunk| chunk.memory.clone());
+            if let Some(known) = view.get_mut(at as usize) {
+                *known = memory;
+            }
+        }
+        if view.len() > self.chunks.len() {
+            view.truncate(self.chunks.len());
+            view.shrink_to_fit();
+        }
+    }
+
+    /// Ends all changes: lookups may read every chunk.
+    #[inline]
+    pub fn publish(&mut self) {
+        while let Some(at) = self.changed.pop() {
+            let chunk = &mut self.chunks[at as usize];
+            chunk.is_changed = false;
+            if let Some(memory) = &chunk.memory {
+                memory.end_change();
+            }
+        }
+    }
+}
+
+/// The number of the chunk of a record.
+#[inline]
+pub fn chunk_of(number: u32) -> usize {
+    (number >> BITS) as usize
 }
 
 const _: () = assert!(EMPTY != FREE);
@@ -608,7 +785,7 @@ mod tests {
         assert_eq!(heads, 3, "one a chunk");
         assert!(made.iter().all(|&(number, key)| records.key(number) == key));
         assert_eq!(records.unlink(made[1_500].0), made[1_500].1);
-        records.remove(made[1_499].0);
+        records.remove(Row::of(made[1_499].0));
         assert!(made[1_500..].iter().all(|&(number, key)| records.key(number) == key));
         assert!(!records.is_linked(made[1_500].0) && records.is_linked(made[1_501].0));
     }
@@ -620,15 +797,17 @@ mod tests {
         for length in 0..99 {
             let mut locals: Vec<u64> = (101..200).collect();
             locals[length] = 7;
-            assert_eq!(records.behind(made[0].0).common(&locals, 3), length);
-            assert_eq!(records.behind(made[0].0).common(&locals, 4), 0);
+            let run = records.memory(made[0].0).unwrap().behind(made[0].0);
+            assert_eq!({ run }.take(&locals, 3), (length, 1));
+            assert_eq!({ run }.take(&locals, 4).0, 0);
         }
         records.put_set(made[40].0, 2);
-        let sets = records.behind(made[0].0).sets;
-        assert_eq!(
-            (equal(&sets[..99]), equal(&sets[39..99]), equal(&sets[40..99]), equal(&[])),
-            (39, 1, 59, 0)
-        );
+        let locals: Vec<u64> = (101..200).collect();
+        let mut run = records.memory(made[0].0).unwrap().behind(made[0].0);
+        assert_eq!(run.take(&locals, 3), (39, 1));
+        assert_eq!(run.take(&locals[39..], 3), (1, 2));
+        assert_eq!(run.take(&locals[40..], 3), (59, 1));
+        assert_eq!(run.take(&locals[99..], 3), (0, EMPTY));
     }
 
     #[test]
@@ -636,7 +815,7 @@ mod tests {
         let mut records = Records::default();
         let made = chain(&mut records, None, 1, 600);
         for &(number, _) in made[200..300].iter().rev() {
-            records.remove(number);
+            records.remove(Row::of(number));
         }
         records.unlink(made[300].0);
         let stretch = records.take(None, 100).unwrap();
@@ -677,7 +856,7 @@ mod tests {
             if let Some(next) = records.linked_next(number) {
                 records.unlink(next);
             }
-            records.remove(number);
+            records.remove(Row::of(number));
         }
         assert!(records.is_empty());
         assert_eq!(records.bytes(), 0);

@@ -3,12 +3,11 @@
 //! A holder is a stream on a plane (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so there
 //! are far fewer sets than blocks, and walking along a chain mostly compares numbers.
 
-use hashbrown::HashTable;
-
 use crate::hasher::Secret;
+use crate::parted::Parted;
 
 /// 64 streams on one plane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Word {
     /// `plane << 16 | stream / 64`.
     pub at: u32,
@@ -52,16 +51,50 @@ pub struct Move {
     known: bool,
 }
 
+/// The holders of one set as lookups read them: few of them without a pointer.
+#[derive(Clone, Debug, Default)]
+pub struct Holders {
+    few: [Word; FEW],
+    count: u32,
+    many: Box<[Word]>,
+}
+
+/// Words of a set that most do not exceed: 256 streams on one plane.
+const FEW: usize = 4;
+
+impl Holders {
+    fn new(words: &[Word]) -> Self {
+        let mut few = [Word::default(); FEW];
+        let is_few = words.len() <= FEW;
+        if is_few {
+            few[..words.len()].copy_from_slice(words);
+        }
+        Self {
+            few,
+            count: words.len() as u32,
+            many: if is_few { Box::default() } else { words.into() },
+        }
+    }
+
+    /// By plane and stream.
+    #[inline]
+    pub fn words(&self) -> &[Word] {
+        self.few.get(..self.count as usize).unwrap_or(&self.many)
+    }
+}
+
 /// All sets in use.
 #[derive(Debug)]
 pub struct Sets {
     entries: Vec<Entry>,
     free: Vec<u32>,
-    lookup: HashTable<u32>,
+    lookup: Parted<u32>,
     scratch: Vec<Word>,
     words: usize,
     births: u64,
     secret: Secret,
+    /// Numbers that lookups have other holders of, or none.
+    changed: Vec<u32>,
 }
 
 /// The hash of a set; keyed, since who registers streams chooses their numbers' order.
@@ -82,11 +115,12 @@ impl Sets {
         Self {
             entries: vec![empty],
             free: Vec::new(),
-            lookup: HashTable::new(),
+            lookup: Parted::new(),
             scratch: Vec::new(),
             words: 0,
             births: 0,
             secret,
+            changed: Vec::new(),
         }
     }
 
@@ -142,17 +176,6 @@ impl Sets {
         self.moved_anew(set, plane, stream, last)
     }
 
-    /// Moves one block from `set` to the one without a holder; None where that does not hold it. `last` remembers such moves only.
-    #[inline]
-    pub fn taken(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> Option<u32> {
-        if self.is_again(set, plane, stream, last) {
-            self.change(set, last.to.0);
-            return Some(last.to.0);
-        }
-        self.holds(set, plane, stream)
-            .then(|| self.moved_anew(set, plane, stream, last))
-    }
-
     /// Whether a move is the one that is remembered.
     #[inline]
     fn is_again(&self, set: u32, plane: u16, stream: u32, last: &Move) -> bool {
@@ -189,6 +212,18 @@ impl Sets {
         if from != EMPTY {
             self.release(from);
         }
+    }
+
+    /// Moves some blocks more from one set to another, as one was moved before.
+    #[inline]
+    pub fn move_all(&mut self, from: u32, to: u32, count: u32) {
+        if count == 0 {
+            return;
+        }
+        if to != EMPTY {
+            self.entries[to as usize].refs += count;
+        }
+        self.give(from, count);
     }
 
     /// The set of one holder, of `count` blocks more.
@@ -272,7 +307,8 @@ impl Sets {
             (self.entries.len() - 1) as u32
         };
         self.lookup
-            .insert_unique(hash, number, |&other| hash_of(secret, &self.entries[other as usize].words));
+            .insert(hash, number, |&other| hash_of(secret, &self.entries[other as usize].words));
+        self.changed.push(number);
         number
     }
 
@@ -293,16 +329,35 @@ impl Sets {
         self.births += 1;
         entry.born = self.births;
         self.words -= words.len();
-        if let Ok(found) = self.lookup.find_entry(hash_of(self.secret, &words), |&number| number == set) {
-            found.remove();
-        }
+        self.lookup.remove(hash_of(self.secret, &words), |&number| number == set);
         self.free.push(set);
         if self.lookup.is_empty() {
-            let births = self.births;
+            let (births, mut changed) = (self.births, std::mem::take(&mut self.changed));
+            changed.push(EMPTY);
             *self = Self {
                 births,
+                changed,
                 ..Self::new(self.secret)
             };
+        }
+    }
+
+    /// How many sets lookups have yet to find changed.
+    pub fn changes(&self) -> usize {
+        self.changed.len()
+    }
+
+    /// Has lookups find the holders of every set, while there are none.
+    pub fn move_to(&mut self, view: &mut Vec<Holders>) {
+        for number in self.changed.drain(..) {
+            if let Some(entry) = self.entries.get(number as usize) {
+                view.resize_with(view.len().max(number as usize + 1), Holders::default);
+                view[number as usize] = Holders::new(&entry.words);
+            }
+        }
+        if view.len() > self.entries.len() {
+            view.truncate(self.entries.len());
+            view.shrink_to_fit();
         }
     }
 
@@ -320,7 +375,33 @@ impl Sets {
     pub fn bytes(&self) -> usize {
         self.words * size_of::<Word>()
             + self.entries.capacity() * size_of::<Entry>()
+            + self.entries.len() * size_of::<Holders>()
             + (self.free.capacity() + self.scratch.capacity() * 4) * 4
-            + self.lookup.allocation_size()
+            + self.lookup.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    /// Whoever chooses which streams hold a block would else fill one place of the table with sets, each of which is looked at then.
+    #[test]
+    fn where_a_set_is_found_depends_on_the_secret() {
+        const PLACES: u64 = 1 << 16;
+        let sets: Vec<[Word; 2]> = (0..2_000_u64)
+            .map(|bits| [Word { at: 0, bits: bits + 1 }, Word { at: 1, bits: bits ^ 1 }])
+            .collect();
+        let places = |secret| sets.iter().map(|words| hash_of(secret, words) % PLACES).collect::<Vec<_>>();
+        let (one, other) = (places(Secret::new()), places(Secret::new()));
+        let distinct: HashSet<_> = one.iter().collect();
+        assert!(distinct.len() > 1_800, "{} places for 2,000 sets", distinct.len());
+        let same = one.iter().zip(&other).filter(|(one, other)| one == other).count();
+        assert!(
+            same < 20,
+            "{same} of 2,000 sets are found where they would be with another secret"
+        );
     }
 }

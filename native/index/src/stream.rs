@@ -11,8 +11,9 @@ use crate::gate::{Gate, WORK_PER_HOLD, Writer};
 use crate::hasher::Secret;
 use crate::keys::Scheme;
 use crate::planes::{Plane, Rules};
-use crate::records::Records;
+use crate::records::{Records, Row};
 use crate::sets::{EMPTY, Move};
+use crate::steps;
 use crate::table::{Reach, Seat, Spot, Stage, Table};
 use crate::waiting::{Queue, Waiting};
 
@@ -82,6 +83,17 @@ struct Own {
 const LOOKS_PER_BLOCK: usize = 16;
 /// The same at the beginning.
 const FIRST_LOOKS: usize = 1 << 20;
+/// Looks at blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty bytes for
+/// each page that comes or goes, which so may share its hash with as many others as there can be.
+const ALIKE_PER_BYTE: usize = 16;
+/// How many of those are kept for payloads that come.
+const ALIKE_KEPT: usize = 1 << 20;
+/// Blocks of one hash that are looked at even where there is none left.
+const FEW_ALIKE: usize = 8;
+/// Entries of a table from which on it does not move while others wait.
+const LARGE: usize = 1 << 14;
+/// Looks that it takes to roll the key of a block whose parent is not known.
+const LOOKS_PER_KEY: usize = 8;
 
 /// One stream. Its writer has it locked, and the shared part besides while blocks change.
 #[derive(Debug)]
@@ -122,6 +134,12 @@ pub struct Stream {
     /// How this life has cut prompts.
     schemes: Vec<Scheme>,
     looks: usize,
+    /// Looks at blocks that share a hash which are left; without a bound before the first payload.
+    alike: usize,
+    /// Whether a removal was left undone for want of them.
+    is_spent: bool,
+    /// Blocks that the memory limit had cost when the stream was last known to be whole.
+    evicted_when_whole: u64,
     added: Move,
     removed: Move,
 }
@@ -186,9 +204,22 @@ impl Stream {
             own: Vec::new(),
             schemes: Vec::new(),
             looks: FIRST_LOOKS,
+            alike: usize::MAX,
+            is_spent: false,
+            evicted_when_whole: 0,
             added: Move::default(),
             removed: Move::default(),
         }
+    }
+
+    /// Whether it has the digest that its sender says; None where blocks that the memory limit has cost can be all that is missing.
+    pub fn agrees(&mut self, digest: &str, is_limited: bool) -> Option<bool> {
+        let evicted = self.counters.evicted;
+        if format!("{:032x}", self.digest) == digest {
+            self.evicted_when_whole = evicted;
+            return Some(true);
+        }
+        (!is_limited || evicted == self.evicted_when_whole).then_some(false)
     }
 
     /// Heap bytes, about.
@@ -241,13 +272,13 @@ impl Stream {
     /// The number of a plane that the stream names from now on; None when there are too many.
     pub fn use_plane(&mut self, core: &mut Core, plane: Plane) -> Option<u16> {
         let mark = plane.digest();
-        let number = core.planes.retain(plane)?;
+        let number = core.view.change().planes.retain(plane)?;
         if self.own.iter().any(|own| own.plane == number) {
-            core.planes.release(number);
+            core.view.change().planes.release(number);
             return Some(number);
         }
         if self.own.len() >= core.limits.places {
-            core.planes.release(number);
+            core.view.change().planes.release(number);
             return None;
         }
         self.own.push(Own {
@@ -265,6 +296,7 @@ impl Stream {
         self.rules = Rules::default();
         self.schemes.clear();
         self.looks = FIRST_LOOKS;
+        self.evicted_when_whole = self.counters.evicted;
         writer.drop_schemes(self.number);
         writer.rule(self.number, None);
         (self.incarnation, self.last) = (incarnation, -1);
@@ -284,21 +316,44 @@ impl Stream {
     pub fn leave_planes(&mut self, core: &mut Core) {
         self.places.clear();
         for own in self.own.drain(..) {
-            core.planes.release(own.plane);
+            core.view.change().planes.release(own.plane);
         }
     }
 
-    /// Whether so many blocks more may need a larger table for those under other hashes than their records'.
+    /// Whether a large table may grow with so many blocks more, or is to shrink: that takes long, since it moves as a whole.
     #[inline]
     pub fn is_tight(&self, blocks: usize) -> bool {
-        !self.foreign.is_empty() && self.foreign.capacity() - self.foreign.len() < blocks
+        let is_tight = |length: usize, capacity: usize| length >= LARGE && capacity - length < blocks;
+        is_tight(self.foreign.len(), self.foreign.capacity())
+            || is_tight(self.several.len(), self.several.capacity())
+            || is_tight(self.copies.len(), self.copies.capacity())
+            || self.foreign.capacity() > LARGE && self.is_loose()
     }
 
-    /// Makes that table larger, while nobody waits for the shared part: it moves as a whole.
+    /// Has those tables moved, while nobody waits for the shared part.
     pub fn make_room(&mut self, blocks: usize, secret: Secret) {
+        if self.foreign.capacity() > LARGE && self.is_loose() {
+            self.foreign
+                .shrink_to(self.foreign.len() * 2, |entry| secret.place(entry.hash));
+        }
         if self.is_tight(blocks) {
             self.foreign.reserve(blocks, |entry| secret.place(entry.hash));
+            self.several.reserve(blocks);
+            self.copies.reserve(blocks);
         }
+    }
+
+    /// Counts work, as `Writer::spend`, and makes room for what comes next.
+    #[inline]
+    pub fn spend(&mut self, writer: &mut Writer<'_, Core>, work: usize) {
+        if writer.spend(work) && self.is_tight(2 * WORK_PER_HOLD) {
+            let secret = writer.secret;
+            writer.unlocked(|| self.make_room(2 * WORK_PER_HOLD, secret));
+        }
+    }
+
+    fn is_loose(&self) -> bool {
+        self.foreign.len() * 4 < self.foreign.capacity()
     }
 
     /// Asks for the memory that is looked at for a hash, in the stages of a table.
@@ -347,9 +402,17 @@ impl Stream {
     #[inline]
     pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, parent: Option<u32>) -> Option<Placed> {
         let hash = block.hash;
+        if !self.may_look(hash) {
+            return None;
+        }
         let seat = self.table.seat(block.hash_spot);
-        let (mut known, mut own) = (None, None);
+        let (mut known, mut own, mut looks) = (None, None, 0);
         self.table.for_each_match_at(seat, |number| {
+            looks += if parent.is_none() && core.records.is_linked(number) {
+                LOOKS_PER_KEY
+            } else {
+                1
+            };
             if core.records.hash(number) == hash {
                 known = Some(number);
                 if is_block(core, number, block, parent) {
@@ -361,6 +424,10 @@ impl Stream {
         if own.is_none() && !self.foreign.is_empty() {
             own = self.foreign_of(core, hash, |number| is_block(core, number, block, parent));
             known = known.or_else(|| self.foreign_of(core, hash, |_| true));
+        }
+        steps::count(looks);
+        if !self.several.is_empty() {
+            self.alike = self.alike.saturating_sub(looks);
         }
         self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK);
         if let Some(number) = own {
@@ -381,6 +448,7 @@ impl Stream {
         self.blocks += 1;
         self.count_in(hash, block.key, plane);
         if let Some(other) = known {
+            steps::count_growth(self.several.len(), self.several.capacity());
             let list = self.several.entry(hash).or_insert_with(|| vec![other]);
             self.several_len += if list.len() == 1 { 2 } else { 1 };
             list.push(number);
@@ -417,6 +485,7 @@ impl Stream {
             self.enter_own(core, block.hash_spot, seat, number);
         } else {
             let place = core.secret.place(hash);
+            steps::count_growth(self.foreign.len(), self.foreign.capacity());
             self.foreign
                 .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
         }
@@ -447,6 +516,7 @@ impl Stream {
     pub fn copy(&mut self, core: &mut Core, hash: u64, number: u32, plane: u16) {
         let key = core.records.key(number);
         if core.sets.holds(core.records.set(number), plane, self.number) {
+            steps::count_growth(self.copies.len(), self.copies.capacity());
             let extra = self.copies.entry((number, plane)).or_default();
             *extra = extra.saturating_add(1);
             let mark = mark(hash, key, self.own(plane).mark);
@@ -486,75 +556,123 @@ impl Stream {
         found.expect("a stream names a plane before it has blocks there")
     }
 
-    /// What is asked for ahead of the removal of a hash.
-    #[inline]
-    pub fn leaving(&self, core: &Core, hash: u64) -> Leaving {
-        let spot = core.spot(hash);
-        self.prefetch(spot, Stage::Bucket);
-        Leaving { hash, spot }
-    }
-
-    /// Asks for the record that a hash may mean, when its bucket is here.
-    #[inline]
-    pub fn prefetch_record(&self, core: &Core, leaving: &Leaving) {
-        self.table.for_each_match(leaving.spot, |number| {
-            core.records.prefetch_all(number);
-            false
-        });
-    }
-
-    /// Takes one copy from the oldest block of a hash on `plane`. Says whether there was one.
-    #[inline]
-    pub fn remove(&mut self, core: &mut Core, leaving: &Leaving, plane: u16, keys: &mut KeyCache) -> bool {
-        let Leaving { hash, spot } = *leaving;
-        if !self.several.is_empty() {
-            return self.remove_oldest(core, hash, plane);
-        }
-        let seat = self.table.seat(spot);
-        let mut found = None;
-        self.table.for_each_match_at(seat, |number| {
-            if core.records.hash(number) == hash {
-                found = Some(number);
+    /// Takes one copy from the oldest block of each of a few hashes on `plane`, or from what waits; counts those of which there is none.
+    pub fn remove(&mut self, core: &mut Core, hashes: &[u64], plane: u16, leaving: &mut Vec<Leaving>) {
+        leaving.clear();
+        leaving.extend(hashes.iter().map(|&hash| {
+            let spot = core.spot(hash);
+            Leaving {
+                hash,
+                spot,
+                seat: self.table.seat_ahead(spot),
+                number: None,
             }
-            found.is_none()
-        });
-        let Some(number) = found else {
-            return !self.foreign.is_empty() && self.remove_oldest(core, hash, plane);
-        };
-        if !self.copies.is_empty() && self.copies.contains_key(&(number, plane)) {
-            return self.remove_oldest(core, hash, plane);
+        }));
+        for each in &mut *leaving {
+            self.table.for_each_match_at(each.seat, |number| {
+                each.number = Some(number);
+                false
+            });
+            if let Some(number) = each.number {
+                core.records.prefetch_all(number);
+            }
         }
-        let Some(rest) = core
-            .sets
-            .taken(core.records.set(number), plane, self.number, &mut self.removed)
-        else {
+        let (mut gone, mut keys) = (Gone::new(self.own(plane).mark), KeyCache::default());
+        for each in leaving {
+            if self.remove_single(core, each, plane, &mut keys, &mut gone) {
+                continue;
+            }
+            self.settle(core, plane, &mut gone);
+            if !self.remove_oldest(core, each.hash, plane) && !self.waiting.remove(each.hash, plane) {
+                self.counters.unknown += 1;
+            }
+        }
+        self.settle(core, plane, &mut gone);
+    }
+
+    /// The usual case: a hash means one block, of which there is one copy. What all such blocks change alike is only noted, and that
+    /// their records are to be forgotten. False, and nothing has changed, in all other cases.
+    #[inline]
+    fn remove_single(&mut self, core: &mut Core, leaving: &Leaving, plane: u16, keys: &mut KeyCache, gone: &mut Gone) -> bool {
+        let Leaving {
+            hash,
+            spot,
+            seat,
+            number,
+        } = *leaving;
+        if !self.several.is_empty() {
+            return false;
+        }
+        let seat = self.table.seat_again(seat, spot);
+        // Another block with the same tag is rare, and so is one that this event has removed already, whose set is empty.
+        let is_meant = |number: u32| core.records.hash(number) == hash && core.records.is_used(number);
+        let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
         };
-        let key = keys.key(&core.records, number);
-        let own = self.own(plane);
-        own.held -= 1;
-        let mark = mark(hash, key, own.mark);
-        self.digest = self.digest.wrapping_sub(mark);
-        core.records.put_set(number, rest);
-        if rest != EMPTY && core.sets.knows(rest, self.number) {
-            return true;
+        if !self.copies.is_empty() && self.copies.contains_key(&(number, plane)) {
+            return false;
         }
-        self.table.remove_at(seat, spot, number, &ByHash(&core.records, core.secret));
-        self.blocks -= 1;
-        if rest == EMPTY {
-            core.forget(number);
+        let set = core.records.set(number);
+        if set == gone.from {
+            gone.moved += 1;
+        } else {
+            core.sets.move_all(gone.from, gone.to, std::mem::take(&mut gone.moved));
+            gone.from = NONE;
+            if !core.sets.holds(set, plane, self.number) {
+                return false;
+            }
+            let rest = core.sets.moved(set, plane, self.number, &mut self.removed);
+            (gone.from, gone.to, gone.leaves) = (set, rest, !core.sets.knows(rest, self.number));
+        }
+        let mark = mark(hash, keys.key(&core.records, number), gone.part);
+        gone.digest = gone.digest.wrapping_add(mark);
+        gone.held += 1;
+        core.records.put_set(number, gone.to);
+        if gone.leaves {
+            self.table.remove_at(seat, spot, number, &ByHash(&core.records, core.secret));
+            self.blocks -= 1;
+        }
+        if gone.to == EMPTY && !gone.row.extend(number) {
+            core.forget_row(std::mem::replace(&mut gone.row, Row::of(number)));
         }
         true
     }
 
-    /// The same of a hash that several blocks may have, of which there are copies, or of a block whose record has another one.
+    /// Changes what was noted.
+    fn settle(&mut self, core: &mut Core, plane: u16, gone: &mut Gone) {
+        let Gone {
+            from,
+            to,
+            moved,
+            digest,
+            held,
+            row,
+            ..
+        } = std::mem::replace(gone, Gone::new(gone.part));
+        core.sets.move_all(from, to, moved);
+        self.digest = self.digest.wrapping_sub(digest);
+        self.own(plane).held -= held;
+        core.forget_row(row);
+    }
+
+    /// Takes one copy of a hash that several blocks may have, of which there are copies, or of a block whose record has another one.
     #[inline(never)]
     fn remove_oldest(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
-        let held = |number: &u32| core.sets.holds(core.records.set(*number), plane, self.number);
+        if !self.may_look(hash) {
+            self.is_spent = true;
+            return false;
+        }
+        let mut looks = 0;
+        let held = |number: &u32| {
+            looks += 1;
+            core.sets.holds(core.records.set(*number), plane, self.number)
+        };
         let found = match self.several.get(&hash) {
             Some(list) => list.iter().copied().find(held),
             None => self.newest(core, hash).filter(held),
         };
+        steps::count(looks);
+        self.alike = self.alike.saturating_sub(looks);
         let Some(number) = found else { return false };
         let key = core.records.key(number);
         let mark = mark(hash, key, self.own(plane).mark);
@@ -599,6 +717,8 @@ impl Stream {
             self.shrink_foreign(core);
         }
         if let Some(list) = self.several.get_mut(&hash) {
+            steps::count(list.len());
+            self.alike = self.alike.saturating_sub(list.len());
             list.retain(|&other| other != number);
             self.several_len -= 1;
             if list.len() < 2 {
@@ -615,10 +735,10 @@ impl Stream {
 
     fn shrink_foreign(&mut self, core: &Core) {
         let (length, capacity) = (self.foreign.len(), self.foreign.capacity());
-        if capacity > 64 && length * 4 < capacity {
-            self.foreign.shrink_to(length * 2, |entry| core.secret.place(entry.hash));
-        } else if length == 0 {
+        if length == 0 {
             self.foreign = HashTable::new();
+        } else if (64..=LARGE).contains(&capacity) && self.is_loose() {
+            self.foreign.shrink_to(length * 2, |entry| core.secret.place(entry.hash));
         }
     }
 
@@ -653,6 +773,42 @@ impl Stream {
         self.copies.is_empty()
     }
 
+    // --- blocks that share a hash
+
+    /// Allows for the looks of one payload.
+    pub fn grant(&mut self, payload: usize) {
+        self.alike = self
+            .alike
+            .min(ALIKE_KEPT)
+            .saturating_add(ALIKE_PER_BYTE.saturating_mul(payload));
+    }
+
+    /// Whether the blocks that share a hash are counted as they are.
+    #[cfg(test)]
+    pub fn is_counted(&self) -> bool {
+        self.several.values().map(Vec::len).sum::<usize>() == self.several_len
+    }
+
+    /// Whether any blocks share a hash.
+    pub fn has_alike(&self) -> bool {
+        !self.several.is_empty()
+    }
+
+    /// Whether all blocks of a hash may be looked at. False where there are no looks left, and more than a few blocks.
+    #[inline]
+    fn may_look(&self, hash: u64) -> bool {
+        self.alike > 0 || self.several.get(&hash).is_none_or(|list| list.len() <= FEW_ALIKE)
+    }
+
+    /// Forgets every block if a removal was left undone, since nothing may be credited that is gone. Says whether that was so.
+    pub fn give_up(&mut self, writer: &mut Writer<'_, Core>) -> bool {
+        let is_spent = std::mem::take(&mut self.is_spent);
+        if is_spent {
+            self.forget(writer);
+        }
+        is_spent
+    }
+
     // --- the memory limit
 
     /// Counts its bytes in the shared part.
@@ -683,8 +839,8 @@ impl Stream {
             return true;
         }
         let blocks = |number: usize, known: usize| if number == self.number as usize { self.blocks } else { known };
-        let counts = (core.members.iter().enumerate())
-            .filter_map(|(number, member)| Some(blocks(number, member.as_ref()?.blocks)))
+        let counts = (core.view.members.iter().enumerate())
+            .filter_map(|(number, member)| Some(blocks(number, member.as_ref()?.blocks.load(Ordering::Relaxed))))
             .filter(|&count| count > 0);
         let (sum, streams) = counts.fold((0, 0), |(sum, streams), count| (sum + count, streams + 1));
         self.blocks * streams < sum
@@ -841,14 +997,15 @@ impl Stream {
             let foreign: Vec<(u32, u64)> = self.foreign().collect();
             (downwards(self.own_numbers(), self.blocks, bound), foreign)
         });
+        steps::count(looks);
         for number in numbers {
             let hash = writer.records.hash(number);
             self.drop_block(writer, hash, number, &meant);
-            writer.spend(1);
+            self.spend(writer, 1);
         }
         for (number, hash) in foreign {
             self.drop_block(writer, hash, number, &meant);
-            writer.spend(1);
+            self.spend(writer, 1);
         }
         true
     }
@@ -860,6 +1017,7 @@ impl Stream {
             return;
         }
         writer.show(number, false);
+        steps::count(self.blocks + self.waiting.len());
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
             let numbers = downwards(self.numbers(), self.blocks, bound);
@@ -936,19 +1094,57 @@ fn downwards(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Ve
 const SPARSE: usize = 64;
 
 /// A hash that is to be removed.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Leaving {
     hash: u64,
     /// Where it is looked for.
     spot: Spot,
+    seat: Seat,
+    /// What is there.
+    number: Option<u32>,
+}
+
+/// What removals of one event have in common, and is not yet counted.
+struct Gone {
+    /// The set that the last block had, and has now.
+    from: u32,
+    to: u32,
+    /// Whether the stream is not in that any more.
+    leaves: bool,
+    /// Blocks that have moved from the one to the other.
+    moved: u32,
+    /// Parts of the digest, of this plane.
+    digest: u128,
+    part: u64,
+    held: usize,
+    /// Records that nobody holds any more.
+    row: Row,
+}
+
+/// No set.
+const NONE: u32 = u32::MAX;
+
+impl Gone {
+    fn new(part: u64) -> Self {
+        Self {
+            from: NONE,
+            to: NONE,
+            leaves: false,
+            moved: 0,
+            digest: 0,
+            part,
+            held: 0,
+            row: Row::default(),
+        }
+    }
 }
 
 /// Slots of which keys are remembered together.
 const REMEMBERED: usize = 8;
 
-/// Keys that were rolled for a block, and may be wanted for those before it: of blocks that all are held meanwhile.
+/// Keys that were rolled for a block, and may be wanted for those before it, while no slot gets another block.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct KeyCache {
+struct KeyCache {
     /// One more than the number of the group.
     group: u32,
     known: u8,
@@ -956,11 +1152,6 @@ pub struct KeyCache {
 }
 
 impl KeyCache {
-    /// Forgets them: records may be of other blocks.
-    pub fn clear(&mut self) {
-        self.group = 0;
-    }
-
     #[inline]
     fn key(&mut self, records: &Records, number: u32) -> u64 {
         let (group, at) = (number / REMEMBERED as u32 + 1, number as usize % REMEMBERED);

@@ -245,17 +245,6 @@ impl Table {
         seat
     }
 
-    /// Looks at the bucket of a seat, which is here already. A full one has sent entries on, or is about to, so the next one is asked for:
-    /// nobody else does, and whoever comes here would wait for it.
-    #[inline]
-    pub fn look_behind(&self, seat: Seat) {
-        if seat.holds(self.moves)
-            && let Some(next) = self.segments[seat.segment()].behind(seat.home())
-        {
-            prefetch::line(next);
-        }
-    }
-
     /// The seat of a hash: the one that it had before in this table, if nothing has moved since.
     #[inline]
     pub fn seat_again(&self, before: Seat, spot: Spot) -> Seat {

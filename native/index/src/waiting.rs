@@ -5,7 +5,9 @@
 
 use std::collections::HashMap;
 
+use crate::hasher::Secret;
 use crate::keys::Scheme;
+use crate::steps;
 
 /// What an orphan needs to be placed.
 #[derive(Clone, Debug)]
@@ -117,10 +119,10 @@ pub struct Queue<C = Content> {
     entries: Vec<Option<Entry<C>>>,
     free: Vec<u32>,
     order: Row,
-    by_awaited: HashMap<u64, Row>,
-    by_hash: HashMap<u64, Vec<Copies>>,
+    by_awaited: HashMap<u64, Row, Secret>,
+    by_hash: HashMap<u64, Vec<Copies>, Secret>,
     /// Entries by plane.
-    planes: HashMap<u16, usize>,
+    planes: HashMap<u16, usize, Secret>,
     next: u64,
     length: usize,
     bytes: usize,
@@ -128,13 +130,19 @@ pub struct Queue<C = Content> {
 
 impl<C> Default for Queue<C> {
     fn default() -> Self {
+        Self::with_secret(Secret::new())
+    }
+}
+
+impl<C> Queue<C> {
+    fn with_secret(secret: Secret) -> Self {
         Self {
             entries: Vec::new(),
             free: Vec::new(),
             order: Row::EMPTY,
-            by_awaited: HashMap::new(),
-            by_hash: HashMap::new(),
-            planes: HashMap::new(),
+            by_awaited: HashMap::with_hasher(secret),
+            by_hash: HashMap::with_hasher(secret),
+            planes: HashMap::with_hasher(secret),
             next: 0,
             length: 0,
             bytes: 0,
@@ -257,9 +265,12 @@ impl<C: Weight> Queue<C> {
         self.length += 1;
         *self.planes.entry(plane).or_default() += 1;
         append(&mut self.entries, &mut self.order, at, Kind::Order);
+        steps::count_growth(self.by_awaited.len(), self.by_awaited.capacity());
+        steps::count_growth(self.by_hash.len(), self.by_hash.capacity());
         let row = self.by_awaited.entry(awaited).or_insert(Row::EMPTY);
         append(&mut self.entries, row, at, Kind::Awaited);
         let copies = self.by_hash.entry(hash).or_default();
+        steps::count(copies.len());
         let found = copies.iter().position(|copies| copies.plane == plane).unwrap_or_else(|| {
             copies.push(Copies {
                 plane,
@@ -289,6 +300,7 @@ impl<C: Weight> Queue<C> {
             }
         }
         if let Some(copies) = self.by_hash.get_mut(&hash) {
+            steps::count(copies.len());
             if let Some(found) = copies.iter_mut().find(|copies| copies.plane == plane) {
                 unlink(&mut self.entries, found.row(is_orphan), at, Kind::Copies);
             }
@@ -308,8 +320,11 @@ impl<C: Weight> Queue<C> {
         self.length -= 1;
         self.bytes -= taken.waiting.bytes();
         if self.length == 0 {
-            let next = self.next;
-            *self = Self { next, ..Self::default() };
+            let (next, secret) = (self.next, *self.by_hash.hasher());
+            *self = Self {
+                next,
+                ..Self::with_secret(secret)
+            };
         }
         taken.waiting
     }
@@ -335,6 +350,7 @@ impl<C: Weight> Queue<C> {
         let Some(copies) = self.by_hash.get(&hash) else {
             return false;
         };
+        steps::count(copies.len());
         let here = || copies.iter().filter(|copies| meant(copies.plane));
         let number = |at: &u32| self.entries[*at as usize].as_ref().map(|entry| entry.number);
         let oldest = |rows: Vec<Row>| {

@@ -29,19 +29,61 @@ fn what_the_scanner_leaves_is_applied() {
     let wrapped = [&[0xC4, inner.len() as u8][..], &inner].concat();
     let tomorrow = [&[0x92, 0xA8][..], b"Tomorrow", &[1]].concat();
     let payload = [&[0x92, 1, 0x93][..], &texts, &tomorrow, &wrapped].concat();
-    assert_eq!(index.batch("a", 0, 0, 0, &payload), Outcome::Unread);
-    let (outcome, rejected) = index.batch_in_any_form("a", 0, 0, 0, &payload);
-    assert_eq!(outcome, Outcome::Applied(false));
+    let applied = index.batch("a", 0, 0, 0, &payload);
+    assert_eq!(applied.outcome, Outcome::Applied(false));
+    let rejected = applied.findings.expect("something was set aside").rejected;
     assert_eq!(
         (rejected.len(), rejected[0].reason, rejected[0].index),
         (1, Reason::UnknownTag, Some(1))
     );
+    assert_eq!(
+        (&rejected[0].detail[..], &rejected[0].raw[..]),
+        ("event type \"Tomorrow\"", &tomorrow[..])
+    );
     let hashes: Vec<u64> = index.blocks("a", 0).0.iter().map(|block| block.hash).collect();
     assert_eq!(hashes, [1, 2]);
-    let (outcome, rejected) = index.batch_in_any_form("a", 0, 0, 0, &payload);
-    assert_eq!((outcome, rejected.len()), (Outcome::Duplicate, 1));
-    let (outcome, rejected) = index.batch_in_any_form("a", 0, 0, 1, b"\xC1");
-    assert_eq!((outcome, rejected[0].reason), (Outcome::Applied(false), Reason::NotABatch));
+    assert_eq!(index.batch("a", 0, 0, 0, &payload).outcome, Outcome::Duplicate);
+    let applied = index.batch("a", 0, 0, 1, b"\xC1");
+    assert_eq!(applied.outcome, Outcome::Applied(false));
+    let rejected = applied.findings.expect("something was set aside").rejected;
+    assert_eq!(rejected[0].reason, Reason::NotABatch);
+}
+
+/// A heartbeat is compared with the state after its own batch.
+#[test]
+fn heartbeats_are_compared() {
+    let index = index();
+    let beat = |digest: &[u8]| {
+        let fields = [&b"\xA6digest\xD9\x20"[..], digest, b"\xA5every\x05"].concat();
+        [&b"\x92\x01\x91\x95\xACBlockRemoved\x90\xC0\xC0\x82"[..], &fields].concat()
+    };
+    let digests = [b"00000000000000000000000000000000", b"0000000000000000000000000000000f"];
+    for (seq, (digest, agrees)) in digests.into_iter().zip([true, false]).enumerate() {
+        let applied = index.batch("a", 0, 0, seq as i64, &beat(digest));
+        let findings = applied.findings.expect("there is a heartbeat");
+        assert_eq!(findings.agrees, Some(agrees));
+        assert_eq!(findings.heartbeat.expect("there is one").digest.as_bytes(), digest);
+        let again = index.batch("a", 0, 0, seq as i64, &beat(digest));
+        assert_eq!(
+            (again.outcome, again.findings.expect("as before").agrees),
+            (Outcome::Duplicate, None)
+        );
+    }
+}
+
+/// What one item marks every block with is short: a payload would cost the square of its length otherwise.
+#[test]
+fn an_item_of_no_form_is_not_repeated_for_each_block() {
+    let (blocks, item) = (10_000, vec![b'y'; 10_000]);
+    let mut payload = [&[0x92, 1, 0x91, 0x86][..], b"\xA4type\xABBlockStored\xACblock_hashes\xDC"].concat();
+    payload.extend((blocks as u16).to_be_bytes());
+    payload.extend(vec![1; blocks]);
+    payload.extend(b"\xB1parent_block_hash\xC0\xA9token_ids\x90\xAAblock_size\x01\xA7mm_keys\xC5");
+    payload.extend((item.len() as u16).to_be_bytes());
+    payload.extend(&item);
+    let batch = decode(&payload, &scan::Limits::default());
+    assert_eq!(batch.events.len(), 1);
+    assert!(normalised(&batch.events).len() < 30 * payload.len());
 }
 
 /// Bytes that are often the first of a value.

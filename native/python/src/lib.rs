@@ -2,6 +2,3 @@
 
 #[cfg(feature = "python")]
 mod python;
-
-pub mod lifting;
-pub mod zmtp;

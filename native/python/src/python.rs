@@ -3,46 +3,52 @@
 
 mod answers;
 mod arguments;
-mod awake;
 mod compactor;
 mod index;
 mod libzmq;
-mod pouring;
+mod refusals;
+mod routing;
+mod server;
 #[cfg(feature = "testing")]
 mod testing;
-mod zmtp;
+mod turns;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
-use crate::lifting;
+use kvevents_index::applying;
 use kvevents_index::keys;
+use kvevents_index::planes;
 use kvevents_index::scan;
 
 use answers::{Match, WorkerMatch};
-use arguments::{scheme_of, scope_of, tokens_of};
+use arguments::{keys_of, scheme_of, scope_of, tokens_of};
 use compactor::Compactor;
 use index::{Listing, NativeIndex};
 use libzmq::Libzmq;
-use zmtp::Zmtp;
+use routing::{Scorer, Ties};
+use server::DataPlane;
+use turns::Turns;
 
 /// Local hashes or, chained, keys of the whole blocks of a prompt.
 #[pyfunction]
-fn hashes(
-    tokens: &Bound<'_, PyAny>,
+fn hashes<'py>(
+    tokens: &Bound<'py, PyAny>,
     block_size: i64,
     namespace: Option<&Bound<'_, PyAny>>,
     eagle: bool,
     chained: bool,
-) -> PyResult<Vec<u64>> {
-    let scheme = scheme_of(block_size, eagle)?;
-    let given = tokens_of(tokens)?;
+) -> PyResult<Bound<'py, PyList>> {
+    let py = tokens.py();
+    let (scheme, mut turns) = (scheme_of(block_size, eagle)?, Turns::new(py));
+    let prompt = tokens_of(tokens, &mut turns)?.into_owned(&mut turns)?;
     let scope = scope_of(namespace)?;
-    let (slice, mut found) = (given.slice().to_vec(), Vec::new());
-    tokens.py().detach(|| {
-        let blocks = 0..scheme.blocks(slice.len());
+    let mut found = Vec::new();
+    py.detach(|| {
+        let blocks = 0..scheme.blocks(prompt.len());
         keys::locals(
-            &slice,
+            &prompt,
             scheme,
             keys::seed(scope.lora, scope.salt),
             &scope.items,
@@ -53,14 +59,39 @@ fn hashes(
             keys::chain(None, &mut found);
         }
     });
-    Ok(found)
+    listed(py, &found)
 }
 
 /// Local hashes, from the root on, as rolling keys.
 #[pyfunction]
-fn chained(mut hashes: Vec<u64>) -> Vec<u64> {
-    keys::chain(None, &mut hashes);
-    hashes
+fn chained<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    let py = hashes.py();
+    let mut found = keys_of(hashes, &mut Turns::new(py))?;
+    py.detach(|| keys::chain(None, &mut found));
+    listed(py, &found)
+}
+
+fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> {
+    let (list, mut turns) = (PyList::empty(py), Turns::new(py));
+    for hash in hashes {
+        list.append(hash)?;
+        turns.spend(1)?;
+    }
+    Ok(list)
+}
+
+/// Keys of the blocks of the only event of a payload, what its salt adds to the seed, and why there are no keys.
+#[pyfunction]
+fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
+    let found =
+        applying::stored_keys(payload, parent).ok_or_else(|| PyValueError::new_err("the payload is not one stored event"))?;
+    Ok((found.keys, found.salt, found.unkeyed))
+}
+
+/// The tier of a medium, whatever its case.
+#[pyfunction]
+fn tier_of(medium: &str) -> String {
+    planes::tier(medium)
 }
 
 /// Takes the array of token ids that a JSON object has under `name` out of it: the text with an empty array in its place, and the
@@ -68,23 +99,8 @@ fn chained(mut hashes: Vec<u64>) -> Vec<u64> {
 #[pyfunction]
 fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Option<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
     let bytes = text.as_bytes();
-    let found = py.detach(|| lifting::lift(bytes, name.as_bytes()))?;
-    let rest = [&bytes[..found.start], b"[]", &bytes[found.end..]].concat();
-    Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&found.tokens))))
-}
-
-/// The CRC-32 of zlib of some bytes one after the other, behind what has the CRC `before`.
-#[pyfunction]
-fn crc32_of(py: Python<'_>, parts: &Bound<'_, PyAny>, before: u32) -> PyResult<u32> {
-    let parts: Vec<Bound<'_, PyBytes>> = (parts.try_iter()?)
-        .map(|part| Ok(part?.cast_into()?))
-        .collect::<PyResult<_>>()?;
-    let slices: Vec<&[u8]> = parts.iter().map(|part| part.as_bytes()).collect();
-    Ok(py.detach(|| {
-        let mut hasher = crc32fast::Hasher::new_with_initial(before);
-        slices.iter().for_each(|part| hasher.update(part));
-        hasher.finalize()
-    }))
+    let (rest, tokens) = py.detach(|| kvevents_server::lift(bytes, name))?;
+    Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&tokens))))
 }
 
 /// `kvevents._native`.
@@ -92,22 +108,26 @@ fn crc32_of(py: Python<'_>, parts: &Bound<'_, PyAny>, before: u32) -> PyResult<u
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
     module.add_class::<Compactor>()?;
+    module.add_class::<DataPlane>()?;
     module.add_class::<Libzmq>()?;
-    module.add_class::<Zmtp>()?;
     module.add_class::<Listing>()?;
     module.add_class::<Match>()?;
+    module.add_class::<Scorer>()?;
+    module.add_class::<Ties>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;
     module.add_function(wrap_pyfunction!(chained, module)?)?;
+    module.add_function(wrap_pyfunction!(stored_keys, module)?)?;
+    module.add_function(wrap_pyfunction!(routing::nearest, module)?)?;
+    module.add_function(wrap_pyfunction!(routing::select, module)?)?;
+    module.add_function(wrap_pyfunction!(tier_of, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
-    module.add_function(wrap_pyfunction!(crc32_of, module)?)?;
-    module.add_function(wrap_pyfunction!(awake::give_way, module)?)?;
-    module.add_function(wrap_pyfunction!(awake::look_for, module)?)?;
-    module.add_function(wrap_pyfunction!(pouring::pour, module)?)?;
     #[cfg(feature = "testing")]
     {
         module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;
         module.add_function(wrap_pyfunction!(testing::decoded, module)?)?;
+        module.add_function(wrap_pyfunction!(testing::turns, module)?)?;
     }
+    module.add("TIERS", planes::TIERS)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

@@ -3,20 +3,23 @@
 use super::Chain;
 use crate::core::{Block, Core};
 use crate::stream::Stream;
-use crate::table::{Reach, Stage};
+use crate::table::{Reach, Spot, Stage};
 
 /// Blocks between one step of asking for memory and the next: placing so many takes longer than memory does.
 const AHEAD: usize = 8;
 /// Places for blocks that were asked for, a power of two.
 const RING: usize = 4 * AHEAD;
 
+/// Where a block is looked for: its key, and its hash.
+type Spots = (Spot, Spot);
+
 /// Blocks that were asked for, by their number modulo `RING`; kept from one run to the next to spare allocations.
 #[derive(Debug)]
-pub(super) struct Ring(Box<[Block; RING]>);
+pub(super) struct Ring(Box<[Spots; RING]>);
 
 impl Default for Ring {
     fn default() -> Self {
-        Self(Box::new([Block::default(); RING]))
+        Self(Box::new([Spots::default(); RING]))
     }
 }
 
@@ -24,15 +27,24 @@ impl Chain<'_> {
     /// The block `at`.
     #[inline]
     pub(super) fn block(&self, core: &Core, at: usize) -> Block {
-        let (hash, key) = (self.hashes[at], self.keys[at]);
+        self.block_at(self.spots(core, at), at)
+    }
+
+    #[inline]
+    fn spots(&self, core: &Core, at: usize) -> Spots {
+        (core.spot(self.keys[at]), core.spot(self.hashes[at]))
+    }
+
+    #[inline]
+    fn block_at(&self, (key_spot, hash_spot): Spots, at: usize) -> Block {
         Block {
-            hash,
-            key,
+            hash: self.hashes[at],
+            key: self.keys[at],
             local: self.locals.map_or(0, |locals| locals[at]),
             context: self.context,
             keyed: self.locals.is_none(),
-            key_spot: core.spot(key),
-            hash_spot: core.spot(hash),
+            key_spot,
+            hash_spot,
         }
     }
 }
@@ -60,14 +72,14 @@ impl Ahead<'_> {
     pub(super) fn start(&mut self, stream: &Stream, core: &Core) {
         let first = (self.steps() * AHEAD).min(self.chain.hashes.len());
         for at in 0..first {
-            let block = self.chain.block(core, at);
+            let spots = self.chain.spots(core, at);
             let stage = match at / AHEAD {
                 0 => Stage::Bucket,
                 1 => Stage::Segment,
                 _ => Stage::Directory,
             };
-            ask(stream, core, &block, stage);
-            self.ring.0[at] = block;
+            ask(stream, core, spots, stage);
+            self.ring.0[at] = spots;
         }
     }
 
@@ -80,32 +92,32 @@ impl Ahead<'_> {
             Reach::Middle => self.come(stream, core, at + AHEAD, Stage::Bucket),
             Reach::Far => {
                 if at + AHEAD < count {
-                    ask(stream, core, &self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                    ask(stream, core, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
                 }
                 if at + 2 * AHEAD < count {
-                    ask(stream, core, &self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                    ask(stream, core, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
                 }
                 self.come(stream, core, at + 3 * AHEAD, Stage::Directory);
             }
         }
-        self.ring.0[at % RING]
+        self.chain.block_at(self.ring.0[at % RING], at)
     }
 
     /// Takes in the block `at`, if there is one, and asks for the first that it needs.
     #[inline]
     fn come(&mut self, stream: &Stream, core: &Core, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {
-            let block = self.chain.block(core, at);
-            ask(stream, core, &block, stage);
-            self.ring.0[at % RING] = block;
+            let spots = self.chain.spots(core, at);
+            ask(stream, core, spots, stage);
+            self.ring.0[at % RING] = spots;
         }
     }
 }
 
 #[inline(always)]
-fn ask(stream: &Stream, core: &Core, block: &Block, stage: Stage) {
-    if core.heads.reach() > Reach::Near {
-        core.heads.prefetch(block.key_spot, stage);
+fn ask(stream: &Stream, core: &Core, (key_spot, hash_spot): Spots, stage: Stage) {
+    if core.view.heads.reach() > Reach::Near {
+        core.view.heads.prefetch(key_spot, stage);
     }
-    stream.prefetch(block.hash_spot, stage);
+    stream.prefetch(hash_spot, stage);
 }

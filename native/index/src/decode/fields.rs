@@ -1,45 +1,69 @@
 //! The fields of one event: each is read alone, with its own type and within its own limit.
 
-use crate::scan::{Int, Limits, Reader};
+use std::borrow::Cow;
 
-use super::value::{NIL, bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
+use crate::scan::{Int, Limits, Reader};
+use crate::steps;
+
+use super::refusal::Refusal;
+use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
-/// Bytes of free form that a batch may still have.
-pub struct FreeBytes(pub usize);
+/// Lists and maps of one batch in fields of free form, but for extra keys as engines send them.
+const MAX_FREE_CONTAINERS: usize = 50_000;
 
-impl FreeBytes {
-    fn take(&mut self, raw: &[u8]) -> Result<(), Reason> {
-        self.0 = self.0.checked_sub(raw.len()).ok_or(Reason::Oversized)?;
+/// What of free form a batch may still have.
+pub struct FreeForm {
+    limit: usize,
+    bytes: usize,
+    containers: usize,
+}
+
+impl FreeForm {
+    pub fn new(bytes: usize) -> Self {
+        Self {
+            limit: bytes,
+            bytes,
+            containers: MAX_FREE_CONTAINERS,
+        }
+    }
+
+    fn take<'a>(&mut self, name: &Cow<'a, str>, raw: &[u8]) -> Result<(), Refusal<'a>> {
+        let unit = "bytes; the limit max_free_bytes of a batch is";
+        let refusal = || Refusal::above(Reason::Oversized, name.clone(), raw.len(), unit, self.limit);
+        self.bytes = self.bytes.checked_sub(raw.len()).ok_or_else(refusal)?;
         Ok(())
     }
 }
 
 /// Fields by name, as they came. Each method takes one; `rest`, called last, what nothing took.
-pub struct Fields<'a> {
-    fields: Vec<(String, &'a [u8])>,
-    limits: &'a Limits,
-    free: &'a mut FreeBytes,
+pub struct Fields<'f, 'a> {
+    fields: Vec<(Cow<'a, str>, &'a [u8])>,
+    limits: &'f Limits,
+    free: &'f mut FreeForm,
 }
 
 /// A hash, or a digest.
 enum Hash<'a> {
-    Number(i128),
+    /// Modulo 2^64.
+    Number(u64),
     Digest(&'a [u8]),
 }
 
 impl Hash<'_> {
     fn read(raw: &[u8]) -> Result<Hash<'_>, Reason> {
-        let number = integer(raw).map(Hash::Number);
+        let number = Reader::new(raw, 0).int().map(|number| Hash::Number(number.bits));
         number.or_else(|| bin(raw).map(Hash::Digest)).ok_or(Reason::BadField)
     }
 
     /// Modulo 2^64; of a digest the last 8 bytes, as vLLM itself shortens them.
-    fn canonical(&self) -> Result<u64, Reason> {
-        match self {
-            Self::Number(value) => Ok(*value as u64),
-            Self::Digest(bytes) => bytes.last_chunk().map(|end| u64::from_be_bytes(*end)).ok_or(Reason::BadField),
-        }
+    fn canonical<'a>(&self, name: &'static str) -> Result<u64, Refusal<'a>> {
+        let end = match self {
+            Self::Number(value) => return Ok(*value),
+            Self::Digest(bytes) => bytes.last_chunk(),
+        };
+        let refusal = Refusal::of(Reason::BadField, name, "holds a digest of less than 8 bytes");
+        end.map(|end| u64::from_be_bytes(*end)).ok_or(refusal)
     }
 }
 
@@ -51,19 +75,28 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     Ok(items(raw))
 }
 
+/// Whether extra keys are as engines send them: of each block texts, numbers, and lists of these.
+fn is_usual(raw: &[u8]) -> bool {
+    let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
+    let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
+    let is_block = |raw: &[u8]| head_of(raw) == 0xC0 || list(raw).is_ok_and(|mut keys| keys.all(is_key));
+    list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
+}
+
 fn integers(raw: &[u8]) -> Result<Vec<i128>, Reason> {
     list(raw)?.map(|item| integer(item).ok_or(Reason::BadField)).collect()
 }
 
-impl<'a> Fields<'a> {
-    pub fn new(fields: Vec<(String, &'a [u8])>, limits: &'a Limits, free: &'a mut FreeBytes) -> Self {
+impl<'f, 'a> Fields<'f, 'a> {
+    pub fn new(fields: Vec<(Cow<'a, str>, &'a [u8])>, limits: &'f Limits, free: &'f mut FreeForm) -> Self {
         Self { fields, limits, free }
     }
 
-    pub fn stored(mut self) -> Result<BlockStored, Reason> {
+    pub fn stored(mut self) -> Result<BlockStored, Refusal<'a>> {
         let block_hashes = self.hashes()?;
         let (parent_block_hash, parent_block_digest) = self.parent()?;
-        let block_size = self.integer("block_size")?.ok_or(Reason::BadField)?;
+        let block_size = self.integer("block_size")?;
+        let block_size = block_size.ok_or(Refusal::of(Reason::BadField, "block_size", "is missing"))?;
         Ok(BlockStored {
             block_hashes,
             parent_block_hash,
@@ -87,7 +120,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    pub fn removed(mut self) -> Result<BlockRemoved, Reason> {
+    pub fn removed(mut self) -> Result<BlockRemoved, Refusal<'a>> {
         Ok(BlockRemoved {
             block_hashes: self.hashes()?,
             medium: self.text("medium")?,
@@ -99,49 +132,68 @@ impl<'a> Fields<'a> {
         })
     }
 
-    pub fn cleared(self) -> Result<Vec<(String, Value)>, Reason> {
+    pub fn cleared(self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
         self.rest()
     }
 
     /// The field unless it is missing or nil.
     fn get(&self, name: &str) -> Option<&'a [u8]> {
+        steps::count(self.fields.len());
         let found = self.fields.iter().find(|(known, _)| known == name);
         found.map(|(_, raw)| *raw).filter(|raw| head_of(raw) != 0xC0)
     }
 
     fn take(&mut self, name: &str) -> Option<&'a [u8]> {
-        let found = self.get(name);
-        self.fields.retain(|(known, _)| known != name);
-        found
+        steps::count(self.fields.len());
+        let at = self.fields.iter().position(|(known, _)| known == name)?;
+        Some(self.fields.remove(at).1).filter(|raw| head_of(raw) != 0xC0)
+    }
+
+    /// The field, read by `read`, unless it is missing or nil.
+    fn read<T>(
+        &mut self,
+        name: &'static str,
+        expected: &'static str,
+        read: impl FnOnce(&'a [u8]) -> Result<T, Reason>,
+    ) -> Result<Option<T>, Refusal<'a>> {
+        let raw = self.take(name);
+        raw.map(|raw| read(raw).map_err(|reason| Refusal::of(reason, name, expected)))
+            .transpose()
     }
 
     /// Fields with one entry per block have no more entries than an event may have hashes.
-    fn check_length(&self, raw: &[u8]) -> Result<(), Reason> {
-        (declared(raw) <= self.limits.max_hashes)
-            .then_some(())
-            .ok_or(Reason::TooManyHashes)
+    fn check_length(&self, name: &'static str) -> Result<(), Refusal<'a>> {
+        let (count, limit) = (self.get(name).map_or(0, declared), self.limits.max_hashes);
+        if count > limit {
+            let unit = "entries; the limit max_hashes is";
+            return Err(Refusal::above(Reason::TooManyHashes, name, count, unit, limit));
+        }
+        Ok(())
     }
 
-    fn integer(&mut self, name: &str) -> Result<Option<i128>, Reason> {
-        let raw = self.take(name);
-        raw.map(|raw| integer(raw).ok_or(Reason::BadField)).transpose()
+    fn integer(&mut self, name: &'static str) -> Result<Option<i128>, Refusal<'a>> {
+        self.read(name, "is not an integer", |raw| integer(raw).ok_or(Reason::BadField))
     }
 
-    fn text(&mut self, name: &str) -> Result<Option<String>, Reason> {
-        let Some(raw) = self.take(name) else { return Ok(None) };
-        text(raw)?.map(|text| Some(text.to_owned())).ok_or(Reason::BadField)
+    fn text(&mut self, name: &'static str) -> Result<Option<String>, Refusal<'a>> {
+        let read = |raw| Ok(text(raw)?.ok_or(Reason::BadField)?.to_owned());
+        self.read(name, "is not a string", read)
     }
 
-    fn hashes(&mut self) -> Result<Hashes, Reason> {
-        let raw = self.take("block_hashes").unwrap_or(NIL);
-        self.check_length(raw)?;
-        let found = list(raw)?.map(Hash::read).collect::<Result<Vec<_>, _>>()?;
+    fn hashes(&mut self) -> Result<Hashes, Refusal<'a>> {
+        let name = "block_hashes";
+        self.check_length(name)?;
+        let expected = "is not a list of integers or digests";
+        let found = self.read(name, expected, |raw| {
+            list(raw)?.map(Hash::read).collect::<Result<Vec<_>, _>>()
+        })?;
+        let found = found.ok_or(Refusal::of(Reason::BadField, name, expected))?;
         let digest = |hash: &Hash<'_>| match hash {
             Hash::Digest(bytes) => Some(bytes.to_vec()),
             Hash::Number(_) => None,
         };
         Ok(Hashes {
-            values: found.iter().map(Hash::canonical).collect::<Result<_, _>>()?,
+            values: found.iter().map(|hash| hash.canonical(name)).collect::<Result<_, _>>()?,
             digests: found
                 .iter()
                 .map(digest)
@@ -150,21 +202,21 @@ impl<'a> Fields<'a> {
         })
     }
 
-    fn parent(&mut self) -> Result<(Option<u64>, Option<Vec<u8>>), Reason> {
-        let Some(raw) = self.take("parent_block_hash") else {
+    fn parent(&mut self) -> Result<(Option<u64>, Option<Vec<u8>>), Refusal<'a>> {
+        let name = "parent_block_hash";
+        let Some(hash) = self.read(name, "is neither an integer nor a digest", Hash::read)? else {
             return Ok((None, None));
         };
-        let hash = Hash::read(raw)?;
         let digest = match hash {
             Hash::Digest(bytes) => Some(bytes.to_vec()),
             Hash::Number(_) => None,
         };
-        Ok((Some(hash.canonical()?), digest))
+        Ok((Some(hash.canonical(name)?), digest))
     }
 
     /// Token ids: integers, under EAGLE pairs of them (SGLang), or decimal texts (TensorRT-LLM).
-    fn tokens(&mut self) -> Result<Vec<Token>, Reason> {
-        let raw = self.take("token_ids").unwrap_or(NIL);
+    fn tokens(&mut self) -> Result<Vec<Token>, Refusal<'a>> {
+        let (name, expected) = ("token_ids", "is not a list of token ids");
         // Texts that are no token ids are found after everything that has no type of a token.
         let mut is_bad = false;
         let mut token = |raw: &[u8]| {
@@ -187,37 +239,48 @@ impl<'a> Fields<'a> {
                 _ => Err(Reason::BadField),
             }
         };
-        let found = list(raw)?.map(&mut token).collect::<Result<_, _>>()?;
-        if is_bad { Err(Reason::BadField) } else { Ok(found) }
+        let found = self.read(name, expected, |raw| list(raw)?.map(&mut token).collect::<Result<_, _>>())?;
+        if is_bad {
+            return Err(Refusal::of(Reason::BadField, name, "holds a string that is no token id"));
+        }
+        found.ok_or(Refusal::of(Reason::BadField, name, expected))
     }
 
-    fn extra_keys(&mut self) -> Result<Option<Vec<Option<Vec<Value>>>>, Reason> {
-        let Some(raw) = self.take("extra_keys") else { return Ok(None) };
-        self.check_length(raw)?;
-        self.free.take(raw)?;
-        let Value::List(blocks) = value(raw, self.limits.max_nesting - 1)? else {
-            return Err(Reason::BadField);
-        };
+    fn extra_keys(&mut self) -> Result<Option<Vec<Option<Vec<Value>>>>, Refusal<'a>> {
+        let name = "extra_keys";
+        self.check_length(name)?;
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        self.free.take(&name.into(), raw)?;
+        let mut free = usize::MAX;
+        let is_usual = is_usual(raw);
+        let left = if is_usual { &mut free } else { &mut self.free.containers };
         let block = |block| match block {
             Value::Nil => Ok(None),
             Value::List(keys) => Ok(Some(keys)),
             _ => Err(Reason::BadField),
         };
-        blocks.into_iter().map(block).collect::<Result<_, _>>().map(Some)
-    }
-
-    fn lookahead(&mut self) -> Result<Option<Vec<Vec<i128>>>, Reason> {
-        let Some(raw) = self.take("lookahead_token_ids") else {
-            return Ok(None);
+        let found = match value(raw, self.limits.max_nesting - 1, left) {
+            Ok(Value::List(blocks)) => blocks.into_iter().map(block).collect::<Result<_, _>>(),
+            Ok(_) => Err(Reason::BadField),
+            Err(reason) => Err(reason),
         };
-        self.check_length(raw)?;
-        list(raw)?.map(integers).collect::<Result<_, _>>().map(Some)
+        found
+            .map(Some)
+            .map_err(|reason| Refusal::of(reason, name, "is not a list of lists or nil"))
     }
 
-    fn keys(&mut self) -> Result<Option<Vec<u64>>, Reason> {
-        let Some(raw) = self.take("block_keys") else { return Ok(None) };
-        self.check_length(raw)?;
-        Ok(Some(integers(raw)?.into_iter().map(|key| key as u64).collect()))
+    fn lookahead(&mut self) -> Result<Option<Vec<Vec<i128>>>, Refusal<'a>> {
+        let name = "lookahead_token_ids";
+        self.check_length(name)?;
+        let read = |raw| list(raw)?.map(integers).collect();
+        self.read(name, "is not a list of lists of integers", read)
+    }
+
+    fn keys(&mut self) -> Result<Option<Vec<u64>>, Refusal<'a>> {
+        let name = "block_keys";
+        self.check_length(name)?;
+        let read = |raw| Ok(integers(raw)?.into_iter().map(|key| key as u64).collect());
+        self.read(name, "is not a list of integers", read)
     }
 
     /// A heartbeat of ours; what is none stays where it is, as a field that is not known.
@@ -230,19 +293,26 @@ impl<'a> Fields<'a> {
     }
 
     /// What no method took, read as far as the limits allow.
-    fn rest(mut self) -> Result<Vec<(String, Value)>, Reason> {
+    fn rest(mut self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
         // Names of Python's own events: nil says nothing.
         for name in ["unrecognised", "block_digests", "parent_block_digest"] {
             if self.get(name).is_none() {
                 self.take(name);
             }
         }
-        for (_, raw) in &self.fields {
-            self.free.take(raw)?;
+        for (name, raw) in &self.fields {
+            self.free.take(name, raw)?;
         }
         let depth = self.limits.max_nesting - 1;
-        let fields = self.fields.into_iter();
-        fields.map(|(name, raw)| Ok((name, value(raw, depth)?))).collect()
+        let left = &mut self.free.containers;
+        let mut found = Vec::with_capacity(self.fields.len());
+        for (name, raw) in self.fields {
+            match value(raw, depth, left) {
+                Ok(value) => found.push((name.into_owned(), value)),
+                Err(reason) => return Err(Refusal::of(reason, name, "holds a value that cannot be read")),
+            }
+        }
+        Ok(found)
     }
 }
 
@@ -254,16 +324,16 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
         return None;
     }
     let (mut digest, mut every, mut trust, mut reason, mut incarnation) = (None, None, "EXACT", "", 0);
-    for (name, raw) in pairs(raw, usize::MAX).ok()? {
+    for (name, raw) in pairs(raw).ok()? {
         let text = |longest: usize| text(raw).ok()?.filter(|text| text.chars().count() <= longest);
-        match name.as_str() {
+        match name {
             "digest" => {
                 let is_digest =
                     |text: &&str| text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
                 digest = Some(text(32).filter(is_digest)?);
             }
             "every" => {
-                let seconds = match value(raw, 0).ok()? {
+                let seconds = match value(raw, 0, &mut 0).ok()? {
                     Value::Int(seconds) => seconds as f64,
                     Value::Float(seconds) => seconds,
                     _ => return None,

@@ -1,5 +1,7 @@
 //! Events in the one form that `scan` reads.
 
+use crate::steps;
+
 use super::value::{Value, write, write_array, write_bytes, write_integer, write_text};
 use super::{BlockRemoved, BlockStored, Event, Token};
 
@@ -10,16 +12,41 @@ fn signed(value: i128) -> i128 {
 
 /// Events as a payload that `scan` reads by limits that are larger than a peer's, and that leads an index to the same state.
 pub fn normalised(events: &[Event]) -> Vec<u8> {
-    let mut out = vec![0x92, 0x00];
-    write_array(events.len(), &mut out);
-    for event in events {
+    let mut normaliser = Normaliser::default();
+    events.iter().for_each(|event| normaliser.add(event));
+    normaliser.finish()
+}
+
+/// Writes such a payload, one event after the other.
+#[derive(Default)]
+pub(super) struct Normaliser {
+    out: Vec<u8>,
+    count: u32,
+}
+
+/// A batch of as many events as its last four bytes say.
+const BEGINNING: [u8; 7] = [0x92, 0x00, 0xDD, 0, 0, 0, 0];
+
+impl Normaliser {
+    pub fn add(&mut self, event: &Event) {
+        if self.count == 0 {
+            self.out.extend(BEGINNING);
+        }
+        self.count += 1;
         match event {
-            Event::Stored(stored) => write_stored(stored, &mut out),
-            Event::Removed(removed) => write_removed(removed, &mut out),
-            Event::Cleared(fields) => write_cleared(fields, &mut out),
+            Event::Stored(stored) => write_stored(stored, &mut self.out),
+            Event::Removed(removed) => write_removed(removed, &mut self.out),
+            Event::Cleared(fields) => write_cleared(fields, &mut self.out),
         }
     }
-    out
+
+    pub fn finish(mut self) -> Vec<u8> {
+        if self.count == 0 {
+            return vec![0x92, 0x00, 0x90];
+        }
+        self.out[BEGINNING.len() - 4..BEGINNING.len()].copy_from_slice(&self.count.to_be_bytes());
+        self.out
+    }
 }
 
 /// Writes the fields of a map event, and counts them.
@@ -107,19 +134,7 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
     fields.integer("lora_id", event.lora_id.map(signed));
     fields.text("medium", event.medium.as_deref());
     fields.text("lora_name", event.lora_name.as_deref());
-    if let Some(blocks) = extra_keys(event) {
-        let out = fields.name("extra_keys");
-        write_array(blocks.len(), out);
-        for block in &blocks {
-            match block {
-                None => out.push(0xC0),
-                Some(keys) => {
-                    write_array(keys.len(), out);
-                    keys.iter().for_each(|key| write_extra(key, out));
-                }
-            }
-        }
-    }
+    write_extra_keys(event, &mut fields);
     fields.integer("group_idx", event.group_idx.map(signed));
     fields.text("kv_cache_spec_kind", event.kv_cache_spec_kind.as_deref());
     let window = event.kv_cache_spec_sliding_window.map(|window| window.min(i64::MAX.into()));
@@ -152,26 +167,39 @@ fn write_tokens(tokens: &[Token], out: &mut Vec<u8>) {
 
 // --- extra keys
 
-type Keys = Vec<Option<Vec<Value>>>;
-
 /// Extra keys of all blocks, with TensorRT-LLM's `mm_keys` among them.
-fn extra_keys(event: &BlockStored) -> Option<Keys> {
-    let mut keys: Keys = event.extra_keys.clone().unwrap_or_default();
-    let items = event
-        .unrecognised
-        .iter()
-        .find(|(name, _)| name == "mm_keys")
-        .map(|(_, value)| value);
-    if let Some(items) = items.filter(|items| is_something(items)) {
-        let more = multimodal_keys(items, event.block_hashes.values.len());
-        let length = keys.len().max(more.len());
-        keys.resize(length, Some(Vec::new()));
-        let found = more.into_iter().map(Some).chain(std::iter::repeat(None));
-        for (block, found) in keys.iter_mut().zip(found) {
-            block.get_or_insert_default().extend(found.unwrap_or_default());
+fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
+    if event.token_ids.is_empty() {
+        return; // no key is made
+    }
+    // What lies behind the last block is of none.
+    let blocks = event.block_hashes.values.len();
+    let given = event.extra_keys.as_deref().unwrap_or_default();
+    let given = &given[..given.len().min(blocks)];
+    let mut items = event.unrecognised.iter().filter(|(name, _)| name == "mm_keys");
+    let items = items.next().map(|(_, items)| items).filter(|items| is_something(items));
+    let items = items.map(|items| Items::of(items, blocks));
+    let length = if items.is_some() { blocks } else { given.len() };
+    if length == 0 {
+        return;
+    }
+    let out = fields.name("extra_keys");
+    write_array(length, out);
+    steps::count(length);
+    for at in 0..length {
+        let keys = given.get(at).and_then(Option::as_deref);
+        let count = items.as_ref().map(|items| items.count(at));
+        if keys.is_none() && count.is_none() {
+            out.push(0xC0);
+            continue;
+        }
+        let keys = keys.unwrap_or_default();
+        write_array(keys.len() + count.unwrap_or(0), out);
+        keys.iter().for_each(|key| write_extra(key, out));
+        if let Some(items) = &items {
+            items.write(at, out);
         }
     }
-    (!keys.is_empty()).then_some(keys)
 }
 
 fn is_something(value: &Value) -> bool {
@@ -186,36 +214,68 @@ fn is_something(value: &Value) -> bool {
     }
 }
 
-/// Per block a list of `{"hash", "start_offset"}`, or of pairs of the two. A list that is not one per block is of the only block.
-/// Anything else marks every block, so that none of them is credited.
-fn multimodal_keys(given: &Value, blocks: usize) -> Vec<Vec<Value>> {
-    let is_block = |block: &Value| matches!(block, Value::Nil | Value::List(_));
-    match given {
-        Value::List(all) if all.len() == blocks && all.iter().all(is_block) => {
-            let items = |block: &Value| match block {
-                Value::List(items) => items.iter().map(item).collect(),
-                _ => Vec::new(),
-            };
-            all.iter().map(items).collect()
+/// Bytes of what marks a block.
+const MARK: usize = 16;
+
+/// Multimodal items: per block a list of `{"hash", "start_offset"}`, or of pairs of the two. A list that is not one per block is of the only
+/// block. Anything else marks every block, so that none of them is credited; by its beginning, since it is written once for each.
+enum Items<'a> {
+    PerBlock(&'a [Value]),
+    OfOne(&'a [Value]),
+    /// As it is written.
+    Mark(Vec<u8>),
+}
+
+impl<'a> Items<'a> {
+    fn of(given: &'a Value, blocks: usize) -> Self {
+        let is_block = |block: &Value| matches!(block, Value::Nil | Value::List(_));
+        match given {
+            Value::List(all) if all.len() == blocks && all.iter().all(is_block) => Self::PerBlock(all),
+            Value::List(items) if blocks == 1 => Self::OfOne(items),
+            _ => {
+                let mut bytes = Vec::new();
+                write(given, &mut bytes);
+                bytes.truncate(MARK);
+                let mut mark = Vec::new();
+                write_bytes(&bytes, &mut mark);
+                Self::Mark(mark)
+            }
         }
-        Value::List(items) if blocks == 1 => vec![items.iter().map(item).collect()],
-        _ => vec![vec![encoded(given)]; blocks],
     }
-}
 
-fn item(item: &Value) -> Value {
-    let Value::Map(fields) = item else { return item.clone() };
-    let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.clone());
-    match find("hash") {
-        Some(hash) => Value::List(vec![hash, find("start_offset").unwrap_or(Value::Nil)]),
-        None => item.clone(),
+    fn items(&self, block: usize) -> &'a [Value] {
+        match self {
+            Self::PerBlock(all) => match &all[block] {
+                Value::List(items) => items,
+                _ => &[],
+            },
+            Self::OfOne(items) => items,
+            Self::Mark(_) => &[],
+        }
     }
-}
 
-fn encoded(value: &Value) -> Value {
-    let mut bytes = Vec::new();
-    write(value, &mut bytes);
-    Value::Bytes(bytes)
+    fn count(&self, block: usize) -> usize {
+        match self {
+            Self::Mark(_) => 1,
+            _ => self.items(block).len(),
+        }
+    }
+
+    fn write(&self, block: usize, out: &mut Vec<u8>) {
+        if let Self::Mark(bytes) = self {
+            out.extend_from_slice(bytes);
+        }
+        for item in self.items(block) {
+            let field = |wanted: &str| match item {
+                Value::Map(fields) => fields.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.clone()),
+                _ => None,
+            };
+            match field("hash") {
+                Some(hash) => write_extra(&Value::List(vec![hash, field("start_offset").unwrap_or(Value::Nil)]), out),
+                None => write_extra(item, out),
+            }
+        }
+    }
 }
 
 /// A key that the index knows as it is; any other as bytes, which no prompt has: its block is like no other, and never credited.

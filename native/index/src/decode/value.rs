@@ -1,6 +1,9 @@
 //! MessagePack in any form: what the first bytes declare, how to cut a value into parts, and values of free form.
 
+use std::collections::HashMap;
+
 use crate::scan::Reader;
+use crate::steps;
 
 use super::Reason;
 
@@ -64,6 +67,7 @@ pub(super) fn declared(raw: &[u8]) -> usize {
 fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
     let mut pending = 1_u64;
     while pending > 0 {
+        steps::count(1);
         pending -= 1;
         let head = *data.get(at)?;
         at += 1;
@@ -139,39 +143,38 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// The elements of an array; `too_many` above `limit`.
-pub(super) fn elements(raw: &[u8], limit: usize, too_many: Reason) -> Result<Vec<&[u8]>, Reason> {
-    let count = declared(raw);
-    if count > limit {
-        return Err(too_many);
-    }
+/// The elements of an array.
+pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     let mut parts = Parts::new(raw)?;
-    let found = (0..count).map(|_| parts.next()).collect::<Result<_, _>>()?;
+    let found = (0..declared(raw)).map(|_| parts.next()).collect::<Result<_, _>>()?;
     parts.end()?;
     Ok(found)
 }
 
+/// Names up to which each is compared with all others.
+const FEW_NAMES: usize = 16;
+
 /// The values of a map by their names; of equal names the last value, in the place of the first.
-pub(super) fn pairs(raw: &[u8], limit: usize) -> Result<Vec<(String, &[u8])>, Reason> {
-    let count = declared(raw);
-    if count > limit {
-        return Err(Reason::TooManyFields);
-    }
+pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     let mut parts = Parts::new(raw)?;
-    let mut found: Vec<(String, &[u8])> = Vec::new();
-    let mut places = std::collections::HashMap::new();
-    for _ in 0..count {
-        let name = match text(parts.next_header()?)? {
-            Some(name) => name.to_owned(),
-            None => return Err(Reason::BadField),
-        };
+    let mut found: Vec<(&str, &[u8])> = Vec::new();
+    let mut places = HashMap::new();
+    for _ in 0..declared(raw) {
+        let name = text(parts.next_header()?)?.ok_or(Reason::BadField)?;
         let value = parts.next()?;
-        match places.get(&name) {
-            Some(&at) => found[at] = (name, value),
-            None => {
-                places.insert(name.clone(), found.len());
-                found.push((name, value));
+        let known = if found.len() <= FEW_NAMES {
+            steps::count(found.len());
+            found.iter().position(|(known, _)| *known == name)
+        } else {
+            if places.is_empty() {
+                places.extend(found.iter().enumerate().map(|(at, (name, _))| (*name, at)));
             }
+            let next = found.len();
+            Some(*places.entry(name).or_insert(next)).filter(|&at| at < next)
+        };
+        match known {
+            Some(at) => found[at] = (name, value),
+            None => found.push((name, value)),
         }
     }
     parts.end()?;
@@ -208,20 +211,22 @@ pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
     Reader::new(raw, 0).bin()
 }
 
-/// A value of free form with at most `depth` levels of containers.
-pub(super) fn value(raw: &[u8], depth: usize) -> Result<Value, Reason> {
+/// A value of free form with at most `depth` levels of containers, and as many of these as are `left`.
+pub(super) fn value(raw: &[u8], depth: usize, left: &mut usize) -> Result<Value, Reason> {
+    steps::count(1);
     let head = head_of(raw);
     if !is_array(head) && !is_map(head) {
         return scalar(raw);
     }
     let inner = depth.checked_sub(1).ok_or(Reason::TooDeep)?;
+    *left = left.checked_sub(1).ok_or(Reason::Oversized)?;
     if is_map(head) {
-        let fields = pairs(raw, usize::MAX)?.into_iter();
-        let read = fields.map(|(name, raw)| Ok((name, value(raw, inner)?)));
+        let fields = pairs(raw)?.into_iter();
+        let read = fields.map(|(name, raw)| Ok((name.to_owned(), value(raw, inner, left)?)));
         return Ok(Value::Map(read.collect::<Result<_, _>>()?));
     }
     Ok(Value::List(
-        items(raw).map(|raw| value(raw, inner)).collect::<Result<_, _>>()?,
+        items(raw).map(|raw| value(raw, inner, left)).collect::<Result<_, _>>()?,
     ))
 }
 
@@ -346,6 +351,7 @@ pub(super) fn write_integer(value: i128, out: &mut Vec<u8>) {
 
 /// Appends a value, as Python's encoder does.
 pub(super) fn write(value: &Value, out: &mut Vec<u8>) {
+    steps::count(1);
     match value {
         Value::Nil => out.push(0xC0),
         Value::Bool(value) => out.push(0xC2 | u8::from(*value)),

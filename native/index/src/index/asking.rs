@@ -1,6 +1,7 @@
 //! Who holds how much of a prompt: what the streams said, and on top of it what the overlay expects.
 
 use std::cell::RefCell;
+use std::hint::spin_loop;
 use std::sync::Arc;
 
 use parking_lot::{MutexGuard, RwLockReadGuard};
@@ -12,12 +13,15 @@ use crate::keys::{self, Item, Scheme};
 use crate::matching::{Hit, Walk, merge};
 use crate::overlay::Overlay;
 use crate::planes::LEVELS;
+use crate::view::{Reading, View};
 
 /// Blocks of a prompt that are looked for before the others are hashed, and tokens of those: many prompts are unknown from the start.
 const FIRST_BLOCKS: usize = 64;
 const FIRST_TOKENS: usize = 1_024;
 /// How many times as many are hashed next.
 const GROWTH: usize = 8;
+/// How often a lookup finds that a writer has changed what it reads before it waits until none writes.
+const TRIES: usize = 4;
 
 /// Where a prompt is looked for.
 #[derive(Clone, Debug, Default)]
@@ -105,10 +109,10 @@ const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
     /// Whether the prompt is cut in the schemes that its scope has; if not, it is to be.
-    fn is_cut(&mut self, core: &Core, scope: &Scope, model: Option<&Model>) -> bool {
+    fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
-            let (context, keyed) = (core.contexts.find(&scope.context(scheme)), core.contexts.keyed(scheme));
+            let (context, keyed) = (view.contexts.find(&scope.context(scheme)), view.contexts.keyed(scheme));
             if context.is_some() || keyed.is_some() {
                 self.schemes.push((scheme, context, keyed));
             }
@@ -139,46 +143,61 @@ impl Index {
     /// Workers that hold a beginning of a prompt.
     ///
     /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
-    /// true at one moment: the last look is at every block, of every scheme, under one lock.
+    /// true at one moment: the last look is at every block, of every scheme, and counts if no writer has changed one of them meanwhile.
     pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
-        self.matched_by(tokens, scope, || Some(self.gate.read())).unwrap_or_default()
+        let locks = (|| Some(self.view.read()), || Some(self.gate.read()));
+        self.matched_by(tokens, scope, locks).unwrap_or_default()
     }
 
     /// The same if no lock has to be waited for.
     pub fn try_matched(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
-        self.matched_by(tokens, scope, || self.gate.try_read())
+        self.matched_by(tokens, scope, (|| self.view.try_read(), || self.gate.try_read()))
     }
 
     fn matched_by<'a>(
         &'a self,
         tokens: &[u32],
         scope: &Scope,
-        lock: impl Fn() -> Option<RwLockReadGuard<'a, Core>>,
+        (view, alone): (
+            impl Fn() -> Option<Reading<'a, View>>,
+            impl Fn() -> Option<RwLockReadGuard<'a, Core>>,
+        ),
     ) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme));
-            let mut hits = Vec::new();
+            let (mut hits, mut tries) = (Vec::new(), 0);
             loop {
                 for cut in &mut room.cuts {
                     scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
                 }
-                let core = lock()?;
-                let model = core.models.get(&scope.model);
-                if !room.is_cut(&core, scope, model) {
+                let alone = if tries < TRIES { None } else { Some(alone()?) };
+                let view = view()?;
+                let model = view.models.get(&scope.model);
+                if !room.is_cut(&view, scope, model) {
                     continue;
                 }
+                room.walk.begin(alone.is_some());
                 hits.clear();
                 let mut goes_on = false;
                 let streams = model.map_or(&[][..], |model| &model.streams);
                 for cut in &mut room.cuts {
-                    let found = room.walk.find(&core, &cut.locals, cut.context, cut.keyed);
+                    let found = room.walk.find(&view, &cut.locals, cut.context, cut.keyed);
+                    if !room.walk.is_sound(&view) {
+                        break;
+                    }
                     if found == cut.locals.len() && found < cut.scheme.blocks(tokens.len()) {
                         cut.wanted = cut.wanted.saturating_mul(GROWTH);
                         goes_on = true;
                     }
                     if !goes_on {
-                        room.walk.hits(&core, cut.scheme, streams, &mut hits);
+                        room.walk.hits(&view, cut.scheme, streams, &mut hits);
                     }
+                }
+                if !room.walk.is_sound(&view) {
+                    tries += 1;
+                    drop(view);
+                    spin_loop();
+                    continue;
                 }
                 if goes_on {
                     continue;
@@ -186,8 +205,8 @@ impl Index {
                 if room.cuts.len() > 1 {
                     merge(&mut hits);
                 }
-                let names = core.names.clone();
-                drop(core);
+                let names = view.names.clone();
+                drop(view);
                 for cut in &mut room.cuts {
                     cut.locals.clear();
                     cut.locals.shrink_to(HASHES_KEPT);
@@ -200,29 +219,42 @@ impl Index {
     /// The same for keys that the caller has computed. None when block sizes differ and none is given.
     pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
-            let core = self.gate.read();
-            let model = core.models.get(model);
-            let schemes: Vec<Scheme> = model
-                .map_or(&[][..], |model| &model.schemes)
-                .iter()
-                .map(|(scheme, _)| *scheme)
-                .filter(|scheme| size.is_none_or(|size| size == scheme.size))
-                .collect();
-            if size.is_none() && schemes.iter().any(|scheme| scheme.size != schemes[0].size) {
-                return None;
+            let (mut hits, mut tries) = (Vec::new(), 0);
+            loop {
+                let alone = (tries >= TRIES).then(|| self.gate.read());
+                let view = self.view.read();
+                let model = view.models.get(model);
+                let schemes: Vec<Scheme> = model
+                    .map_or(&[][..], |model| &model.schemes)
+                    .iter()
+                    .map(|(scheme, _)| *scheme)
+                    .filter(|scheme| size.is_none_or(|size| size == scheme.size))
+                    .collect();
+                if size.is_none() && schemes.iter().any(|scheme| scheme.size != schemes[0].size) {
+                    return None;
+                }
+                room.walk.begin(alone.is_some());
+                hits.clear();
+                let streams = model.map_or(&[][..], |model| &model.streams);
+                for &scheme in &schemes {
+                    let meant = |number| view.contexts.get(number).is_some_and(|context| context.scheme == scheme);
+                    room.walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
+                    if room.walk.is_sound(&view) {
+                        room.walk.hits(&view, scheme, streams, &mut hits);
+                    }
+                }
+                if !room.walk.is_sound(&view) {
+                    tries += 1;
+                    drop(view);
+                    spin_loop();
+                    continue;
+                }
+                if schemes.len() > 1 {
+                    merge(&mut hits);
+                }
+                let names = view.names.clone();
+                return Some(Matches { hits, names });
             }
-            let mut hits = Vec::new();
-            let streams = model.map_or(&[][..], |model| &model.streams);
-            for &scheme in &schemes {
-                let meant = |number| core.contexts.get(number).scheme == scheme;
-                room.walk.read_keys(&core, keys, meant, core.contexts.keyed(scheme));
-                room.walk.hits(&core, scheme, streams, &mut hits);
-            }
-            if schemes.len() > 1 {
-                merge(&mut hits);
-            }
-            let names = core.names.clone();
-            Some(Matches { hits, names })
         })
     }
 
@@ -255,7 +287,13 @@ impl Index {
             let holds = |stream: u32| ends.iter().any(|&end| core.sets.knows(core.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
             // Most decisions that end unconfirmed have brought no such block anywhere: then nobody is looked for.
-            !ends.is_empty() && core.members.iter().position(same).is_some_and(|stream| holds(stream as u32))
+            !ends.is_empty()
+                && core
+                    .view
+                    .members
+                    .iter()
+                    .position(same)
+                    .is_some_and(|stream| holds(stream as u32))
         });
     }
 
@@ -294,14 +332,14 @@ impl Index {
 
     /// Keys of a prompt in every scheme that some worker uses.
     fn keys_of_all(&self, tokens: &[u32], scope: &Scope) -> Vec<(Scheme, Vec<u64>)> {
-        let core = self.gate.read();
+        let view = self.view.read();
         let mut schemes: Vec<Scheme> = Vec::new();
-        for (scheme, _) in core.models.values().flat_map(|model| &model.schemes) {
+        for (scheme, _) in view.models.values().flat_map(|model| &model.schemes) {
             if !schemes.contains(scheme) {
                 schemes.push(*scheme);
             }
         }
-        drop(core);
+        drop(view);
         let keys = |scheme: Scheme| {
             let mut found = Vec::new();
             scope.extend(tokens, scheme, usize::MAX, &mut found);

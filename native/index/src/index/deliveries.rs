@@ -2,16 +2,40 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
 use super::Index;
 use crate::applying::{Read, Work};
 use crate::core::Core;
-use crate::decode::{Rejected, decode, normalised};
+use crate::decode::{Heartbeat, Rejected, normalise};
 use crate::gate::Writer;
 use crate::scan::{Event, Kind, Schema, Scratch, scan};
 use crate::stream::Stream;
+
+/// What became of a batch, and what it shows besides blocks.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Applied {
+    /// What became of it.
+    pub outcome: Outcome,
+    /// What only the careful decoder reads; None, as nearly always, where that is nothing.
+    pub findings: Option<Box<Findings>>,
+}
+
+/// What a batch shows of its stream besides blocks.
+#[derive(Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Findings {
+    /// What could not be read.
+    pub rejected: Vec<Rejected>,
+    /// The last heartbeat: its digest is of everything up to the end of the batch.
+    pub heartbeat: Option<Heartbeat>,
+    /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and where blocks
+    /// that the memory limit has cost can be all that is missing.
+    pub agrees: Option<bool>,
+}
 
 /// What became of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,12 +46,17 @@ pub enum Outcome {
     Duplicate,
     /// It is of an ended life.
     Void,
-    /// The payload is none that this index reads by itself; nothing was changed.
-    Unread,
     /// There are more streams than an index can hold.
     Full,
     /// A panic has left the index changed by half.
     Damaged,
+}
+
+impl From<Outcome> for Applied {
+    /// Of a batch that shows nothing else.
+    fn from(outcome: Outcome) -> Self {
+        Self { outcome, findings: None }
+    }
 }
 
 /// Kept from one batch to the next to spare allocations.
@@ -45,39 +74,93 @@ thread_local! {
 const QUICK_BLOCKS: usize = 256;
 
 impl Index {
-    /// Applies a batch.
-    pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Outcome {
-        self.batch_by(&self.schema, source, rank, incarnation, seq, payload)
+    /// Applies a batch, in whatever form a peer sends it. No lock is held, and nobody waits, while it is decoded.
+    pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
+        let stream = (source, rank);
+        match self.scanned(&self.schema, stream, incarnation, seq, payload, &mut |_| {}) {
+            Some(outcome) => outcome.into(),
+            None => self.decoded(stream, incarnation, seq, payload),
+        }
     }
 
-    /// The same for a payload that is read by another schema.
-    pub fn batch_by(&self, schema: &Schema, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Outcome {
+    /// The same for `decode::normalised` events, which may be more than a peer can send. None for what are none.
+    pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
+        self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_| {})
+    }
+
+    /// Whether a stream has the digest of a heartbeat, as in `Findings`; None as well where there is no such stream.
+    pub fn agrees(&self, source: &str, rank: i64, digest: &str) -> Option<bool> {
+        let is_limited = self.limits.memory.is_some();
+        self.stream(source, rank)?.lock().agrees(digest, is_limited)
+    }
+
+    #[cold]
+    fn decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
+        let read = normalise(payload, self.schema.limits());
+        let is_limited = self.limits.memory.is_some();
+        let mut agrees = None;
+        let mut compare = |stream: &mut Stream| {
+            let heartbeat = read.heartbeat.as_ref();
+            agrees = heartbeat.and_then(|beat| stream.agrees(&beat.digest, is_limited));
+        };
+        let outcome = self.scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
+        let found = Findings {
+            heartbeat: read.heartbeat,
+            rejected: read.rejected,
+            agrees,
+        };
+        Applied {
+            outcome: outcome.expect("normalised events are what the scanner reads"),
+            findings: (found != Findings::default()).then(|| Box::new(found)),
+        }
+    }
+
+    /// Applies what the scanner reads by a schema; None, and nothing has changed, for anything else. `then` is called where it was applied.
+    fn scanned(
+        &self,
+        schema: &Schema,
+        (source, rank): (&str, i64),
+        incarnation: i64,
+        seq: i64,
+        payload: &[u8],
+        then: &mut dyn FnMut(&mut Stream),
+    ) -> Option<Outcome> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, schema, &mut room.scratch).is_none() {
                 room.scratch.shrink();
-                return Outcome::Unread;
+                return None;
             }
             let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
-                room.apply(payload, stream, writer, seq)
+                let outcome = room.apply(payload, stream, writer, seq);
+                if matches!(outcome, Outcome::Applied(_)) {
+                    then(stream);
+                }
+                outcome
             });
             room.shrink();
-            outcome
+            Some(outcome)
         })
     }
 
-    /// Applies a batch, if no lock has to be waited for and there is little to do; None, and nothing has changed, where that is not so.
+    /// Applies a batch, if no lock has to be waited for and there is little to do, and nothing to find; None, and nothing has changed, where that is
+    /// not so.
     pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, &self.schema, &mut room.scratch).is_none() {
                 room.scratch.shrink();
-                return Some(Outcome::Unread);
+                return None;
             }
             if !room.is_quick() {
                 return None;
             }
             let stream = self.registry.try_read()?.find(source, rank).cloned()?;
             let mut stream = stream.try_lock()?;
-            if stream.gone || incarnation != stream.incarnation || !stream.waiting.is_empty() {
+            if stream.gone
+                || incarnation != stream.incarnation
+                || !stream.waiting.is_empty()
+                || stream.has_alike()
+                || stream.is_tight(QUICK_BLOCKS)
+            {
                 return None;
             }
             let mut writer = self.gate.try_write()?;
@@ -88,25 +171,6 @@ impl Index {
             room.shrink();
             Some(outcome)
         })
-    }
-
-    /// Applies a batch in any form: what `batch` leaves unread is read with care. Returns what was set aside too.
-    pub fn batch_in_any_form(
-        &self,
-        source: &str,
-        rank: i64,
-        incarnation: i64,
-        seq: i64,
-        payload: &[u8],
-    ) -> (Outcome, Vec<Rejected>) {
-        let outcome = self.batch(source, rank, incarnation, seq, payload);
-        if outcome != Outcome::Unread {
-            return (outcome, Vec::new());
-        }
-        let batch = decode(payload, self.schema.limits());
-        let payload = normalised(&batch.events);
-        let outcome = self.batch_by(&self.schema.unlimited(), source, rank, incarnation, seq, &payload);
-        (outcome, batch.rejected)
     }
 
     /// Notes that batches up to `last` are lost.
@@ -174,8 +238,8 @@ impl Index {
             return Outcome::Damaged;
         }
         let outcome = apply(stream, writer);
-        if let Some(member) = writer.members[stream.number as usize].as_mut() {
-            member.blocks = stream.blocks;
+        if let Some(member) = &writer.view.members[stream.number as usize] {
+            member.blocks.store(stream.blocks, Ordering::Relaxed);
         }
         if self.limits.memory.is_some() {
             stream.recount(writer);
@@ -192,6 +256,7 @@ impl Room {
         }
         let Self { scratch, work } = self;
         let read = Read { payload, scratch };
+        stream.grant(payload.len());
         let mut cleared = false;
         for event in &scratch.events {
             cleared |= stream.event(writer, &read, event, work);

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
@@ -50,7 +50,7 @@ pub(super) fn seated(
         model,
         hybrid: None,
         schemes: Vec::new(),
-        blocks: 0,
+        blocks: AtomicUsize::new(0),
     };
     core.join(number, member);
     stream

@@ -101,7 +101,7 @@ impl Index {
         let core = self.gate.read();
         let mut found = BTreeMap::new();
         for (plane, blocks) in stream.held().filter(|(_, blocks)| *blocks > 0) {
-            *found.entry(core.planes.get(plane).tier.clone()).or_default() += blocks;
+            *found.entry(core.view.planes.get(plane).tier.clone()).or_default() += blocks;
         }
         found
     }
@@ -148,7 +148,7 @@ impl Index {
             let core = self.gate.read();
             some.iter().for_each(|&(number, hash)| list(&core, number, hash));
         }
-        let planes = self.gate.read().planes.all();
+        let planes = self.gate.read().view.planes.all();
         (found, planes)
     }
 

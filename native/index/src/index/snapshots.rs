@@ -100,6 +100,9 @@ impl Index {
         let mut old = gate.write();
         let mut core = self.gate.write();
         std::mem::swap(&mut *core, &mut *old);
+        // Lookups keep the owner that they know: what it owns changes.
+        std::mem::swap(&mut core.view, &mut old.view);
+        std::mem::swap(&mut *core.view.change(), &mut *old.view.change());
         self.gate.heal();
         drop(core);
         drop(old);
@@ -117,9 +120,9 @@ impl Index {
         let _whole = self.whole.read_recursive();
         let mut part = Part::default();
         // Until the end, heads may have the keys of linked blocks.
-        self.gate.write().strangers += 1;
+        self.gate.write().view.change().strangers += 1;
         let outcome = snapshot::absorb(self, from, &mut part).and_then(|()| self.take_in(&part));
-        self.gate.write().strangers -= 1;
+        self.gate.write().view.change().strangers -= 1;
         if let Err(failure) = outcome {
             part.streams.iter().for_each(|newcomer| self.expel(newcomer));
             return Err(failure);

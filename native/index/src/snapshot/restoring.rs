@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::io::Read;
+use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
 
@@ -166,8 +167,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         blocks?;
         let mut core = self.gate.write();
         core.rule(newcomer.number, stream.rules.hybrid());
-        if let Some(member) = core.members[newcomer.number as usize].as_mut() {
-            member.blocks = stream.blocks;
+        if let Some(member) = &core.view.members[newcomer.number as usize] {
+            member.blocks.store(stream.blocks, Ordering::Relaxed);
         }
         if self.limits.memory.is_some() {
             stream.recount(&mut core);
@@ -177,7 +178,7 @@ impl<'a, R: Read> Restoring<'a, R> {
 
     fn join(&self, worker: Worker, incarnation: i64) -> Result<Newcomer, Failure> {
         let mut core = self.gate.write();
-        let number = core.members.len();
+        let number = core.view.members.len();
         if number >= MAX_STREAMS {
             return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
         }

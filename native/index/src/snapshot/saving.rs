@@ -139,7 +139,7 @@ impl<W: Write> Saving<'_, W> {
         self.planes.clear();
         let core = self.index.gate.read();
         for (number, _) in stream.held() {
-            let plane = core.planes.get(number);
+            let plane = core.view.planes.get(number);
             let known = self.written.iter().position(|known| known == plane);
             let at = known.unwrap_or_else(|| {
                 let Plane {

@@ -78,8 +78,8 @@ fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
 /// What the shared part counts of what is in it.
 fn counts(index: &Index) -> (usize, usize, usize, usize) {
     let core = index.gate.read();
-    let members = core.members.iter().flatten().count();
-    (core.records.len(), core.heads.len(), core.contexts.len(), members)
+    let members = core.view.members.iter().flatten().count();
+    (core.records.len(), core.view.heads.len(), core.contexts.len(), members)
 }
 
 /// Reads by `size`, and calls `before` before each time.
@@ -172,6 +172,13 @@ fn a_part_has_the_planes_of_its_streams_in_the_index_that_takes_it() {
         hold(&from, source, 1, 10);
     }
     into.absorb(&saved(&from, &["c"])[..]).unwrap();
-    let tiers: Vec<String> = into.gate.read().planes.iter().map(|(_, plane)| plane.tier.clone()).collect();
+    let tiers: Vec<String> = into
+        .gate
+        .read()
+        .view
+        .planes
+        .iter()
+        .map(|(_, plane)| plane.tier.clone())
+        .collect();
     assert_eq!(tiers, ["c"]);
 }

@@ -231,22 +231,11 @@ impl Segment {
         ptr::from_ref(&self.buckets[home])
     }
 
-    /// The bucket behind the one at a home, if that one is full, or was when an entry came.
-    #[inline]
-    pub fn behind(&self, home: usize) -> Option<*const Bucket> {
-        let bucket = &self.buckets[home];
-        if (bucket.used as usize) < WAYS && bucket.sent_on == 0 {
-            return None;
-        }
-        let next = if home + 1 == self.buckets.len() { 0 } else { home + 1 };
-        Some(ptr::from_ref(&self.buckets[next]))
-    }
-
     /// Visits records with a tag, from its home on, until `visit` says false.
     #[inline]
     pub fn for_each_match(&self, home: usize, tag: u16, mut visit: impl FnMut(u32) -> bool) {
         let mut at = home;
-        for _ in 0..self.buckets.len() {
+        loop {
             let bucket = &self.buckets[at];
             let mut matches = bucket.matches(tag);
             while matches != 0 {
@@ -255,10 +244,10 @@ impl Segment {
                 }
                 matches &= matches - 1;
             }
-            if bucket.sent_on == 0 {
+            at = if at + 1 == self.buckets.len() { 0 } else { at + 1 };
+            if bucket.sent_on == 0 || at == home {
                 return;
             }
-            at = if at + 1 == self.buckets.len() { 0 } else { at + 1 };
         }
     }
 

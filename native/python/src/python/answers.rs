@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyList};
 use kvevents_index::core::Worker;
 use kvevents_index::index::Matches;
 use kvevents_index::matching::Hit;
-use kvevents_index::planes::LEVELS;
+use kvevents_index::planes::{LEVELS, TIERS};
 use kvevents_index::stream::Counters;
 
 /// What one worker holds of a prompt.
@@ -49,7 +49,7 @@ impl WorkerMatch {
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);
-        for (name, tokens) in ["gpu", "cpu", "disk", "other"].iter().zip(self.tokens) {
+        for (name, tokens) in TIERS.iter().chain(&["other"]).zip(self.tokens) {
             if *name != "other" || tokens > self.tokens[LEVELS - 2] {
                 tiers.set_item(name, tokens)?;
             }

@@ -4,12 +4,21 @@ use std::io::{self, Read};
 
 use pyo3::buffer::{ElementType, PyUntypedBuffer};
 use pyo3::exceptions::{PyAttributeError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyList, PySequence, PyString, PyTuple};
 
+use super::turns::Turns;
 use kvevents_index::index::Scope;
 use kvevents_index::keys::{self, Item, Scheme};
 use kvevents_index::scan;
+
+/// Tokens that are copied before other threads of Python may run.
+const COPIED_AT_ONCE: usize = 1 << 20;
+/// Numbers of a list that are read before they are counted.
+const READ_AT_ONCE: usize = 1 << 10;
+/// How many tokens of a buffer are copied in the time that it takes to read a number of Python's.
+const COPIES_PER_READ: usize = 16;
 
 /// Token ids of a caller: its own memory where that holds 32-bit numbers.
 pub(super) enum Tokens {
@@ -25,6 +34,28 @@ impl Tokens {
             // needs Python's lock, which callers hold as long as they read.
             Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
             Self::Owned(tokens) => tokens,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.slice().len()
+    }
+
+    /// A copy, made a part at a time.
+    pub(super) fn copied(&self, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
+        let mut copy = Vec::with_capacity(self.len());
+        while copy.len() < self.len() {
+            let rest = &self.slice()[copy.len()..];
+            copy.extend_from_slice(&rest[..rest.len().min(COPIED_AT_ONCE)]);
+            turns.spend(COPIED_AT_ONCE.min(rest.len()) / COPIES_PER_READ)?;
+        }
+        Ok(copy)
+    }
+
+    pub(super) fn into_owned(self, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
+        match self {
+            Self::Shared(_) => self.copied(turns),
+            Self::Owned(tokens) => Ok(tokens),
         }
     }
 }
@@ -55,38 +86,43 @@ fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType
 }
 
 /// Copies such a buffer; None where a number does not fit.
-fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType) -> Option<Vec<T>>
+fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType, turns: &mut Turns<'_>) -> PyResult<Option<Vec<T>>>
 where
     T: TryFrom<u16> + TryFrom<u32> + TryFrom<u64> + TryFrom<i16> + TryFrom<i32> + TryFrom<i64>,
 {
     match kind {
-        ElementType::UnsignedInteger { bytes: 2 } => elements::<u16, T>(buffer),
-        ElementType::UnsignedInteger { bytes: 4 } => elements::<u32, T>(buffer),
-        ElementType::UnsignedInteger { bytes: 8 } => elements::<u64, T>(buffer),
-        ElementType::SignedInteger { bytes: 2 } => elements::<i16, T>(buffer),
-        ElementType::SignedInteger { bytes: 4 } => elements::<i32, T>(buffer),
-        ElementType::SignedInteger { bytes: 8 } => elements::<i64, T>(buffer),
-        _ => None,
+        ElementType::UnsignedInteger { bytes: 2 } => elements::<u16, T>(buffer, turns),
+        ElementType::UnsignedInteger { bytes: 4 } => elements::<u32, T>(buffer, turns),
+        ElementType::UnsignedInteger { bytes: 8 } => elements::<u64, T>(buffer, turns),
+        ElementType::SignedInteger { bytes: 2 } => elements::<i16, T>(buffer, turns),
+        ElementType::SignedInteger { bytes: 4 } => elements::<i32, T>(buffer, turns),
+        ElementType::SignedInteger { bytes: 8 } => elements::<i64, T>(buffer, turns),
+        _ => Ok(None),
     }
 }
 
-fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer) -> Option<Vec<To>> {
+fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<Option<Vec<To>>> {
     let (start, stride) = (buffer.buf_ptr().cast::<u8>(), buffer.strides()[0]);
-    let element = |at: usize| {
+    let mut found = Vec::with_capacity(buffer.item_count());
+    for at in 0..buffer.item_count() {
         // SAFETY: the buffer is held, has one dimension of `item_count` elements `stride` bytes apart, and each is as large as a `From`,
-        // which any bits are.
+        // which any bits are. Who writes to it from Python needs Python's lock, which is held while this reads.
         let value = unsafe { start.offset(stride * at as isize).cast::<From>().read_unaligned() };
-        To::try_from(value).ok()
-    };
-    (0..buffer.item_count()).map(element).collect()
+        let Ok(value) = To::try_from(value) else { return Ok(None) };
+        found.push(value);
+        if found.len().is_multiple_of(COPIES_PER_READ) {
+            turns.spend(1)?;
+        }
+    }
+    Ok(Some(found))
 }
 
-pub(super) fn tokens_of(given: &Bound<'_, PyAny>) -> PyResult<Tokens> {
+pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Tokens> {
     if let Ok(list) = given.cast::<PyList>() {
-        return listed(list.iter());
+        return listed(given, || list.len(), ffi::PyList_GetItem, turns);
     }
     if let Ok(tuple) = given.cast::<PyTuple>() {
-        return listed(tuple.iter());
+        return listed(given, || tuple.len(), ffi::PyTuple_GetItem, turns);
     }
     let (buffer, kind) = integers_of(given).ok_or_else(|| not_tokens(given))?;
     if buffer.item_count() == 0 {
@@ -97,27 +133,72 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>) -> PyResult<Tokens> {
         return Ok(Tokens::Shared(buffer));
     }
     let refused = || PyOverflowError::new_err("a token is outside of 0 to 2**32 - 1");
-    copied(&buffer, kind).map(Tokens::Owned).ok_or_else(refused)
+    copied(&buffer, kind, turns)?.map(Tokens::Owned).ok_or_else(refused)
 }
 
-fn listed<'py>(items: impl ExactSizeIterator<Item = Bound<'py, PyAny>>) -> PyResult<Tokens> {
-    let mut tokens = Vec::with_capacity(items.len());
-    for (at, item) in items.enumerate() {
-        let refused = |_| PyTypeError::new_err(format!("token {at} is no integer from 0 to 2**32 - 1"));
-        tokens.push(item.extract().map_err(refused)?);
+/// The number of an item of a list or a tuple, borrowed while it is read. Others can only change the list where Python's lock is let go.
+fn listed(
+    given: &Bound<'_, PyAny>,
+    length: impl Fn() -> usize,
+    item_at: unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject,
+    turns: &mut Turns<'_>,
+) -> PyResult<Tokens> {
+    let py = given.py();
+    let mut tokens = Vec::with_capacity(length());
+    // Between turns others may have changed the list.
+    while tokens.len() < length() {
+        for _ in 0..READ_AT_ONCE.min(length() - tokens.len()) {
+            let at = tokens.len() as ffi::Py_ssize_t;
+            // SAFETY: Python's lock is held, `given` is of the type that `item_at` is for, which itself looks whether it has such an item. The
+            // item is of `given`, and nothing of Python runs before it was read, since it is a plain `int`.
+            let number = unsafe {
+                let item = item_at(given.as_ptr(), at);
+                if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
+                    -1
+                } else {
+                    ffi::PyLong_AsLongLong(item)
+                }
+            };
+            let token = match u32::try_from(number) {
+                Ok(token) => token,
+                Err(_) => {
+                    // What was said of too large a number is said below, for all kinds of them.
+                    drop(PyErr::take(py));
+                    let refused = |_| PyTypeError::new_err(format!("token {at} is no integer from 0 to 2**32 - 1"));
+                    // SAFETY: as above; the item is held from here on.
+                    let item = unsafe { Bound::from_borrowed_ptr_or_err(py, item_at(given.as_ptr(), at)) };
+                    item.and_then(|item| item.extract()).map_err(refused)?
+                }
+            };
+            tokens.push(token);
+        }
+        turns.spend(READ_AT_ONCE)?;
     }
     Ok(Tokens::Owned(tokens))
 }
 
-pub(super) fn keys_of(given: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+pub(super) fn keys_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Vec<u64>> {
     let found = match integers_of(given) {
-        Some((buffer, kind)) => copied(&buffer, kind),
-        None if PyUntypedBuffer::get(given).is_ok() => None,
-        None => given.extract().ok(),
+        Some((buffer, kind)) => copied(&buffer, kind, turns)?,
+        None if PyUntypedBuffer::get(given).is_ok() || given.is_instance_of::<PyString>() => None,
+        None => numbered(given, turns)?,
     };
     let refused =
         || PyTypeError::new_err("keys are integers from 0 to 2**64 - 1, in a list or a buffer of this machine's byte order");
     found.ok_or_else(refused)
+}
+
+fn numbered(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<Vec<u64>>> {
+    let Ok(row) = given.cast::<PySequence>() else {
+        return Ok(None);
+    };
+    let (mut keys, items) = (Vec::with_capacity(row.len()?), row.try_iter()?);
+    for item in items {
+        let Ok(key) = item?.extract() else { return Ok(None) };
+        keys.push(key);
+        turns.spend(1)?;
+    }
+    Ok(Some(keys))
 }
 
 /// A stream or worker: `(source, rank)`, or the source alone for rank 0.
@@ -254,8 +335,8 @@ impl Read for Pieces {
     }
 }
 
-/// Limits as Python names them: for what peers send, and for what Python has read within those and spelled anew.
-pub(super) fn wire_limits_of(limits: [usize; 6]) -> (scan::Limits, scan::Limits) {
+/// Limits as Python names them.
+pub(super) fn wire_limits_of(limits: [usize; 6]) -> scan::Limits {
     let [
         max_payload_bytes,
         max_events,
@@ -264,7 +345,7 @@ pub(super) fn wire_limits_of(limits: [usize; 6]) -> (scan::Limits, scan::Limits)
         max_free_bytes,
         max_nesting,
     ] = limits;
-    let peers = scan::Limits {
+    scan::Limits {
         max_payload_bytes,
         max_events,
         max_hashes,
@@ -272,14 +353,5 @@ pub(super) fn wire_limits_of(limits: [usize; 6]) -> (scan::Limits, scan::Limits)
         max_free_bytes,
         max_nesting,
         ..scan::Limits::default()
-    };
-    let none = usize::MAX;
-    let ours = scan::Limits {
-        max_payload_bytes: none,
-        max_events: none,
-        max_hashes: none,
-        max_free_bytes: none,
-        ..peers
-    };
-    (peers, ours)
+    }
 }

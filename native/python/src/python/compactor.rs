@@ -2,71 +2,120 @@
 
 use std::ptr::null_mut;
 use std::slice;
+use std::sync::{Mutex, TryLockError};
 
-use parking_lot::Mutex;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
+use super::refusals::of_parent;
+use super::turns::Turns;
 use kvevents_compaction::{Compactor as Core, ExportedEvent, Location, Store};
+use kvevents_index::fork::Own;
 use kvevents_index::keys;
 use kvevents_index::scan::{SECONDS, Schema};
 
 /// Bytes of payloads that are folded sooner than another thread would run: some 50 us.
 const BRIEF: usize = 32 << 10;
+/// How many bytes are copied in the time that it takes to make a number of Python's.
+const COPIES_PER_NUMBER: usize = 128;
 
 /// Folds the payloads of one stream into what is still live.
 #[pyclass(frozen, module = "kvevents._native")]
 pub(super) struct Compactor {
-    core: Mutex<Core>,
+    /// Poisoned by a panic, which may leave it changed by half.
+    core: Own<Mutex<Core>>,
     peers: Schema,
-    /// For events that Python has read within its limits, and spelled anew: they may be larger then.
+    /// For what `payloads` returned, which may be larger than what peers may send.
     ours: Schema,
+}
+
+impl Compactor {
+    /// Does something with it: `quick` if it is not locked, and where that has no answer `work`, other threads of Python running.
+    fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        quick: impl FnOnce(&mut Core) -> Option<R>,
+        work: impl FnOnce(&mut Core) -> R + Send,
+    ) -> PyResult<R> {
+        let core = self.core.get().ok_or_else(|| of_parent(py))?;
+        let mut done = None;
+        match core.try_lock() {
+            Ok(mut core) => done = quick(&mut core),
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Poisoned(_)) => return Err(damaged()),
+        }
+        match done {
+            Some(done) => Ok(done),
+            None => py.detach(|| core.lock().map(|mut core| work(&mut core)).map_err(|_| damaged())),
+        }
+    }
+
+    /// What takes no time.
+    fn look<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut Core) -> R + Sync) -> PyResult<R> {
+        self.with(py, |core| Some(work(core)), &work)
+    }
+
+    /// What takes long.
+    fn work<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Core) -> R + Send) -> PyResult<R> {
+        self.with(py, |_| None, work)
+    }
+}
+
+fn damaged() -> PyErr {
+    PyRuntimeError::new_err("an error of kvevents left this history changed by half")
 }
 
 #[pymethods]
 impl Compactor {
     #[new]
     fn new(wire_limits: [usize; 6]) -> PyResult<Self> {
-        let (peers, ours) = wire_limits_of(wire_limits);
-        let schema = |limits| Schema::new(limits).map(Schema::joining).map_err(PyValueError::new_err);
+        let schema = Schema::new(wire_limits_of(wire_limits)).map_err(PyValueError::new_err)?;
+        let peers = schema.joining();
         Ok(Self {
-            core: Mutex::default(),
-            peers: schema(peers)?,
-            ours: schema(ours)?,
+            core: Own::new(Mutex::default()),
+            ours: peers.unlimited(),
+            peers,
         })
     }
 
     /// Takes one payload in.
-    #[pyo3(signature = (payload, respelled=false))]
-    fn fold(&self, payload: &[u8], respelled: bool) -> bool {
-        let schema = if respelled { &self.ours } else { &self.peers };
-        self.core.lock().apply(payload, schema)
+    #[pyo3(signature = (payload, own=false))]
+    fn fold(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
+        let schema = if own { &self.ours } else { &self.peers };
+        let quick = |core: &mut Core| (payload.len() < BRIEF && core.apply_quick(payload, schema)).then_some(());
+        self.with(py, quick, |core| core.apply(payload, schema))
     }
 
-    /// Takes payloads of numbered batches in up to the first one that is not read, other threads running meanwhile where that takes
-    /// long.
-    fn fold_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<usize> {
+    /// Takes payloads of numbered batches in, other threads running meanwhile where that takes long.
+    fn fold_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<()> {
         let payloads = payloads_of(batches)?;
-        let fold = || self.core.lock().apply_many(&payloads, &self.peers);
-        if payloads.iter().map(|payload| payload.len()).sum::<usize>() < BRIEF {
-            return Ok(fold());
-        }
         // Another thread could take them out of the list meanwhile.
         let held: Vec<Bound<'_, PyAny>> = batches.iter().collect();
-        let done = py.detach(fold);
+        let is_brief = payloads.iter().map(|payload| payload.len()).sum::<usize>() < BRIEF;
+        let quick = |core: &mut Core| is_brief.then(|| core.apply_many_quick(&payloads, &self.peers));
+        let work = |core: &mut Core| {
+            core.apply_many(&payloads, &self.peers);
+            payloads.len()
+        };
+        let done = self.with(py, quick, work)?;
+        if done < payloads.len() {
+            self.work(py, |core| core.apply_many(&payloads[done..], &self.peers))?;
+        }
         drop(held);
-        Ok(done)
+        Ok(())
     }
 
     /// What rebuilds the state after a clear, or None.
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
-        let events = py.detach(|| self.core.lock().events());
-        events
-            .map(|events| events.iter().map(|event| plain(py, event)).collect())
-            .transpose()
+        let (events, mut turns) = (self.work(py, |core| core.events())?, Turns::new(py));
+        let plain = |event: &ExportedEvent| {
+            turns.spend(numbers_of(event))?;
+            plain(py, event)
+        };
+        events.map(|events| events.iter().map(plain).collect()).transpose()
     }
 
     /// The same, spelled as payloads for `fold`, other threads running meanwhile.
@@ -77,51 +126,74 @@ impl Compactor {
         if !SECONDS.contains(&ts) {
             return Err(PyValueError::new_err(format!("ts is {ts}; it is seconds since the epoch")));
         }
-        let spelled = py.detach(|| self.core.lock().payloads(limit, ts));
-        Ok(spelled.map(|all| all.iter().map(|payload| PyBytes::new(py, payload)).collect()))
+        let (spelled, mut turns) = (self.work(py, |core| core.payloads(limit, ts))?, Turns::new(py));
+        let bytes = |payload: &Vec<u8>| {
+            turns.spend(payload.len() / COPIES_PER_NUMBER)?;
+            Ok(PyBytes::new(py, payload))
+        };
+        spelled.map(|all| all.iter().map(bytes).collect()).transpose()
     }
 
     /// Notes that some of the stream was never seen.
-    fn miss(&self) {
-        self.core.lock().mark_partial();
+    fn miss(&self, py: Python<'_>) -> PyResult<()> {
+        self.look(py, Core::mark_partial)
     }
 
     /// Forgets everything.
-    fn clear(&self) {
-        self.core.lock().clear();
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        self.work(py, Core::clear)
     }
 
     /// Gives up until the stream is cleared.
-    fn lose(&self, reason: &str) -> PyResult<()> {
+    fn lose(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
         let reason = known.ok_or_else(|| PyValueError::new_err("reason is batches, payloads or digests"))?;
-        self.core.lock().invalidate(reason);
-        Ok(())
+        self.work(py, |core| core.invalidate(reason))
     }
 
     #[getter]
-    fn partial(&self) -> bool {
-        self.core.lock().is_partial()
+    fn partial(&self, py: Python<'_>) -> PyResult<bool> {
+        self.look(py, |core| core.is_partial())
     }
 
     #[getter]
-    fn live(&self) -> usize {
-        self.core.lock().live()
+    fn live(&self, py: Python<'_>) -> PyResult<usize> {
+        self.look(py, |core| core.live())
     }
 
     #[getter]
-    fn nodes(&self) -> usize {
-        self.core.lock().nodes()
+    fn nodes(&self, py: Python<'_>) -> PyResult<usize> {
+        self.look(py, |core| core.nodes())
     }
 
     #[getter]
-    fn bytes(&self) -> usize {
-        self.core.lock().bytes()
+    fn bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        self.look(py, |core| core.bytes())
     }
 
     #[getter]
-    fn lost(&self) -> Option<&'static str> {
-        self.core.lock().invalid_reason()
+    fn lost(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
+        self.look(py, |core| core.invalid_reason())
+    }
+
+    /// Locks it, and calls `call`.
+    #[cfg(feature = "testing")]
+    fn _locked(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
+        self.work(py, |_| Python::attach(|py| call.call0(py)).map(drop))?
+    }
+
+    /// Panics in the middle of a change.
+    #[cfg(feature = "testing")]
+    fn _break(&self, py: Python<'_>) -> PyResult<()> {
+        self.work(py, |_| panic!("as a test"))
+    }
+}
+
+/// About how many numbers an event is, as Python has it; what is bytes there costs little.
+fn numbers_of(event: &ExportedEvent) -> usize {
+    match event {
+        ExportedEvent::Stored(store) => store.hashes.len() + store.tokens.len() / COPIES_PER_NUMBER,
+        ExportedEvent::Removed(hashes, _) => hashes.len(),
     }
 }
 

@@ -1,11 +1,11 @@
 //! The class behind `kvevents.index.PrefixIndex`: each method reads its arguments, and lets other threads run where that is worth it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -14,8 +14,11 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 
 use super::answers::{Match, counters};
 use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
+use super::refusals::{damaged, of_parent};
+use super::turns::{Signals, Turns};
 use kvevents_index::core::Worker;
-use kvevents_index::index::{Held, Index, Info, Matches, Outcome, Scope};
+use kvevents_index::fork::Own;
+use kvevents_index::index::{Applied, Held, Index, Info, Matches, Outcome, Scope};
 use kvevents_index::limits::Limits;
 use kvevents_index::planes::Plane;
 use kvevents_index::scan::Schema;
@@ -26,33 +29,18 @@ use kvevents_index::snapshot::{self, Failure};
 const MANY_BYTES: usize = 2_048;
 /// The same for the tokens of a prompt: about ten microseconds.
 const MANY_TOKENS: usize = 1 << 16;
-/// Tokens of prompts that are matched before a call looks whether a signal is to be handled.
+/// Tokens of prompts that are copied and matched before a call looks whether a signal is to be handled.
 const TOKENS_AT_ONCE: usize = 1 << 20;
-/// How often another long call looks whether a signal is to be handled.
-const SIGNALS: Duration = Duration::from_millis(50);
+/// What it takes to read a batch's attributes, and to make a worker's dictionary, in `Turns`.
+const WORK_PER_BATCH: usize = 16;
+const WORK_PER_WORKER: usize = 128;
+const WORK_PER_REJECTED: usize = 32;
 
 /// Why a snapshot was not read.
 fn unread(failure: Failure) -> PyErr {
     match failure {
         Failure::Io(error) => error.into(),
         Failure::Bad(what) => PyValueError::new_err(what),
-    }
-}
-
-/// Looks now and then, in a call that may take long, whether Python has a signal to handle, such as an interrupt.
-struct Signals(Instant);
-
-impl Signals {
-    fn new() -> Self {
-        Self(Instant::now())
-    }
-
-    fn check(&mut self) -> PyResult<()> {
-        if self.0.elapsed() < SIGNALS {
-            return Ok(());
-        }
-        self.0 = Instant::now();
-        Python::attach(|py| py.check_signals())
     }
 }
 
@@ -98,9 +86,7 @@ fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<
 /// The native part of `kvevents.index.PrefixIndex`.
 #[pyclass(subclass, frozen, module = "kvevents._native")]
 pub(super) struct NativeIndex {
-    index: Arc<Index>,
-    /// For events that Python has read within its limits, and spelled anew: they may be larger then.
-    ours: Schema,
+    index: Own<Arc<Index>>,
     applied: Py<PyAny>,
     cleared: Py<PyAny>,
     duplicate: Py<PyAny>,
@@ -113,7 +99,7 @@ type PlainBlock = (u64, u64, String, i64, u32);
 /// The blocks of a stream at one moment, each of which is handed out once.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Listing {
-    blocks: Mutex<std::vec::IntoIter<Held>>,
+    blocks: Own<Mutex<std::vec::IntoIter<Held>>>,
     planes: Vec<Plane>,
 }
 
@@ -122,49 +108,56 @@ impl Listing {
     /// The next blocks, at most `most`: per block and plane `(key, hash, tier, group, copies)`. Empty behind the last one.
     ///
     /// Lets other threads of Python run each time, so that a long listing does not keep them waiting.
-    fn take(&self, py: Python<'_>, most: usize) -> Vec<PlainBlock> {
+    fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
+        let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
         let plain = |held: Held| {
             let plane = &self.planes[held.plane as usize];
             (held.key, held.hash, plane.tier.clone(), plane.group, held.copies)
         };
-        py.detach(|| self.blocks.lock().by_ref().take(most).map(plain).collect())
+        Ok(py.detach(|| blocks.lock().by_ref().take(most).map(plain).collect()))
     }
 }
 
-/// The place of a payload in a run, and what came of it.
-type Odd = (usize, Py<PyAny>);
-
 impl NativeIndex {
-    /// The index, unless a panic has damaged it.
+    /// The index, in the process that made it.
+    fn index(&self, py: Python<'_>) -> PyResult<&Index> {
+        self.index.get().map(Arc::as_ref).ok_or_else(|| of_parent(py))
+    }
+
+    /// The same for threads of our own.
+    pub(super) fn shared(&self, py: Python<'_>) -> PyResult<Arc<Index>> {
+        self.index.get().cloned().ok_or_else(|| of_parent(py))
+    }
+
+    /// The same, unless a panic has damaged it.
     fn whole(&self, py: Python<'_>) -> PyResult<&Index> {
-        if self.index.is_damaged() {
-            Err(damaged(py))
-        } else {
-            Ok(&self.index)
-        }
+        let index = self.index(py)?;
+        if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
     }
 
     /// `match` of one prompt. Waits for no lock while Python's is held, and copies what others might change while it is not.
     fn matched(&self, py: Python<'_>, tokens: &Tokens, scope: &Scope) -> PyResult<Matches> {
-        let (index, slice) = (self.whole(py)?, tokens.slice());
-        if slice.len() < MANY_TOKENS
-            && let Some(found) = index.try_matched(slice, scope)
+        let index = self.whole(py)?;
+        if tokens.len() < MANY_TOKENS
+            && let Some(found) = index.try_matched(tokens.slice(), scope)
         {
             return Ok(found);
         }
-        let copy = slice.to_vec();
+        let copy = tokens.copied(&mut Turns::new(py))?;
         Ok(py.detach(|| index.matched(&copy, scope)))
     }
 
     /// Applies a payload. Waits for no lock while Python's is held.
-    fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> Outcome {
-        let ((source, rank), index) = (stream, &self.index);
-        if payload.len() < MANY_BYTES
-            && let Some(outcome) = index.try_batch(source, rank, incarnation, seq, payload)
-        {
-            return outcome;
-        }
-        py.detach(|| index.batch(source, rank, incarnation, seq, payload))
+    fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<Applied> {
+        let ((source, rank), index) = (stream, self.index(py)?);
+        caught(index, || {
+            if payload.len() < MANY_BYTES
+                && let Some(outcome) = index.try_batch(source, rank, incarnation, seq, payload)
+            {
+                return outcome.into();
+            }
+            py.detach(|| index.batch(source, rank, incarnation, seq, payload))
+        })
     }
 
     fn told(&self, py: Python<'_>, outcome: Outcome) -> PyResult<Py<PyAny>> {
@@ -173,7 +166,6 @@ impl NativeIndex {
             Outcome::Applied(true) => Ok(self.cleared.clone_ref(py)),
             Outcome::Duplicate => Ok(self.duplicate.clone_ref(py)),
             Outcome::Void => Ok(self.void.clone_ref(py)),
-            Outcome::Unread => Ok(py.None()),
             Outcome::Full => Err(PyValueError::new_err(
                 "the index has as many streams as it can hold; remove workers that are gone",
             )),
@@ -181,17 +173,43 @@ impl NativeIndex {
         }
     }
 
+    /// The same with what was found, of which Python makes its own objects.
+    fn found(slf: &Bound<'_, Self>, applied: Applied) -> PyResult<Py<PyAny>> {
+        let py = slf.py();
+        let told = slf.get().told(py, applied.outcome)?;
+        let Some(findings) = applied.findings else { return Ok(told) };
+        let rejected = findings.rejected.iter();
+        let rejected = rejected.map(|one| {
+            let raw = PyBytes::new(py, &one.raw);
+            (one.reason.as_str(), &one.detail, one.index, raw, one.count)
+        });
+        let rejected: Vec<_> = rejected.collect();
+        let heartbeat = findings.heartbeat.as_ref();
+        let heartbeat = heartbeat.map(|beat| (&beat.digest, beat.every, &beat.trust, &beat.reason, beat.incarnation));
+        let found = (told, rejected, heartbeat, findings.agrees);
+        Ok(slf.call_method1(pyo3::intern!(py, "_found"), found)?.unbind())
+    }
+
     fn now(slf: &Bound<'_, Self>) -> PyResult<f64> {
         slf.call_method0(pyo3::intern!(slf.py(), "_now"))?.extract()
     }
 }
 
-/// What every call of an index raises that a panic has damaged.
-fn damaged(py: Python<'_>) -> PyErr {
-    let text = "the index is damaged: an error of kvevents left it changed by half, and what it would answer may be wrong; \
-                restore a snapshot, or begin with an empty index";
-    let raised = || py.import("kvevents.errors")?.getattr("DamagedIndexError")?.call1((text,));
-    raised().map_or_else(|error| error, PyErr::from_value)
+/// What it takes to make Python's objects of what came of a batch.
+fn work_of(applied: &Applied) -> usize {
+    let rejected = applied.findings.as_ref().map_or(0, |findings| findings.rejected.len());
+    1 + WORK_PER_REJECTED * rejected
+}
+
+/// Does some work that changes the index. A panic that leaves it changed by half is told as what every later call raises.
+fn caught<R>(index: &Index, work: impl FnOnce() -> R) -> PyResult<R> {
+    catch_unwind(AssertUnwindSafe(work)).or_else(|panic| {
+        if index.is_damaged() {
+            Python::attach(|py| Err(damaged(py)))
+        } else {
+            resume_unwind(panic)
+        }
+    })
 }
 
 #[pymethods]
@@ -203,13 +221,11 @@ impl NativeIndex {
         limits: HashMap<String, usize>,
         outcomes: [Py<PyAny>; 4],
     ) -> PyResult<Self> {
-        let (peers, ours) = wire_limits_of(wire_limits);
-        let schema = |limits| Schema::new(limits).map_err(PyValueError::new_err);
+        let schema = Schema::new(wire_limits_of(wire_limits)).map_err(PyValueError::new_err)?;
         let limits = limits_of(memory_limit, &limits)?;
         let [applied, cleared, duplicate, void] = outcomes;
         Ok(Self {
-            index: Arc::new(Index::new(schema(peers)?.joining(), limits)),
-            ours: schema(ours)?.joining(),
+            index: Own::new(Arc::new(Index::new(schema.joining(), limits))),
             applied,
             cleared,
             duplicate,
@@ -227,18 +243,12 @@ impl NativeIndex {
         seq: i64,
         payload: Bound<'_, PyBytes>,
     ) -> PyResult<Py<PyAny>> {
-        let (py, this) = (slf.py(), slf.get());
         let named = Named::of(&stream)?;
-        let (source, rank) = named.parts()?;
-        let outcome = this.batch(py, (source, rank), incarnation, seq, payload.as_bytes());
-        if outcome == Outcome::Unread {
-            let careful = pyo3::intern!(py, "_apply_careful");
-            return Ok(slf.call_method1(careful, (source, rank, incarnation, seq, payload))?.unbind());
-        }
-        this.told(py, outcome)
+        let applied = (slf.get()).batch(slf.py(), named.parts()?, incarnation, seq, payload.as_bytes())?;
+        Self::found(slf, applied)
     }
 
-    /// As `apply_payload`, and None for what this decoder does not read.
+    /// The same for events that Python has spelled anew, and None for what are none.
     fn _apply(
         &self,
         py: Python<'_>,
@@ -247,15 +257,19 @@ impl NativeIndex {
         incarnation: i64,
         seq: i64,
         payload: &[u8],
-    ) -> PyResult<Py<PyAny>> {
-        let outcome = py.detach(|| self.index.batch_by(&self.ours, source, rank, incarnation, seq, payload));
-        self.told(py, outcome)
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let index = self.index(py)?;
+        let apply = || py.detach(|| index.normalised(source, rank, incarnation, seq, payload));
+        let outcome = caught(index, apply)?;
+        outcome.map(|outcome| self.told(py, outcome)).transpose()
     }
 
-    /// Applies many raw batches, other threads running meanwhile. Ends before the first one that this decoder does not read.
-    fn _apply_many(&self, py: Python<'_>, batches: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Py<PyAny>>> {
+    /// Applies raw batches, other threads running meanwhile.
+    fn _apply_many(slf: &Bound<'_, Self>, py: Python<'_>, batches: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Py<PyAny>>> {
+        let (index, mut turns) = (slf.get().index(py)?, Turns::new(py));
         let mut found = Vec::with_capacity(batches.len());
         for batch in &batches {
+            turns.spend(WORK_PER_BATCH)?;
             let source = batch.getattr(pyo3::intern!(py, "source"))?.cast_into::<PyString>()?;
             let rank: i64 = batch.getattr(pyo3::intern!(py, "rank"))?.extract()?;
             let incarnation: i64 = batch.getattr(pyo3::intern!(py, "incarnation"))?.extract()?;
@@ -267,55 +281,69 @@ impl NativeIndex {
         for (source, rank, incarnation, seq, payload) in &found {
             borrowed.push((source.to_str()?, *rank, *incarnation, *seq, payload.as_bytes()));
         }
-        let outcomes = py.detach(|| -> PyResult<Vec<Outcome>> {
-            let (mut outcomes, mut signals) = (Vec::with_capacity(borrowed.len()), Signals::new());
+        let apply = || -> PyResult<Vec<Applied>> {
+            let (mut applied, mut signals) = (Vec::with_capacity(borrowed.len()), Signals::new());
             for &(source, rank, incarnation, seq, payload) in &borrowed {
-                match self.index.batch(source, rank, incarnation, seq, payload) {
-                    Outcome::Unread => break,
-                    outcome => outcomes.push(outcome),
-                }
+                applied.push(index.batch(source, rank, incarnation, seq, payload));
                 signals.check()?;
             }
-            Ok(outcomes)
-        })?;
-        outcomes.into_iter().map(|outcome| self.told(py, outcome)).collect()
+            Ok(applied)
+        };
+        let applied = caught(index, || py.detach(apply))??;
+        let told = |applied| {
+            turns.spend(work_of(&applied))?;
+            Self::found(slf, applied)
+        };
+        applied.into_iter().map(told).collect()
     }
 
-    /// Applies payloads of one stream, numbered from `first` on, other threads running meanwhile. Ends before the first one that this
-    /// decoder does not read: how many were read, and what came of those that were not simply applied.
+    /// Applies payloads of one stream, numbered from `first` on, other threads running meanwhile. Returns by their place what came of those
+    /// that were not simply applied.
     fn _apply_run(
-        &self,
-        py: Python<'_>,
+        slf: &Bound<'_, Self>,
         source: &str,
         rank: i64,
         incarnation: i64,
         first: i64,
         payloads: Vec<Bound<'_, PyBytes>>,
-    ) -> PyResult<(usize, Vec<Odd>)> {
+    ) -> PyResult<BTreeMap<usize, Py<PyAny>>> {
+        let py = slf.py();
         let borrowed: Vec<&[u8]> = payloads.iter().map(|payload| payload.as_bytes()).collect();
-        let (read, odd) = py.detach(|| -> PyResult<_> {
+        let index = slf.get().index(py)?;
+        let apply = || -> PyResult<_> {
             let (mut odd, mut signals) = (Vec::new(), Signals::new());
             for (at, (seq, payload)) in (first..).zip(&borrowed).enumerate() {
-                match self.index.batch(source, rank, incarnation, seq, payload) {
-                    Outcome::Unread => return Ok((at, odd)),
-                    Outcome::Applied(false) => {}
-                    outcome => odd.push((at, outcome)),
+                let applied = index.batch(source, rank, incarnation, seq, payload);
+                if applied.outcome != Outcome::Applied(false) || applied.findings.is_some() {
+                    odd.push((at, applied));
                 }
                 signals.check()?;
             }
-            Ok((borrowed.len(), odd))
-        })?;
-        let told = |(at, outcome)| Ok((at, self.told(py, outcome)?));
-        Ok((read, odd.into_iter().map(told).collect::<PyResult<_>>()?))
+            Ok(odd)
+        };
+        let (odd, mut turns) = (caught(index, || py.detach(apply))??, Turns::new(py));
+        let told = |(at, applied)| {
+            turns.spend(work_of(&applied))?;
+            Ok((at, Self::found(slf, applied)?))
+        };
+        odd.into_iter().map(told).collect()
+    }
+
+    /// Whether a stream has the digest of a heartbeat; None where that need not be, or where there is no such stream.
+    fn _agrees(&self, py: Python<'_>, source: &str, rank: i64, digest: &str) -> PyResult<Option<bool>> {
+        let index = self.index(py)?;
+        Ok(py.detach(|| index.agrees(source, rank, digest)))
     }
 
     fn _gap(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64, last: i64) -> PyResult<Py<PyAny>> {
-        let outcome = py.detach(|| self.index.gap(source, rank, incarnation, last));
+        let index = self.index(py)?;
+        let outcome = py.detach(|| index.gap(source, rank, incarnation, last));
         self.told(py, outcome)
     }
 
     fn _reset(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64) -> PyResult<Py<PyAny>> {
-        let outcome = py.detach(|| self.index.reset(source, rank, incarnation));
+        let index = self.index(py)?;
+        let outcome = caught(index, || py.detach(|| index.reset(source, rank, incarnation)))?;
         self.told(py, outcome)
     }
 
@@ -335,12 +363,12 @@ impl NativeIndex {
         overlay: bool,
     ) -> PyResult<Match> {
         let (py, this) = (slf.py(), slf.get());
-        let given = tokens_of(tokens)?;
+        let given = tokens_of(tokens, &mut Turns::new(py))?;
         let scope = scope_of(namespace)?;
         let mut found = this.matched(py, &given, &scope)?;
         if overlay {
-            let (now, tokens) = (Self::now(slf)?, given.slice().to_vec());
-            py.detach(|| this.index.believed(&tokens, &scope, now, &mut found));
+            let (index, now, tokens) = (this.index(py)?, Self::now(slf)?, given.copied(&mut Turns::new(py))?);
+            py.detach(|| index.believed(&tokens, &scope, now, &mut found));
         }
         Ok(Match { found })
     }
@@ -353,24 +381,19 @@ impl NativeIndex {
         prompts: Vec<Bound<'_, PyAny>>,
         namespace: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Match>> {
-        let given = prompts.iter().map(tokens_of).collect::<PyResult<Vec<_>>>()?;
         let scope = scope_of(namespace)?;
-        let (index, mut found) = (self.whole(py)?, Vec::with_capacity(given.len()));
-        let mut rest = &given[..];
-        while !rest.is_empty() {
+        let (index, mut turns, mut found) = (self.whole(py)?, Turns::new(py), Vec::with_capacity(prompts.len()));
+        let mut prompts = prompts.iter().peekable();
+        while prompts.peek().is_some() {
             // Copies of some, which nobody changes while Python's lock is not held.
-            let mut tokens = 0;
-            let fits = |given: &&Tokens| {
-                let first = tokens == 0;
-                tokens += given.slice().len().max(1);
-                first || tokens <= TOKENS_AT_ONCE
-            };
-            let (some, others) = rest.split_at(rest.iter().take_while(fits).count());
-            let copies: Vec<Vec<u32>> = some.iter().map(|given| given.slice().to_vec()).collect();
+            let (mut copies, mut tokens) = (Vec::<Vec<u32>>::new(), 0);
+            while let Some(prompt) = prompts.next_if(|_| tokens < TOKENS_AT_ONCE) {
+                copies.push(tokens_of(prompt, &mut turns)?.into_owned(&mut turns)?);
+                tokens += copies.last().map_or(0, Vec::len) + 1;
+            }
             let matched: Vec<Matches> = py.detach(|| copies.iter().map(|tokens| index.matched(tokens, &scope)).collect());
             found.extend(matched.into_iter().map(|found| Match { found }));
             py.check_signals()?;
-            rest = others;
         }
         Ok(found)
     }
@@ -388,7 +411,7 @@ impl NativeIndex {
         block_size: Option<i64>,
         namespace: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Match> {
-        let keys = keys_of(keys)?;
+        let keys = keys_of(keys, &mut Turns::new(py))?;
         let size = block_size
             .map(|size| scheme_of(size, false))
             .transpose()?
@@ -402,34 +425,43 @@ impl NativeIndex {
         Ok(Match { found })
     }
 
-    fn _label(&self, py: Python<'_>, source: &str, model: Option<&str>) {
-        py.detach(|| self.index.label(source, model));
+    fn _label(&self, py: Python<'_>, source: &str, model: Option<&str>) -> PyResult<()> {
+        let index = self.index(py)?;
+        py.detach(|| index.label(source, model));
+        Ok(())
     }
 
-    fn _remove(&self, py: Python<'_>, source: &str, rank: Option<i64>) -> usize {
-        py.detach(|| self.index.remove(source, rank))
+    fn _remove(&self, py: Python<'_>, source: &str, rank: Option<i64>) -> PyResult<usize> {
+        let index = self.index(py)?;
+        caught(index, || py.detach(|| index.remove(source, rank)))
     }
 
-    fn _admit(&self, py: Python<'_>, source: &str, rank: i64) {
-        py.detach(|| self.index.admit(source, rank));
+    fn _admit(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<()> {
+        let index = self.index(py)?;
+        py.detach(|| index.admit(source, rank));
+        Ok(())
     }
 
     /// Per worker a dictionary of everything.
     fn _workers<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let infos = py.detach(|| self.index.infos());
-        infos.into_iter().map(|info| plain(py, info)).collect()
+        let (index, mut turns) = (self.index(py)?, Turns::new(py));
+        let infos = py.detach(|| index.infos());
+        let plain = |info| {
+            turns.spend(WORK_PER_WORKER)?;
+            plain(py, info)
+        };
+        infos.into_iter().map(plain).collect()
     }
 
     /// The same of one worker, or None when there is no such one.
     fn _worker<'py>(&self, py: Python<'py>, source: &str, rank: i64) -> PyResult<Option<Bound<'py, PyDict>>> {
-        py.detach(|| self.index.info(source, rank))
-            .map(|info| plain(py, info))
-            .transpose()
+        let index = self.index(py)?;
+        py.detach(|| index.info(source, rank)).map(|info| plain(py, info)).transpose()
     }
 
     /// What belongs to no worker.
     fn _totals<'py>(slf: &Bound<'py, Self>, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (index, now) = (&slf.get().index, Self::now(slf)?);
+        let (index, now) = (slf.get().index(py)?, Self::now(slf)?);
         let (overlay, (bytes, records), ended) = py.detach(|| (index.speculated(now), index.bytes(), index.ended()));
         let totals = counters(py, &ended)?;
         totals.set_item("bytes", bytes)?;
@@ -445,14 +477,15 @@ impl NativeIndex {
         let index = self.whole(py)?;
         let found = py.detach(|| index.stream(source, rank).map(|_| index.blocks(source, rank)));
         Ok(found.map(|(blocks, planes)| Listing {
-            blocks: Mutex::new(blocks.into_iter()),
+            blocks: Own::new(Mutex::new(blocks.into_iter())),
             planes,
         }))
     }
 
     /// The key of the block that a stream means by a hash, or None when it holds no such block.
-    fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, hash: u64) -> Option<u64> {
-        py.detach(|| self.index.key_of(source, rank, hash))
+    fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, hash: u64) -> PyResult<Option<u64>> {
+        let index = self.index(py)?;
+        Ok(py.detach(|| index.key_of(source, rank, hash)))
     }
 
     fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<u128>> {
@@ -469,13 +502,14 @@ impl NativeIndex {
         now: f64,
         ttl: f64,
     ) -> PyResult<()> {
-        let given = tokens_of(tokens)?;
+        let (index, mut turns) = (self.index(tokens.py())?, Turns::new(tokens.py()));
+        let prompt = tokens_of(tokens, &mut turns)?.into_owned(&mut turns)?;
         let scope = scope_of(namespace)?;
-        let (source, tokens_of) = (source.to_owned(), given.slice().to_vec());
+        let source = source.to_owned();
         let worker = Worker { source, rank };
         tokens
             .py()
-            .detach(|| self.index.speculate(&worker, &tokens_of, &scope, now, now + ttl));
+            .detach(|| index.speculate(&worker, &prompt, &scope, now, now + ttl));
         Ok(())
     }
 
@@ -496,8 +530,8 @@ impl NativeIndex {
 
     /// Restores a snapshot of which `read` returns as many bytes as it is asked for, or fewer, and none at its end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
-        py.detach(|| snapshot::restore(&self.index, Pieces::new(read)))
-            .map_err(unread)
+        let index = self.index(py)?;
+        py.detach(|| snapshot::restore(index, Pieces::new(read))).map_err(unread)
     }
 
     /// Adds what a snapshot holds, which comes as `_restore` has it. Returns the workers that came.
@@ -505,6 +539,18 @@ impl NativeIndex {
         let index = self.whole(py)?;
         let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(unread)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
+    }
+
+    /// Panics in the middle of a change.
+    #[cfg(feature = "testing")]
+    fn _break(&self, py: Python<'_>) -> PyResult<()> {
+        let index = self.index(py)?;
+        caught(index, || {
+            py.detach(|| {
+                let _writer = index.gate.write();
+                panic!("as a test");
+            })
+        })
     }
 }
 

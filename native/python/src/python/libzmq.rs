@@ -17,9 +17,10 @@ const FRAMES: usize = 3;
 /// Bytes of payloads that are read in one call, about: to copy them takes less time than another thread would wait for Python's lock.
 const MOST_BYTES: usize = 1 << 20;
 
-/// `zmq_msg_t`.
+/// `zmq_msg_t`, of which libzmq writes only some bytes. It may be moved: libzmq itself copies its messages byte by byte, and knows none by its
+/// address.
 #[repr(C, align(8))]
-struct Message([u8; 64]);
+struct Message([MaybeUninit<u8>; 64]);
 
 type Found = NonNull<c_void>;
 type Version = unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int);
@@ -47,10 +48,9 @@ pub(super) struct Libzmq {
 #[derive(Clone, Copy)]
 struct Socket(*mut c_void);
 
-// SAFETY: libzmq's sockets may be used from another thread than before, one at a time; the caller's is the only one.
+// SAFETY: libzmq's sockets may be used from another thread than before, one at a time. That is what callers see to, as they must with pyzmq:
+// who has the socket calls, and waits for the call to end.
 unsafe impl std::marker::Send for Socket {}
-// SAFETY: as above.
-unsafe impl Sync for Socket {}
 
 /// A frame that was received, closed when it goes.
 struct Frame<'a> {
@@ -95,12 +95,9 @@ enum Ended {
 
 impl Libzmq {
     fn frame(&self, socket: Socket) -> Result<Frame<'_>, Ended> {
-        let mut message = MaybeUninit::uninit();
-        // SAFETY: libzmq initialises it.
-        let message = unsafe {
-            (self.init)(message.as_mut_ptr());
-            message.assume_init()
-        };
+        let mut message = Message([MaybeUninit::uninit(); 64]);
+        // SAFETY: it is room for a message, which this call makes one of no bytes.
+        unsafe { (self.init)(&mut message) };
         let mut frame = Frame { library: self, message };
         // SAFETY: the socket is open, and the message initialised.
         if unsafe { (self.receive)(&mut frame.message, socket.0, DONTWAIT) } >= 0 {
@@ -196,7 +193,7 @@ impl Libzmq {
             .iter()
             .map(|(number, payload)| (*number, payload.as_bytes()))
             .collect();
-        Ok(py.detach(|| self.put_all(socket, topic, &messages)))
+        Ok(py.detach(move || self.put_all(socket, topic, &messages)))
     }
 
     /// Takes what is there, at most `limit` messages and about 1 MiB, without waiting.

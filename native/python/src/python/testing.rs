@@ -1,4 +1,7 @@
-//! What tests compare with Python's decoder: events as the scanner, or the careful decoder, reads them. No wheel has this.
+//! What tests compare with Python's decoder: events as the scanner, or the careful decoder, reads them; and what they count. No wheel has
+//! this.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -8,6 +11,15 @@ use super::arguments::wire_limits_of;
 use kvevents_index::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
 
+/// How often calls have let other threads of Python run.
+pub(super) static TURNS: AtomicUsize = AtomicUsize::new(0);
+
+/// How often calls have let other threads of Python run, and looked for signals, in the middle of their work with Python's objects.
+#[pyfunction]
+pub(super) fn turns() -> usize {
+    TURNS.load(Ordering::Relaxed)
+}
+
 /// The events of a payload as the scanner reads them; None if it leaves them to Python.
 #[pyfunction]
 pub(super) fn scanned<'py>(
@@ -15,7 +27,7 @@ pub(super) fn scanned<'py>(
     wire_limits: [usize; 6],
     payload: &[u8],
 ) -> PyResult<Option<Vec<Bound<'py, PyDict>>>> {
-    let schema = Schema::new(wire_limits_of(wire_limits).0).map_err(PyValueError::new_err)?;
+    let schema = Schema::new(wire_limits_of(wire_limits)).map_err(PyValueError::new_err)?;
     let found = scan::describe(payload, &schema);
     found
         .map(|events| events.iter().map(|event| described(py, event)).collect())
@@ -85,10 +97,16 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// Reason, position and count of what was set aside.
-type Rejected = (&'static str, Option<usize>, usize);
+/// Reason, detail, position, first bytes and count of what was set aside.
+type Rejected<'py> = (&'static str, String, Option<usize>, Bound<'py, PyBytes>, usize);
 /// Timestamp, rank, events, what was set aside, and the events as the scanner reads them.
-type Decoded<'py> = (f64, Option<i128>, Vec<Bound<'py, PyDict>>, Vec<Rejected>, Bound<'py, PyBytes>);
+type Decoded<'py> = (
+    f64,
+    Option<i128>,
+    Vec<Bound<'py, PyDict>>,
+    Vec<Rejected<'py>>,
+    Bound<'py, PyBytes>,
+);
 
 /// A payload as the careful decoder reads it.
 #[pyfunction]
@@ -100,10 +118,13 @@ pub(super) fn decoded<'py>(
 ) -> PyResult<Decoded<'py>> {
     let limits = scan::Limits {
         max_rejected,
-        ..wire_limits_of(wire_limits).0
+        ..wire_limits_of(wire_limits)
     };
     let batch = decode::decode(payload, &limits);
-    let rejected = batch.rejected.iter().map(|one| (one.reason.as_str(), one.index, one.count));
+    let rejected = batch.rejected.iter().map(|one| {
+        let raw = PyBytes::new(py, &one.raw);
+        (one.reason.as_str(), one.detail.clone(), one.index, raw, one.count)
+    });
     Ok((
         batch.ts,
         batch.rank,

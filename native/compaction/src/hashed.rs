@@ -1,21 +1,11 @@
-//! What `hashbrown`'s tables do not do of themselves: stay small, and have their entries asked for ahead.
+//! What `hashbrown`'s tables do not do of themselves: stay small.
 
 use hashbrown::HashTable;
-
-use crate::prefetch;
 
 /// Entries whose room stays, since they come and go.
 const STAYS: usize = 448;
 /// Room for each entry from which on there is to be less.
 const LOOSE: usize = 8;
-
-/// Asks for what a table has at the place of a hash: the first entry with the same tag, which nearly always is the one.
-#[inline]
-pub fn prefetch<T>(table: &HashTable<T>, place: u64) {
-    if let Some(found) = table.find(place, |_| true) {
-        prefetch::line(found);
-    }
-}
 
 /// Has room for `count` more.
 #[inline]

@@ -1,0 +1,74 @@
+//! Why something is set aside, in words for a person: those of `kvevents.wire` as far as they are not the ones of its library.
+
+use std::borrow::Cow;
+
+use super::{RAW_KEPT, Reason, Rejected};
+
+/// Characters of a detail.
+const DETAIL_KEPT: usize = 256;
+/// Characters of a peer's words in it.
+const NAME_KEPT: usize = 64;
+
+/// Why something is set aside. It is put into words where somebody may read them: very many things can be set aside.
+#[derive(Debug)]
+pub(super) struct Refusal<'a> {
+    reason: Reason,
+    detail: Detail<'a>,
+}
+
+#[derive(Debug)]
+enum Detail<'a> {
+    Sentence(&'static str),
+    Of(Cow<'a, str>, &'static str),
+    Above(Cow<'a, str>, usize, &'static str, usize),
+    Tag(&'a str),
+}
+
+impl<'a> Refusal<'a> {
+    pub fn new(reason: Reason, sentence: &'static str) -> Self {
+        let detail = Detail::Sentence(sentence);
+        Self { reason, detail }
+    }
+
+    /// For what the decoder of values refuses, by a reason of its own or because it is not as `expected`.
+    pub fn of(reason: Reason, what: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
+        let words = match reason {
+            Reason::Malformed => "is truncated, or no MessagePack",
+            Reason::TooDeep => "is nested deeper than the limit max_nesting",
+            Reason::Oversized => "has more lists and maps than the 50000 that a batch may have",
+            _ => expected,
+        };
+        let detail = Detail::Of(what.into(), words);
+        Self { reason, detail }
+    }
+
+    /// For more than a limit permits; `unit` says of what, and which limit.
+    pub fn above(reason: Reason, what: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
+        let detail = Detail::Above(what.into(), count, unit, limit);
+        Self { reason, detail }
+    }
+
+    /// For an event of an unknown type.
+    pub fn tag(tag: &'a str) -> Self {
+        let (reason, detail) = (Reason::UnknownTag, Detail::Tag(tag));
+        Self { reason, detail }
+    }
+
+    /// The record of it.
+    pub fn rejected(&self, raw: &[u8], index: Option<usize>) -> Rejected {
+        let short = |text: &str| text.chars().take(NAME_KEPT).collect::<String>();
+        let detail = match &self.detail {
+            Detail::Sentence(words) => (*words).to_owned(),
+            Detail::Of(what, words) => format!("{} {words}", short(what)),
+            Detail::Above(what, count, unit, limit) => format!("{} has {count} {unit} {limit}", short(what)),
+            Detail::Tag(tag) => format!("event type {:?}", short(tag)).chars().take(DETAIL_KEPT).collect(),
+        };
+        Rejected {
+            reason: self.reason,
+            detail,
+            index,
+            raw: raw[..raw.len().min(RAW_KEPT)].to_vec(),
+            count: 1,
+        }
+    }
+}

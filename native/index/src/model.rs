@@ -1,0 +1,234 @@
+//! What a lookup reads beside a writer, in every order that threads and memory allow: `make model` has loom try them.
+//!
+//! Each model has a writer that takes a core from one state to the next, and publishes each, and a lookup that looks once. A look that is sound
+//! must find one of those states. The states are chosen so that slots of two of them, read together, are an answer that was never true.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::contexts::Context;
+use crate::core::{Block, Core, Member, Worker};
+use crate::gate::Publish;
+use crate::hasher::Secret;
+use crate::keys::{self, Scheme};
+use crate::limits::Limits;
+use crate::matching::Walk;
+use crate::planes::Plane;
+use crate::records::CHUNK;
+use crate::sets::Move;
+use crate::sync::be_the_writer;
+
+const SCHEME: Scheme = Scheme { size: 1, eagle: false };
+
+/// The slot of the first block behind those that `State::new` makes.
+const FIRST: u32 = 3;
+
+/// A core, and what its streams need to store into it.
+struct State {
+    core: Core,
+    context: u32,
+    plane: u16,
+}
+
+impl State {
+    /// Two streams without blocks.
+    fn empty() -> Self {
+        // Not a secret: orders are tried again, and must lead to the same places.
+        let mut core = Core::with_secret(Limits::default(), Secret(3, 5));
+        for number in 0..2_u32 {
+            let worker = Arc::new(Worker {
+                source: number.to_string(),
+                rank: 0,
+            });
+            let member = Member {
+                worker,
+                model: None,
+                hybrid: None,
+                schemes: Vec::new(),
+                blocks: AtomicUsize::new(0),
+            };
+            core.join(number, member);
+            core.use_scheme(number, SCHEME);
+        }
+        let plane = Plane {
+            tier: "gpu".into(),
+            locality: None,
+            ownership: None,
+            group: 0,
+        };
+        let plane = core.view.change().planes.retain(plane).unwrap();
+        let context = Context {
+            scheme: SCHEME,
+            lora: 0,
+            salt: 0,
+        };
+        let context = core.contexts.retain(context).unwrap();
+        core.publish();
+        Self { core, context, plane }
+    }
+
+    /// Two streams with three blocks, so that all sets of holders that the models need are there. New ones would be published under the lock,
+    /// whose order hides that of the slots.
+    fn new() -> Self {
+        let mut state = Self::empty();
+        for (local, holders) in [(100, &[0][..]), (101, &[1]), (102, &[0, 1])] {
+            for &stream in holders {
+                state.hold(stream, &[local], None);
+            }
+        }
+        state
+    }
+
+    /// The last block of a chain of local hashes, as one of these streams holds it.
+    fn hold(&mut self, stream: u32, chain: &[u64], parent: Option<u32>) -> u32 {
+        let mut rolled = chain.to_vec();
+        keys::chain(None, &mut rolled);
+        let (key, local) = (*rolled.last().unwrap(), *chain.last().unwrap());
+        let block = Block {
+            hash: key,
+            key,
+            local,
+            context: self.context,
+            keyed: false,
+            key_spot: self.core.spot(key),
+            hash_spot: self.core.spot(key),
+        };
+        let held = self.core.hold(&block, parent, self.plane, stream, &mut Move::default());
+        held.unwrap().0
+    }
+
+    /// Adds or removes a holder of a block, and the block with its last one.
+    fn toggle(&mut self, stream: u32, number: u32) {
+        self.core.toggle(number, self.plane, stream, &mut Move::default());
+        self.core.sweep(number);
+    }
+}
+
+/// What a lookup finds: blocks by stream.
+type Found = Vec<(u32, u32)>;
+
+/// Runs a writer beside a look at a prompt, in all orders. Returns what looks found that were sound, and how many were not.
+fn look_beside(
+    prompt: &'static [u64],
+    make: impl Fn() -> State + Send + Sync + 'static,
+    write: impl Fn(&mut State) + Send + Sync + 'static,
+) -> (BTreeSet<Found>, usize) {
+    let all = Arc::new((Mutex::new(BTreeSet::new()), AtomicUsize::new(0)));
+    let (seen, write) = (all.clone(), Arc::new(write));
+    loom::model(move || {
+        let mut state = make();
+        let (view, context, write) = (state.core.view.reader(), state.context, write.clone());
+        let writer = loom::thread::spawn(move || {
+            be_the_writer();
+            write(&mut state);
+            state
+        });
+        let mut walk = Walk::default();
+        let view = view.read();
+        walk.begin(false);
+        walk.find(&view, prompt, Some(context), None);
+        if walk.is_sound(&view) {
+            let mut hits = Vec::new();
+            walk.hits(&view, SCHEME, &view.models[&None].streams, &mut hits);
+            let found = hits.iter().map(|hit| (hit.stream, hit.tokens[0])).collect();
+            seen.0.lock().unwrap().insert(found);
+        } else {
+            seen.1.fetch_add(1, Ordering::Relaxed);
+        }
+        drop(view);
+        drop(writer.join().unwrap());
+    });
+    let found = all.0.lock().unwrap().clone();
+    (found, all.1.load(Ordering::Relaxed))
+}
+
+/// The slot of a block gets another one, of another stream: nothing has the words of one and the holders of the other.
+#[test]
+fn a_slot_is_read_as_a_whole() {
+    let make = || {
+        let mut state = State::new();
+        assert_eq!(state.hold(0, &[1], None), FIRST);
+        state.hold(1, &[1], None);
+        assert_eq!(state.hold(0, &[1, 2], Some(FIRST)), FIRST + 1);
+        state.core.publish();
+        state
+    };
+    let (found, unsound) = look_beside(&[1, 2], make, |state| {
+        state.toggle(0, FIRST + 1);
+        assert_eq!(
+            state.hold(1, &[1, 3], Some(FIRST)),
+            FIRST + 1,
+            "it takes the slot of the other"
+        );
+        state.core.publish();
+    });
+    assert_eq!(found, BTreeSet::from([vec![(0, 2), (1, 1)], vec![(0, 1), (1, 1)]]));
+    assert!(unsound > 0);
+}
+
+/// A prompt goes on in another chunk. A stream that has one of both blocks loses it, and gets the other one afterwards.
+fn look_at_two_chunks(loses_first: bool) -> BTreeSet<Found> {
+    let make = move || {
+        let mut state = State::new();
+        assert_eq!(state.hold(0, &[1], None), FIRST);
+        // The rest of the chunk.
+        while state.core.records.take(Some(FIRST), CHUNK).unwrap().first < CHUNK as u32 {}
+        state.core.records.give(CHUNK as u32, CHUNK as u32);
+        assert_eq!(state.hold(0, &[1, 2], Some(FIRST)), CHUNK as u32);
+        state.toggle(1, if loses_first { FIRST } else { CHUNK as u32 });
+        state.core.publish();
+        state
+    };
+    let (found, unsound) = look_beside(&[1, 2], make, move |state| {
+        let numbers = [FIRST, CHUNK as u32];
+        for number in if loses_first { numbers } else { [numbers[1], numbers[0]] } {
+            state.toggle(1, number);
+            state.core.publish();
+        }
+    });
+    assert!(unsound > 0);
+    found
+}
+
+#[test]
+fn chunks_are_read_at_one_moment() {
+    let (never, first) = (vec![(0, 2)], vec![(0, 2), (1, 1)]);
+    assert_eq!(look_at_two_chunks(true), BTreeSet::from([first.clone(), never.clone()]));
+    assert_eq!(look_at_two_chunks(false), BTreeSet::from([never, first]));
+}
+
+/// A block gets a set of holders that is new: a lookup knows it as soon as a slot has its number.
+#[test]
+fn holders_are_known_before_slots_name_them() {
+    let make = || {
+        let mut state = State::empty();
+        state.hold(0, &[1], None);
+        state.core.publish();
+        state
+    };
+    let (found, unsound) = look_beside(&[1], make, |state| {
+        state.hold(1, &[1], None);
+        state.core.publish();
+    });
+    assert_eq!(found, BTreeSet::from([vec![(0, 1)], vec![(0, 1), (1, 1)]]));
+    assert!(unsound > 0);
+}
+
+/// A chunk gives its memory back, and gets other memory: a lookup has the one or the other, and nothing in between.
+#[test]
+fn memory_that_is_given_back_is_not_read() {
+    let make = || {
+        let mut state = State::empty();
+        state.hold(0, &[1], None);
+        state.core.publish();
+        state
+    };
+    let (found, _) = look_beside(&[1], make, |state| {
+        state.toggle(0, 0);
+        state.core.publish();
+        assert_eq!(state.hold(1, &[1], None), 0);
+        state.core.publish();
+    });
+    assert_eq!(found, BTreeSet::from([vec![], vec![(0, 1)], vec![(1, 1)]]));
+}

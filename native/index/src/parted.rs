@@ -1,0 +1,70 @@
+//! A hash table in parts, each of which grows alone: whoever waits while it grows does not wait for all of it.
+
+use hashbrown::HashTable;
+
+use crate::steps;
+
+const PARTS: usize = 64;
+/// Bits of a hash that say which part: `hashbrown` uses those at either end.
+const SHIFT: u32 = 40;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Parted<T> {
+    parts: Box<[HashTable<T>]>,
+    length: usize,
+}
+
+impl<T> Parted<T> {
+    /// Nothing.
+    pub fn new() -> Self {
+        Self {
+            parts: (0..PARTS).map(|_| HashTable::new()).collect(),
+            length: 0,
+        }
+    }
+
+    #[inline]
+    fn part(hash: u64) -> usize {
+        (hash >> SHIFT) as usize % PARTS
+    }
+
+    /// How many entries there are.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Heap bytes of the entries.
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(HashTable::allocation_size).sum()
+    }
+
+    /// The entry with a hash that `is` says.
+    #[inline]
+    pub fn find(&self, hash: u64, is: impl FnMut(&T) -> bool) -> Option<&T> {
+        self.parts[Self::part(hash)].find(hash, is)
+    }
+
+    /// Enters what is not there.
+    #[inline]
+    pub fn insert(&mut self, hash: u64, entry: T, hash_of: impl Fn(&T) -> u64) {
+        let part = &mut self.parts[Self::part(hash)];
+        steps::count_growth(part.len(), part.capacity());
+        part.insert_unique(hash, entry, hash_of);
+        self.length += 1;
+    }
+
+    /// Takes an entry out, if it is there.
+    #[inline]
+    pub fn remove(&mut self, hash: u64, is: impl FnMut(&T) -> bool) {
+        if let Ok(entry) = self.parts[Self::part(hash)].find_entry(hash, is) {
+            entry.remove();
+            self.length -= 1;
+        }
+    }
+}

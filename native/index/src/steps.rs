@@ -1,0 +1,66 @@
+//! Steps of loops whose length a peer may choose, which tests count: time would depend on the machine.
+
+#[cfg(test)]
+thread_local! {
+    static COUNTED: std::cell::Cell<Steps> = const { std::cell::Cell::new(Steps { taken: 0, held: 0, longest: 0 }) };
+}
+
+#[cfg(test)]
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Steps {
+    /// All of them.
+    pub taken: usize,
+    /// Those since this thread has let others have the gate, or would have.
+    held: usize,
+    /// The most of those.
+    pub longest: usize,
+}
+
+/// Counts steps.
+#[inline(always)]
+pub(crate) fn count(_steps: usize) {
+    #[cfg(test)]
+    change(|counted| {
+        counted.taken += _steps;
+        counted.held += _steps;
+    });
+}
+
+/// Counts what it takes a table to grow, if it is to for one entry more.
+#[inline(always)]
+pub(crate) fn count_growth(_length: usize, _capacity: usize) {
+    #[cfg(test)]
+    if _length >= _capacity {
+        count(_length);
+    }
+}
+
+/// Notes that this thread gets the gate.
+#[inline(always)]
+pub(crate) fn begin_hold() {
+    #[cfg(test)]
+    change(|counted| counted.held = 0);
+}
+
+/// Notes that it lets others have it, if they wait.
+#[inline(always)]
+pub(crate) fn end_hold() {
+    #[cfg(test)]
+    change(|counted| {
+        counted.longest = counted.longest.max(counted.held);
+        counted.held = 0;
+    });
+}
+
+#[cfg(test)]
+fn change(change: impl FnOnce(&mut Steps)) {
+    let mut counted = COUNTED.get();
+    change(&mut counted);
+    COUNTED.set(counted);
+}
+
+/// Steps that this thread has taken since the last call.
+#[cfg(test)]
+pub(crate) fn taken() -> Steps {
+    COUNTED.take()
+}

@@ -1,0 +1,241 @@
+//! What lookups read while a writer goes on.
+//!
+//! The gate is for writers; lookups do not pass it. They hold a lock of their own, which a writer takes for as long as it changes a table or a list
+//! that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a writer
+//! (`crate::records`). What a writer has not published yet, lookups find to be changing, and look again.
+
+use std::cell::UnsafeCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+
+use crate::contexts::Known;
+use crate::core::{Member, Model, Names};
+use crate::hasher::Secret;
+use crate::planes::Planes;
+use crate::records::{Memory, chunk_of};
+use crate::sets::{Holders, Word};
+use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::table::{Spot, Table};
+
+/// What lookups read.
+#[derive(Debug)]
+pub struct View {
+    /// Heads of runs by their keys.
+    pub heads: Table,
+    /// Blocks that were stored by their keys, which have no place in a run.
+    pub keyed: Table,
+    /// Streams that come out of snapshots just now: heads may have the keys of linked blocks meanwhile.
+    pub strangers: usize,
+    /// Where copies can be.
+    pub planes: Planes,
+    /// Streams by number.
+    pub members: Vec<Option<Member>>,
+    /// Their workers.
+    pub names: Arc<Names>,
+    /// Streams whose blocks count: not those that are being cleared.
+    pub visible: Vec<u64>,
+    /// Streams by their model.
+    pub models: HashMap<Option<String>, Model, Secret>,
+    /// Streams matched by rules of groups.
+    pub hybrid: Vec<u64>,
+    /// Chunks of records that are in use, as of the last time that a writer published them.
+    pub chunks: Vec<Option<Arc<Memory>>>,
+    /// Holders by the number of their set, as of then.
+    pub sets: Vec<Holders>,
+    /// How blocks were cut, in which namespaces, as of then.
+    pub contexts: Known,
+    /// For the tables.
+    pub secret: Secret,
+}
+
+impl View {
+    /// Nothing.
+    pub fn new(secret: Secret) -> Self {
+        Self {
+            heads: Table::new(),
+            keyed: Table::new(),
+            strangers: 0,
+            planes: Planes::default(),
+            members: Vec::new(),
+            names: Arc::default(),
+            visible: Vec::new(),
+            models: HashMap::with_hasher(secret),
+            hybrid: Vec::new(),
+            chunks: Vec::new(),
+            sets: Vec::new(),
+            contexts: Known::new(secret),
+            secret,
+        }
+    }
+
+    /// Where a key is looked for.
+    #[inline]
+    pub fn spot(&self, key: u64) -> Spot {
+        Spot::from(self.secret.place(key))
+    }
+
+    /// The chunk of a record.
+    #[inline]
+    pub fn chunk(&self, number: u32) -> Option<&Memory> {
+        self.chunks.get(chunk_of(number))?.as_deref()
+    }
+
+    /// The holders of a set.
+    #[inline]
+    pub fn words(&self, set: u32) -> &[Word] {
+        self.sets.get(set as usize).map_or(&[], Holders::words)
+    }
+}
+
+/// Keeps what many write to away from what others read.
+#[repr(align(128))]
+struct Apart<T>(T);
+
+struct Inner<T> {
+    lock: Apart<RwLock<()>>,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: as for an `RwLock<T>`: `&T` is handed to several threads, `&mut T` to one at a time, and the value is dropped by any.
+unsafe impl<T: Send + Sync> Sync for Inner<T> {}
+
+/// A value that its one owner reads without a lock, and changes under one; others read it under that lock.
+pub struct Owner<T>(Arc<Inner<T>>);
+
+/// Reads what an owner has.
+pub struct Reader<T>(Arc<Inner<T>>);
+
+impl<T> Owner<T> {
+    /// The owner of a value.
+    pub fn new(value: T) -> Self {
+        Self(Arc::new(Inner {
+            lock: Apart(RwLock::new(())),
+            value: UnsafeCell::new(value),
+        }))
+    }
+
+    /// Who reads it.
+    pub fn reader(&self) -> Reader<T> {
+        Reader(self.0.clone())
+    }
+
+    /// Changes it, while nobody reads it.
+    #[inline]
+    pub fn change(&mut self) -> Change<'_, T> {
+        Change {
+            _locked: self.0.lock.0.write(),
+            value: &self.0.value,
+        }
+    }
+}
+
+impl<T> Deref for Owner<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: only `Change` has a `&mut` to the value, and borrows the one owner exclusively for as long.
+        unsafe { &*self.0.value.get() }
+    }
+}
+
+impl<T: std::fmt::Debug> std::fmt::Debug for Owner<T> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        (**self).fmt(out)
+    }
+}
+
+impl<T> Reader<T> {
+    /// Reads it, when nobody changes it.
+    #[inline]
+    pub fn read(&self) -> Reading<'_, T> {
+        Reading {
+            _locked: self.0.lock.0.read(),
+            value: &self.0.value,
+        }
+    }
+
+    /// The same, if that need not be waited for.
+    #[inline]
+    pub fn try_read(&self) -> Option<Reading<'_, T>> {
+        Some(Reading {
+            _locked: self.0.lock.0.try_read()?,
+            value: &self.0.value,
+        })
+    }
+}
+
+impl<T> std::fmt::Debug for Reader<T> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str("Reader")
+    }
+}
+
+/// The right to read.
+pub struct Reading<'a, T> {
+    _locked: RwLockReadGuard<'a, ()>,
+    value: &'a UnsafeCell<T>,
+}
+
+impl<T> Deref for Reading<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: the lock is held for reading, and only who holds it for writing has a `&mut` to the value.
+        unsafe { &*self.value.get() }
+    }
+}
+
+/// The right to change.
+pub struct Change<'a, T> {
+    _locked: RwLockWriteGuard<'a, ()>,
+    value: &'a UnsafeCell<T>,
+}
+
+impl<T> Deref for Change<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: as for `deref_mut`, and `self` is borrowed.
+        unsafe { &*self.value.get() }
+    }
+}
+
+impl<T> DerefMut for Change<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: the lock is held for writing, so nobody else reads, and the one owner, who reads without it, is borrowed exclusively.
+        unsafe { &mut *self.value.get() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readers_see_all_of_a_change_or_nothing() {
+        let mut owner = Owner::new((0_u64, 0_u64));
+        let reader = owner.reader();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut last = 0;
+                while last < 1_000 {
+                    let now = reader.read();
+                    assert!(now.0 == now.1 && now.0 >= last);
+                    last = now.0;
+                }
+            });
+            for _ in 0..1_000 {
+                let next = (*owner).0 + 1;
+                let mut change = owner.change();
+                change.0 = next;
+                change.1 = next;
+            }
+        });
+    }
+}

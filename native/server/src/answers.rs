@@ -1,0 +1,220 @@
+//! Bodies of answers.
+
+use std::collections::HashMap;
+use std::fmt::Write;
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use crate::table::{Table, Trust};
+use kvevents_index::planes::TIERS;
+
+/// What one worker holds of a prompt, in tokens; each tier with those before it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    /// Its place in the table.
+    pub(crate) place: u32,
+    pub(crate) gpu: u32,
+    pub(crate) cpu: u32,
+    pub(crate) disk: u32,
+    /// On whatever tiers.
+    pub(crate) tokens: u32,
+}
+
+impl Row {
+    /// Of a worker that holds nothing.
+    pub(crate) fn nothing(place: u32) -> Self {
+        Self {
+            place,
+            gpu: 0,
+            cpu: 0,
+            disk: 0,
+            tokens: 0,
+        }
+    }
+
+    pub(crate) fn tiers(&self) -> Tiers {
+        Tiers(Some([self.gpu, self.cpu, self.disk]))
+    }
+}
+
+/// Tokens by tier; none of a worker that the index did not find.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tiers(pub(crate) Option<[u32; 3]>);
+
+impl Serialize for Tiers {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let tokens = self.0.as_ref().map_or(&[][..], |tokens| tokens);
+        let mut map = to.serialize_map(Some(tokens.len()))?;
+        for (name, tokens) in TIERS.iter().zip(tokens) {
+            map.serialize_entry(name, tokens)?;
+        }
+        map.end()
+    }
+}
+
+/// Rows of the same instance together, in the order of their first ones.
+fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
+    let mut places = HashMap::with_capacity(rows.len());
+    let mut found: Vec<Vec<Row>> = Vec::with_capacity(rows.len());
+    for row in rows {
+        let place = *places.entry(table.worker(row.place).instance_number).or_insert(found.len());
+        if place == found.len() {
+            found.push(Vec::new());
+        }
+        found[place].push(*row);
+    }
+    found
+}
+
+/// As Dynamo's standalone indexer answers, with the trust of each rank.
+pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
+    let (mut scores, mut instances) = (String::new(), String::with_capacity(128 * rows.len()));
+    for ranks in by_instance(table, rows) {
+        let name = &table.worker(ranks[0].place).json_name;
+        let on_device: Vec<Row> = ranks.iter().copied().filter(|row| row.gpu > 0).collect();
+        if !on_device.is_empty() {
+            separate(&mut scores);
+            let _ = write!(scores, "{name}:{{");
+            by_rank(table, &on_device, &mut scores, |row, out| write!(out, "{}", row.gpu));
+            scores.push('}');
+        }
+        separate(&mut instances);
+        let [longest, gpu, cpu, disk] = most(&ranks);
+        let _ = write!(instances, "{name}:{{\"longest_matched\":{longest},\"gpu\":{gpu},\"dp\":{{");
+        by_rank(table, &ranks, &mut instances, |row, out| write!(out, "{}", row.gpu));
+        let _ = write!(instances, "}},\"cpu\":{cpu},\"disk\":{disk},\"trust\":{{");
+        trust(table, &ranks, &mut instances);
+        instances.push_str("}}");
+    }
+    format!("{{\"scores\":{{{scores}}},\"frequencies\":[],\"instances\":{{{instances}}}}}").into_bytes()
+}
+
+/// As Mooncake Conductor answers, with the trust of each rank.
+pub(crate) fn mooncake(table: &Table, tenant: &str, rows: &[Row]) -> Vec<u8> {
+    let mut instances = String::with_capacity(128 * rows.len());
+    for ranks in by_instance(table, rows) {
+        separate(&mut instances);
+        let [longest, gpu, cpu, disk] = most(&ranks);
+        let name = &table.worker(ranks[0].place).json_name;
+        let _ = write!(instances, "{name}:{{\"longest_matched\":{longest},\"GPU\":{gpu},\"DP\":{{");
+        by_rank(table, &ranks, &mut instances, |row, out| write!(out, "{}", row.tokens));
+        let _ = write!(instances, "}},\"CPU\":{cpu},\"DISK\":{disk},\"trust\":{{");
+        trust(table, &ranks, &mut instances);
+        instances.push_str("}}");
+    }
+    let tenant = serde_json::to_string(tenant).unwrap_or_default();
+    format!("{{{tenant}:{{{instances}}}}}").into_bytes()
+}
+
+fn separate(out: &mut String) {
+    if !out.is_empty() {
+        out.push(',');
+    }
+}
+
+/// On any tier, on the device, and down to host and disk.
+fn most(ranks: &[Row]) -> [u32; 4] {
+    let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
+    [
+        most(|row| row.tokens),
+        most(|row| row.gpu),
+        most(|row| row.cpu),
+        most(|row| row.disk),
+    ]
+}
+
+fn by_rank(table: &Table, ranks: &[Row], out: &mut String, value: impl Fn(&Row, &mut String) -> std::fmt::Result) {
+    for (number, row) in ranks.iter().enumerate() {
+        let separator = if number > 0 { "," } else { "" };
+        let _ = write!(out, "{separator}\"{}\":", table.worker(row.place).rank);
+        let _ = value(row, out);
+    }
+}
+
+fn trust(table: &Table, ranks: &[Row], out: &mut String) {
+    by_rank(table, ranks, out, |row, out| {
+        write!(out, "\"{}\"", table.worker(row.place).trust.state.name())
+    });
+}
+
+/// What one worker holds, with its trust.
+#[derive(serde::Serialize)]
+pub(crate) struct Held<'a> {
+    instance: &'a str,
+    rank: i64,
+    tokens: u32,
+    tiers: Tiers,
+    trust: &'a Trust,
+}
+
+/// The same of several.
+pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
+    let held = |row: &Row| {
+        let worker = table.worker(row.place);
+        Held {
+            instance: &worker.instance,
+            rank: worker.rank,
+            tokens: row.tokens,
+            tiers: row.tiers(),
+            trust: &worker.trust,
+        }
+    };
+    rows.iter().map(held).collect()
+}
+
+/// `/v1/match`.
+#[derive(serde::Serialize)]
+pub(crate) struct MatchAnswer<'a> {
+    pub(crate) prompt_tokens: usize,
+    pub(crate) workers: Vec<Held<'a>>,
+    pub(crate) missing: &'static str,
+}
+
+/// One prompt of `/v1/match_many`.
+#[derive(serde::Serialize)]
+pub(crate) struct PromptMatch<'a> {
+    pub(crate) prompt_tokens: usize,
+    pub(crate) holders: Vec<Held<'a>>,
+}
+
+/// How far one worker is trusted.
+#[derive(serde::Serialize)]
+pub(crate) struct WorkerTrust<'a> {
+    pub(crate) instance: &'a str,
+    pub(crate) rank: i64,
+    pub(crate) trust: &'a Trust,
+}
+
+/// `/v1/match_many`.
+#[derive(serde::Serialize)]
+pub(crate) struct MatchManyAnswer<'a> {
+    pub(crate) matches: Vec<PromptMatch<'a>>,
+    pub(crate) workers: Vec<WorkerTrust<'a>>,
+    pub(crate) missing: &'static str,
+}
+
+/// Why a candidate has its score.
+#[derive(serde::Serialize)]
+pub(crate) struct Considered<'a> {
+    pub(crate) instance: &'a str,
+    pub(crate) rank: i64,
+    pub(crate) score: f64,
+    pub(crate) uncached: f64,
+    pub(crate) load: f64,
+    pub(crate) tokens: u32,
+    pub(crate) tiers: Tiers,
+    pub(crate) trust: &'a Trust,
+}
+
+/// `/v1/select`.
+#[derive(serde::Serialize)]
+pub(crate) struct Selected<'a> {
+    pub(crate) instance: &'a str,
+    pub(crate) rank: i64,
+    pub(crate) score: f64,
+    pub(crate) trust: &'a Trust,
+    pub(crate) why: String,
+    pub(crate) considered: Option<Vec<Considered<'a>>>,
+    pub(crate) unreachable: Option<Vec<WorkerTrust<'a>>>,
+    pub(crate) missing: &'static str,
+}

@@ -1,0 +1,725 @@
+//! Clients' connections: how many there may be, for how long, and how much memory they take together.
+//!
+//! Theory of operation. Each connection reports what it does, and [`Connections::sweep`] ends those that have done it for too
+//! long:
+//!
+//! | state | the connection | ends after |
+//! |---|---|---|
+//! | New | has sent nothing yet, or is in its TLS handshake | `request_seconds`, without an answer |
+//! | Reading | is in the middle of a request, from its first byte on | `request_seconds`, with 408 |
+//! | Answering | waits for the service, whose own limits bound that | never |
+//! | Idle | is kept for the next request | `idle_seconds` |
+//! | Closing | has its last answer, which may be on its way | `CLOSING`; input is discarded meanwhile |
+//!
+//! In each state, a client that does not read its answers is cut off after `unread_seconds`, unless it has taken `MIN_TAKEN`
+//! bytes since.
+//!
+//! At `max_clients` connections a new one takes the place of another that has no request in progress: of the oldest one that
+//! never sent a request in `YOUNG`, else of the one that is idle for the longest time. If each has a request in progress, the new one is
+//! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest one among them that
+//! does not wait for the service makes room for the next. So connections that do nothing, or are slow, never keep a probe from
+//! its answer.
+//!
+//! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. What all of them hold beyond that is at most `max_received_bytes`; the
+//! request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes` are kept: above that the
+//! connection with the most is cut off.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::settings::Limits;
+
+/// Between two looks at the deadlines of all connections.
+pub(crate) const SWEEP: Duration = Duration::from_millis(200);
+/// For a client to take its last answer and close: it may be sending, and a reset would destroy the answer on its way.
+pub(crate) const CLOSING: Duration = Duration::from_secs(2);
+/// For the first request of a connection, which may have come and not been read: so long others make room before it does.
+const YOUNG: Duration = Duration::from_millis(50);
+/// Of a request that each connection may hold, whatever the others hold.
+pub(crate) const FREE: usize = 1 << 16;
+/// That a client must take of a long answer within `unread_seconds`.
+const MIN_TAKEN: u64 = 1 << 20;
+
+/// What a connection does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    New,
+    Reading,
+    Answering,
+    Idle,
+    Closing,
+}
+
+impl State {
+    pub(crate) const ALL: [(Self, &str); 5] = [
+        (Self::New, "new"),
+        (Self::Reading, "reading"),
+        (Self::Answering, "answering"),
+        (Self::Idle, "idle"),
+        (Self::Closing, "closing"),
+    ];
+}
+
+/// What the task of a connection is to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Order {
+    GoOn,
+    /// Answer what is in progress, and end.
+    Close,
+    /// Refuse the request whose head is not complete in time.
+    Refuse,
+    /// End at once.
+    Abort,
+}
+
+#[derive(Debug)]
+struct Inner {
+    state: State,
+    /// When it came into its state.
+    since: Instant,
+    deadline: Option<Instant>,
+    /// Whether a request's head is being received.
+    is_in_head: bool,
+    /// Requests whose answers are not complete: over HTTP/2 several.
+    active: usize,
+    /// Bytes of all its requests.
+    held: usize,
+    unread: usize,
+    taken: u64,
+    /// When too few bytes were taken, and how many there were when that clock began.
+    stuck_at: Option<(Instant, u64)>,
+}
+
+/// One connection.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    id: u64,
+    /// Whether only probes are answered on it.
+    pub(crate) is_reserved: bool,
+    inner: Mutex<Inner>,
+    order: AtomicU8,
+    lingers: AtomicBool,
+    /// Wakes its task when there is another order.
+    pub(crate) ordered: Notify,
+}
+
+impl Connection {
+    pub(crate) fn order(&self) -> Order {
+        match self.order.load(Ordering::Acquire) {
+            0 => Order::GoOn,
+            1 => Order::Close,
+            2 => Order::Refuse,
+            _ => Order::Abort,
+        }
+    }
+
+    fn give(&self, order: Order) {
+        self.order.fetch_max(order as u8, Ordering::AcqRel);
+        self.ordered.notify_one();
+    }
+
+    /// The client may be sending when the last answer is written.
+    pub(crate) fn linger(&self) {
+        self.lingers.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn lingers(&self) -> bool {
+        self.lingers.load(Ordering::Relaxed)
+    }
+
+    fn state(&self) -> State {
+        self.inner.lock().state
+    }
+
+    /// Until when the request that is being received must be complete.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.inner.lock().deadline
+    }
+}
+
+/// What becomes of a new connection.
+pub(crate) enum Admission {
+    Admitted(Arc<Connection>),
+    /// Others may have sent requests that were not read yet, or make room soon: within `YOUNG`.
+    Later,
+    /// There is no room for it.
+    Refused,
+}
+
+/// Groups of connections, each the oldest first.
+#[derive(Debug, Default)]
+struct Groups {
+    next: u64,
+    /// Those that have not sent the head of a request yet.
+    strangers: BTreeMap<u64, Arc<Connection>>,
+    /// Those that have.
+    known: BTreeMap<u64, Arc<Connection>>,
+    /// Those above the limit.
+    reserved: BTreeMap<u64, Arc<Connection>>,
+}
+
+impl Groups {
+    fn all(&self) -> impl Iterator<Item = &Arc<Connection>> {
+        self.strangers
+            .values()
+            .chain(self.known.values())
+            .chain(self.reserved.values())
+    }
+}
+
+/// Counts by reason.
+pub(crate) type Counts = Mutex<HashMap<&'static str, u64>>;
+
+/// All connections.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    limits: Limits,
+    groups: Mutex<Groups>,
+    /// Connections that were ended against the client's will, by reason.
+    pub(crate) closed: Counts,
+    /// Requests that were refused before they were known, by reason.
+    pub(crate) refusals: Counts,
+    /// Bytes of requests that are held, beyond `FREE` of each connection.
+    received: AtomicUsize,
+}
+
+pub(crate) fn count(counts: &Counts, reason: &'static str) {
+    *counts.lock().entry(reason).or_default() += 1;
+}
+
+impl Connections {
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            groups: Mutex::default(),
+            closed: Mutex::default(),
+            refusals: Mutex::default(),
+            received: AtomicUsize::new(0),
+        }
+    }
+
+    pub(crate) fn opened(&self) -> u64 {
+        self.groups.lock().next
+    }
+
+    pub(crate) fn received(&self) -> usize {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of answers that clients have not read.
+    pub(crate) fn unread(&self) -> usize {
+        self.groups.lock().all().map(|each| each.inner.lock().unread).sum()
+    }
+
+    /// Connections by state.
+    pub(crate) fn by_state(&self) -> HashMap<&'static str, usize> {
+        let mut found: HashMap<&'static str, usize> = State::ALL.iter().map(|(_, name)| (*name, 0)).collect();
+        for each in self.groups.lock().all() {
+            let state = each.state();
+            let (_, name) = State::ALL
+                .iter()
+                .find(|(one, _)| *one == state)
+                .expect("all states have names");
+            *found.entry(name).or_default() += 1;
+        }
+        found
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.groups.lock().all().next().is_none()
+    }
+
+    // --- their number
+
+    /// Takes a new connection.
+    pub(crate) fn admit(&self, now: Instant) -> Admission {
+        let mut guard = self.groups.lock();
+        let groups = &mut *guard;
+        let is_full = groups.strangers.len() + groups.known.len() >= self.limits.max_clients;
+        let has_room = !is_full || self.make_room(groups, now);
+        if !has_room && !groups.strangers.is_empty() {
+            return Admission::Later;
+        }
+        groups.next += 1;
+        let (id, is_reserved) = (groups.next, !has_room);
+        if is_reserved && groups.reserved.len() >= self.limits.reserved_clients {
+            let idle = groups
+                .reserved
+                .values()
+                .find(|each| each.state() != State::Answering)
+                .cloned();
+            let Some(idle) = idle else {
+                count(&self.closed, "full");
+                return Admission::Refused;
+            };
+            self.abort(groups, &idle, "evicted");
+        }
+        let connection = Arc::new(Connection {
+            id,
+            is_reserved,
+            inner: Mutex::new(Inner {
+                state: State::New,
+                since: now,
+                deadline: Some(now + self.limits.request()),
+                is_in_head: true,
+                active: 0,
+                held: 0,
+                unread: 0,
+                taken: 0,
+                stuck_at: None,
+            }),
+            order: AtomicU8::new(0),
+            lingers: AtomicBool::new(false),
+            ordered: Notify::new(),
+        });
+        let group = if is_reserved {
+            &mut groups.reserved
+        } else {
+            &mut groups.strangers
+        };
+        group.insert(id, connection.clone());
+        Admission::Admitted(connection)
+    }
+
+    fn make_room(&self, groups: &mut Groups, now: Instant) -> bool {
+        let idle = |each: &&Arc<Connection>| !matches!(each.state(), State::Reading | State::Answering);
+        let longest = groups.known.values().filter(idle).min_by_key(|each| each.inner.lock().since);
+        let oldest = groups.strangers.values().next();
+        let silent = oldest.filter(|each| now >= each.inner.lock().since + YOUNG);
+        let Some(found) = silent.or(longest).cloned() else {
+            return false;
+        };
+        self.abort(groups, &found, "evicted");
+        true
+    }
+
+    fn abort(&self, groups: &mut Groups, connection: &Connection, reason: &'static str) {
+        count(&self.closed, reason);
+        self.forget(groups, connection);
+        connection.give(Order::Abort);
+    }
+
+    fn forget(&self, groups: &mut Groups, connection: &Connection) {
+        for group in [&mut groups.strangers, &mut groups.known, &mut groups.reserved] {
+            group.remove(&connection.id);
+        }
+        let held = connection.inner.lock().held;
+        self.hold(connection, held, 0);
+    }
+
+    /// A connection has ended.
+    pub(crate) fn remove(&self, connection: &Connection) {
+        self.forget(&mut self.groups.lock(), connection);
+    }
+
+    // --- what they do
+
+    /// Bytes have come. Those after the first ones of a request do not move its deadline.
+    pub(crate) fn has_received(&self, connection: &Connection, now: Instant) {
+        let mut inner = connection.inner.lock();
+        if matches!(inner.state, State::New | State::Idle) {
+            inner.is_in_head = true;
+            enter(&mut inner, State::Reading, now, Some(self.limits.request()));
+        }
+    }
+
+    /// The head of a request is complete: others make room before this connection does.
+    pub(crate) fn has_head(&self, connection: &Arc<Connection>, now: Instant) {
+        let is_new = {
+            let mut inner = connection.inner.lock();
+            let was_idle = inner.state == State::Idle;
+            inner.is_in_head = false;
+            inner.active += 1;
+            if was_idle {
+                // It was received together with the request before it.
+                enter(&mut inner, State::Reading, now, Some(self.limits.request()));
+            }
+            !connection.is_reserved
+        };
+        if is_new {
+            let mut groups = self.groups.lock();
+            if groups.strangers.remove(&connection.id).is_some() {
+                groups.known.insert(connection.id, connection.clone());
+            }
+        }
+    }
+
+    /// The request is complete.
+    pub(crate) fn is_answering(&self, connection: &Connection, now: Instant) {
+        let mut inner = connection.inner.lock();
+        if inner.state != State::Closing {
+            enter(&mut inner, State::Answering, now, None);
+        }
+    }
+
+    /// An answer is complete.
+    pub(crate) fn has_answered(&self, connection: &Connection, now: Instant) {
+        let mut inner = connection.inner.lock();
+        inner.active = inner.active.saturating_sub(1);
+        if inner.active == 0 && inner.state != State::Closing {
+            enter(&mut inner, State::Idle, now, Some(self.limits.idle()));
+        }
+    }
+
+    /// The client sends nothing more. Returns whether it may wait for an answer, which has a little time then.
+    pub(crate) fn has_left(&self, connection: &Connection, now: Instant) -> bool {
+        let mut inner = connection.inner.lock();
+        if inner.state == State::Answering && inner.active > 0 {
+            inner.deadline.get_or_insert(now + CLOSING);
+            return true;
+        }
+        false
+    }
+
+    /// The last answer is written.
+    pub(crate) fn is_closing(&self, connection: &Connection, now: Instant) {
+        let mut inner = connection.inner.lock();
+        if inner.state != State::Closing {
+            enter(&mut inner, State::Closing, now, Some(CLOSING));
+        }
+    }
+
+    // --- their memory
+
+    /// Notes how many bytes of one request a connection holds, and held before. Returns false if that is too much with all others.
+    pub(crate) fn hold(&self, connection: &Connection, before: usize, size: usize) -> bool {
+        let mut inner = connection.inner.lock();
+        // A connection that was forgotten holds nothing already.
+        let all = inner.held.saturating_sub(before) + size;
+        let (was, is) = (inner.held.saturating_sub(FREE), all.saturating_sub(FREE));
+        if is > was {
+            let more = is - was;
+            let before = self.received.fetch_add(more, Ordering::Relaxed);
+            if before + more > self.limits.max_received_bytes {
+                self.received.fetch_sub(more, Ordering::Relaxed);
+                return false;
+            }
+        } else {
+            self.received.fetch_sub(was - is, Ordering::Relaxed);
+        }
+        inner.held = all;
+        true
+    }
+
+    /// Bytes of an answer were written, and `left` could not be.
+    pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
+        let mut inner = connection.inner.lock();
+        inner.taken += written as u64;
+        inner.unread = left;
+        if left == 0 {
+            inner.stuck_at = None;
+            if inner.state == State::Closing && written > 0 {
+                enter(&mut inner, State::Closing, now, Some(CLOSING));
+            }
+        } else if inner.stuck_at.is_none() {
+            inner.stuck_at = Some((now + self.limits.unread_time(), inner.taken));
+        }
+    }
+
+    // --- their time
+
+    /// Ends connections whose time is over.
+    pub(crate) fn sweep(&self, now: Instant) {
+        let mut guard = self.groups.lock();
+        let groups = &mut *guard;
+        let mut unread: Vec<(usize, Arc<Connection>)> = Vec::new();
+        let all: Vec<Arc<Connection>> = groups.all().cloned().collect();
+        for connection in all {
+            let mut inner = connection.inner.lock();
+            let is_stuck = inner.stuck_at.is_some_and(|(at, _)| now >= at) && {
+                let before = inner.stuck_at.map_or(0, |(_, taken)| taken);
+                inner.stuck_at = Some((now + self.limits.unread_time(), inner.taken));
+                inner.taken - before < MIN_TAKEN
+            };
+            // While an answer is not read, that alone ends a connection that is closing.
+            let is_due = inner.deadline.is_some_and(|deadline| now >= deadline)
+                && !(inner.state == State::Closing && inner.stuck_at.is_some());
+            let (state, is_in_head, size) = (inner.state, inner.is_in_head, inner.unread);
+            if is_due && (state == State::Idle || (state == State::Reading && is_in_head)) {
+                enter(&mut inner, State::Closing, now, Some(CLOSING));
+            }
+            drop(inner);
+            match state {
+                _ if is_stuck => self.abort(groups, &connection, "unread"),
+                _ if !is_due => {
+                    if size > 0 {
+                        unread.push((size, connection));
+                    }
+                }
+                State::New => self.abort(groups, &connection, "silent"),
+                State::Closing => self.abort(groups, &connection, "not-closed"),
+                State::Idle => {
+                    count(&self.closed, "idle");
+                    connection.give(Order::Close);
+                }
+                State::Reading if is_in_head => connection.give(Order::Refuse),
+                // The client has left before its answer was complete.
+                State::Answering => self.abort(groups, &connection, "left"),
+                // Who waits for the rest of the body knows the deadline.
+                State::Reading => {}
+            }
+        }
+        let mut total: usize = unread.iter().map(|(size, _)| size).sum();
+        unread.sort_by_key(|(size, _)| *size);
+        while total > self.limits.max_unread_bytes
+            && let Some((size, largest)) = unread.pop()
+        {
+            total -= size;
+            self.abort(groups, &largest, "unread-bytes");
+        }
+    }
+
+    /// Ends connections that have sent nothing, and the others as soon as their requests are answered.
+    pub(crate) fn drain(&self) {
+        let mut guard = self.groups.lock();
+        let all: Vec<Arc<Connection>> = guard.all().cloned().collect();
+        for connection in all {
+            if connection.state() == State::New {
+                self.abort(&mut guard, &connection, "draining");
+            } else {
+                connection.give(Order::Close);
+            }
+        }
+    }
+
+    /// Ends every connection.
+    pub(crate) fn abort_all(&self) {
+        let mut guard = self.groups.lock();
+        let all: Vec<Arc<Connection>> = guard.all().cloned().collect();
+        for connection in all {
+            self.abort(&mut guard, &connection, "draining");
+        }
+    }
+}
+
+fn enter(inner: &mut Inner, state: State, now: Instant, time: Option<Duration>) {
+    inner.state = state;
+    inner.since = now;
+    inner.deadline = time.map(|time| now + time);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Scene {
+        connections: Connections,
+        now: Instant,
+    }
+
+    impl Scene {
+        fn new(change: impl FnOnce(&mut Limits)) -> Self {
+            let mut limits = Limits {
+                max_clients: 3,
+                reserved_clients: 2,
+                request_seconds: 5.0,
+                idle_seconds: 50.0,
+                unread_seconds: 8.0,
+                ..Limits::for_tests()
+            };
+            change(&mut limits);
+            Self {
+                connections: Connections::new(limits),
+                now: Instant::now(),
+            }
+        }
+
+        fn admit(&self) -> Arc<Connection> {
+            match self.connections.admit(self.now) {
+                Admission::Admitted(connection) => connection,
+                _ => panic!("no room"),
+            }
+        }
+
+        fn after(&mut self, seconds: f64) {
+            self.now += Duration::from_secs_f64(seconds);
+            self.connections.sweep(self.now);
+        }
+
+        /// Has a connection send a whole request.
+        fn ask(&self, connection: &Arc<Connection>) {
+            self.connections.has_received(connection, self.now);
+            self.connections.has_head(connection, self.now);
+            self.connections.is_answering(connection, self.now);
+        }
+
+        fn closed(&self) -> Vec<(&'static str, u64)> {
+            let mut found: Vec<_> = self
+                .connections
+                .closed
+                .lock()
+                .iter()
+                .map(|(key, value)| (*key, *value))
+                .collect();
+            found.sort_unstable();
+            found
+        }
+    }
+
+    #[test]
+    fn each_state_ends() {
+        let mut scene = Scene::new(|_| {});
+        let [silent, slow, idle] = [scene.admit(), scene.admit(), scene.admit()];
+        scene.connections.has_received(&slow, scene.now);
+        scene.ask(&idle);
+        scene.after(4.9);
+        scene.connections.has_received(&slow, scene.now); // another byte
+        assert!([&silent, &slow, &idle].iter().all(|each| each.order() == Order::GoOn));
+        scene.after(0.2);
+        assert_eq!(
+            [silent.order(), slow.order(), idle.order()],
+            [Order::Abort, Order::Refuse, Order::GoOn]
+        );
+        scene.after(1000.0);
+        assert_eq!(
+            idle.order(),
+            Order::GoOn,
+            "the service itself bounds how long an answer takes"
+        );
+        scene.connections.has_answered(&idle, scene.now);
+        scene.after(49.9);
+        assert_eq!(idle.order(), Order::GoOn);
+        scene.after(0.2);
+        assert_eq!(idle.order(), Order::Close);
+        scene.after(CLOSING.as_secs_f64() + 0.1);
+        assert_eq!([slow.order(), idle.order()], [Order::Abort, Order::Abort]);
+        assert!(scene.connections.is_empty());
+        assert_eq!(scene.closed(), [("idle", 1), ("not-closed", 2), ("silent", 1)]);
+    }
+
+    #[test]
+    fn a_new_connection_takes_the_place_of_an_idle_one() {
+        let mut scene = Scene::new(|_| {});
+        let [first, busy, silent] = [scene.admit(), scene.admit(), scene.admit()];
+        scene.ask(&first);
+        scene.connections.has_answered(&first, scene.now);
+        scene.ask(&busy);
+        scene.now += Duration::from_secs(1);
+        let newer = scene.admit();
+        assert_eq!([silent.order(), first.order()], [Order::Abort, Order::GoOn]);
+        assert!(!newer.is_reserved);
+        scene.ask(&newer);
+        let last = scene.admit();
+        assert_eq!(
+            [first.order(), last.order(), newer.order(), busy.order()],
+            [Order::Abort, Order::GoOn, Order::GoOn, Order::GoOn]
+        );
+        assert_eq!(scene.closed(), [("evicted", 2)]);
+    }
+
+    #[test]
+    fn what_a_young_connection_has_sent_is_read_first() {
+        let mut scene = Scene::new(|_| {});
+        let made = [scene.admit(), scene.admit(), scene.admit()];
+        assert!(matches!(scene.connections.admit(scene.now), Admission::Later));
+        for each in &made {
+            scene.ask(each);
+        }
+        assert!(scene.admit().is_reserved);
+        scene.connections.has_answered(&made[1], scene.now);
+        scene.admit();
+        scene.now += YOUNG;
+        scene.admit();
+        assert_eq!(scene.closed(), [("evicted", 2)]);
+    }
+
+    #[test]
+    fn beyond_the_limit_some_are_reserved() {
+        let scene = Scene::new(|_| {});
+        for connection in [scene.admit(), scene.admit(), scene.admit()] {
+            scene.ask(&connection);
+        }
+        let [one, two] = [scene.admit(), scene.admit()];
+        assert!(one.is_reserved && two.is_reserved);
+        let three = scene.admit();
+        assert_eq!(one.order(), Order::Abort);
+        assert!(three.is_reserved);
+        scene.ask(&two);
+        scene.ask(&three);
+        assert!(matches!(scene.connections.admit(scene.now), Admission::Refused));
+        assert_eq!(scene.closed(), [("evicted", 1), ("full", 1)]);
+    }
+
+    #[test]
+    fn a_reserved_one_that_waits_for_a_body_makes_room() {
+        let scene = Scene::new(|limits| limits.max_clients = 1);
+        scene.ask(&scene.admit());
+        let [one, two] = [scene.admit(), scene.admit()];
+        scene.ask(&one);
+        scene.connections.has_received(&two, scene.now);
+        scene.connections.has_head(&two, scene.now);
+        assert!(scene.admit().is_reserved);
+        assert_eq!([one.order(), two.order()], [Order::GoOn, Order::Abort]);
+    }
+
+    #[test]
+    fn a_client_must_read_its_answers() {
+        let mut scene = Scene::new(|_| {});
+        let made = [scene.admit(), scene.admit(), scene.admit()];
+        for each in &made {
+            scene.ask(each);
+            scene.connections.has_written(each, 0, 5 << 20, scene.now);
+        }
+        let [slow, stuck, quick] = &made;
+        for left in [4 << 20, 3 << 20] {
+            scene.connections.has_written(slow, 1 << 20, left, scene.now);
+            scene.connections.has_written(quick, left, 0, scene.now);
+            scene.after(8.1);
+            assert_eq!(
+                [slow.order(), stuck.order(), quick.order()],
+                [Order::GoOn, Order::Abort, Order::GoOn]
+            );
+        }
+        scene.after(8.1);
+        assert_eq!(slow.order(), Order::Abort);
+        assert_eq!(scene.closed(), [("unread", 2)]);
+    }
+
+    #[test]
+    fn answers_that_are_not_read_have_a_bound_over_all_connections() {
+        let mut scene = Scene::new(|limits| limits.max_unread_bytes = 1000);
+        let made = [scene.admit(), scene.admit(), scene.admit()];
+        for (each, size) in made.iter().zip([300, 600, 400]) {
+            scene.ask(each);
+            scene.connections.has_written(each, 0, size, scene.now);
+        }
+        scene.after(0.1);
+        let orders: Vec<Order> = made.iter().map(|each| each.order()).collect();
+        assert_eq!(orders, [Order::GoOn, Order::Abort, Order::GoOn]);
+        assert_eq!(scene.connections.unread(), 700);
+    }
+
+    #[test]
+    fn every_connection_may_hold_a_small_request() {
+        let scene = Scene::new(|limits| limits.max_received_bytes = 1000);
+        let [large, small] = [scene.admit(), scene.admit()];
+        assert!(scene.connections.hold(&large, 0, FREE + 1000));
+        assert!(scene.connections.hold(&small, 0, FREE));
+        assert!(!scene.connections.hold(&small, FREE, FREE + 1));
+        scene.connections.remove(&large);
+        assert!(scene.connections.hold(&small, FREE, FREE + 1));
+        assert_eq!(scene.connections.received(), 1);
+    }
+
+    #[test]
+    fn requests_of_one_connection_count_together() {
+        let scene = Scene::new(|limits| limits.max_received_bytes = 1000);
+        let one = scene.admit();
+        assert!(scene.connections.hold(&one, 0, FREE));
+        assert!(scene.connections.hold(&one, 0, 600));
+        assert!(!scene.connections.hold(&one, 0, 401));
+        assert!(scene.connections.hold(&one, FREE, 0));
+        assert_eq!(scene.connections.received(), 0);
+        assert!(scene.connections.hold(&one, 0, FREE + 400));
+        assert_eq!(scene.connections.received(), 1000);
+        scene.connections.remove(&one);
+        assert!(scene.connections.hold(&one, 600, 0), "a request ends after its connection");
+        assert_eq!(scene.connections.received(), 0);
+    }
+}

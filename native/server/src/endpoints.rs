@@ -1,0 +1,497 @@
+//! Queries: from the body of a request to that of its answer.
+
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+use serde::Serialize;
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
+
+use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row, WorkerTrust};
+use crate::messages::{MatchManyRequest, MatchRequest, SelectRequest};
+use crate::metrics::Metrics;
+use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Query, Select};
+use crate::select::{self, Terms};
+use crate::settings::Limits;
+use crate::table::{Candidates, Table, Trust, monotonic};
+use crate::ties::Ties;
+use crate::tokens;
+use kvevents_index::index::Matches;
+use kvevents_index::keys;
+
+/// A question that is answered here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Question {
+    Query,
+    QueryByHash,
+    Match,
+    MatchMany,
+    Select,
+}
+
+impl Question {
+    pub(crate) fn at(path: &str) -> Option<Self> {
+        Some(match path {
+            "/query" => Self::Query,
+            "/query_by_hash" => Self::QueryByHash,
+            "/v1/match" => Self::Match,
+            "/v1/match_many" => Self::MatchMany,
+            "/v1/select" => Self::Select,
+            _ => return None,
+        })
+    }
+
+    /// Whether its answer may be msgpack: those in other services' spellings are JSON.
+    pub(crate) fn is_ours(self) -> bool {
+        !matches!(self, Self::Query | Self::QueryByHash)
+    }
+
+    pub(crate) fn path(self) -> &'static str {
+        match self {
+            Self::Query => "/query",
+            Self::QueryByHash => "/query_by_hash",
+            Self::Match => "/v1/match",
+            Self::MatchMany => "/v1/match_many",
+            Self::Select => "/v1/select",
+        }
+    }
+}
+
+/// How a body is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Json,
+    Msgpack,
+    /// Token ids as 32-bit numbers, the rest in the query string.
+    Raw,
+}
+
+/// What a request says beside its body.
+#[derive(Clone, Debug)]
+pub(crate) struct Head {
+    pub(crate) format: Format,
+    /// Whether the answer is msgpack.
+    pub(crate) wants_msgpack: bool,
+    pub(crate) query_string: Option<String>,
+}
+
+/// That of a message of gRPC, which is read and answered as JSON.
+const OF_MESSAGE: Head = Head {
+    format: Format::Json,
+    wants_msgpack: false,
+    query_string: None,
+};
+
+/// Answers queries from the present table.
+pub(crate) struct Endpoints {
+    table: RwLock<Option<Arc<Table>>>,
+    limits: Limits,
+    pub(crate) metrics: Metrics,
+    ties: Ties,
+    terms: Terms,
+    unfollowed: (Trust, u8),
+}
+
+/// An object, which serde would otherwise also read from an array of its fields.
+pub(crate) struct Object<T>(pub(crate) T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Fields<T>(std::marker::PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                out.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                T::deserialize(serde::de::value::MapAccessDeserializer::new(map)).map(Object)
+            }
+        }
+
+        from.deserialize_map(Fields(std::marker::PhantomData))
+    }
+}
+
+impl Endpoints {
+    pub(crate) fn new(limits: Limits, terms: Terms, metrics: Metrics) -> Self {
+        Self {
+            table: RwLock::default(),
+            limits,
+            metrics,
+            ties: Ties::by_chance(),
+            terms,
+            unfollowed: select::unfollowed(),
+        }
+    }
+
+    /// Answers from another table from now on.
+    pub(crate) fn replace(&self, table: Table) {
+        let before = self.table.write().replace(Arc::new(table));
+        drop(before); // without the lock
+    }
+
+    /// The body of the answer. None for a question that is not answered here, which is forwarded.
+    pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Vec<u8>> {
+        let is_raw = head.format == Format::Raw;
+        if (is_raw && question != Question::Match)
+            || (!is_raw && head.query_string.as_deref().is_some_and(|text| !text.is_empty()))
+        {
+            return None;
+        }
+        let table = self.table()?;
+        match question {
+            Question::Query => self.query(
+                &table,
+                self.read_prompt(head, body, "token_ids", |asked: &mut Query| &mut asked.token_ids)?,
+            ),
+            Question::QueryByHash => self.query_by_hash(&table, &self.read(head, body)?),
+            Question::Match => {
+                let asked = if is_raw {
+                    raw(head.query_string.as_deref().unwrap_or_default(), body)?
+                } else {
+                    self.read_prompt(head, body, "tokens", |asked: &mut Match| &mut asked.tokens)?
+                };
+                self.one_match(&table, &asked, head)
+            }
+            Question::MatchMany => self.many_matches(&table, &self.read(head, body)?, head),
+            Question::Select => self.select(
+                &table,
+                &self.read_prompt(head, body, "tokens", |asked: &mut Select| &mut asked.tokens)?,
+                head,
+            ),
+        }
+    }
+
+    /// The same for messages of gRPC, as JSON.
+    pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Vec<u8>> {
+        let tokens = Some(std::mem::take(&mut message.tokens));
+        let table = self.table()?;
+        let mut asked: Match = self.read_message(&message)?;
+        asked.tokens = tokens;
+        self.one_match(&table, &asked, &OF_MESSAGE)
+    }
+
+    pub(crate) fn answer_match_many(&self, mut message: MatchManyRequest) -> Option<Vec<u8>> {
+        let prompts = std::mem::take(&mut message.prompts);
+        let table = self.table()?;
+        let mut asked: MatchMany = self.read_message(&message)?;
+        asked.prompts = Some(prompts.into_iter().map(|prompt| prompt.tokens).collect());
+        self.many_matches(&table, &asked, &OF_MESSAGE)
+    }
+
+    pub(crate) fn answer_select(&self, mut message: SelectRequest) -> Option<Vec<u8>> {
+        let tokens = Some(std::mem::take(&mut message.tokens));
+        let table = self.table()?;
+        let mut asked: Select = self.read_message(&message)?;
+        asked.tokens = tokens;
+        self.select(&table, &asked, &OF_MESSAGE)
+    }
+
+    /// A message without its token ids.
+    fn read_message<T: DeserializeOwned>(&self, message: &impl Serialize) -> Option<T> {
+        self.read(&OF_MESSAGE, &serde_json::to_vec(message).ok()?)
+    }
+
+    fn table(&self) -> Option<Arc<Table>> {
+        self.table.read().clone()
+    }
+
+    fn read<T: DeserializeOwned>(&self, head: &Head, body: &[u8]) -> Option<T> {
+        if body.len() > self.limits.max_json_bytes {
+            return None;
+        }
+        match head.format {
+            Format::Json => serde_json::from_slice(body).ok().map(|Object(asked)| asked),
+            Format::Msgpack => {
+                let mut reader = rmp_serde::Deserializer::new(body);
+                let Object(asked) = Object::deserialize(&mut reader).ok()?;
+                reader.get_ref().is_empty().then_some(asked)
+            }
+            Format::Raw => None,
+        }
+    }
+
+    /// The same of a prompt, whose token ids do not count towards the limit of JSON.
+    fn read_prompt<T: DeserializeOwned>(
+        &self,
+        head: &Head,
+        body: &[u8],
+        name: &str,
+        place: impl FnOnce(&mut T) -> &mut Option<Vec<u32>>,
+    ) -> Option<T> {
+        if head.format != Format::Json {
+            return self.read(head, body);
+        }
+        let (rest, prompt) = tokens::lift(body, name)?;
+        let mut asked = self.read(head, &rest)?;
+        *place(&mut asked) = Some(prompt);
+        Some(asked)
+    }
+
+    // --- the index
+
+    fn rows(&self, table: &Table, matches: &Matches, rows: &mut Vec<Row>) {
+        for hit in &matches.hits {
+            if let Some(place) = table.place(matches.worker(hit)) {
+                let [gpu, cpu, disk, tokens] = hit.tokens;
+                rows.push(Row {
+                    place,
+                    gpu,
+                    cpu,
+                    disk,
+                    tokens,
+                });
+            }
+        }
+    }
+
+    /// Who holds how much of a prompt. None for too many media.
+    fn find(&self, table: &Table, found: &Candidates, tokens: &[u32], options: &Options<'_>) -> Option<Vec<Row>> {
+        // Engines recompute the last token, and with it the block that it is in.
+        let usable = if options.whole_prompt {
+            tokens
+        } else {
+            tokens.split_last().map_or(tokens, |(_, rest)| rest)
+        };
+        let items = requests::items(options.media)?;
+        let mut rows = Vec::with_capacity(found.workers.len());
+        for scope in &found.within {
+            let with_items = (!items.is_empty()).then(|| kvevents_index::index::Scope {
+                items: items.clone(),
+                ..scope.clone()
+            });
+            let scope = with_items.as_ref().unwrap_or(scope);
+            let mut matches = table.index.matched(usable, scope);
+            if options.expected {
+                table.index.believed(usable, scope, monotonic(), &mut matches);
+            }
+            self.rows(table, &matches, &mut rows);
+        }
+        self.metrics.lookup(tokens.len(), longest(&rows));
+        self.metrics.sample(&found.scope, tokens, found.block_sizes.first());
+        Some(rows)
+    }
+
+    // --- the endpoints
+
+    fn query(&self, table: &Table, asked: Query) -> Option<Vec<u8>> {
+        let tokens = asked.token_ids.as_deref()?;
+        self.check_tokens(tokens.len())?;
+        let found = table.candidates(&asked.scope()?)?;
+        let options = Options {
+            media: &[],
+            expected: false,
+            whole_prompt: asked.whole_prompt,
+        };
+        let rows = self.find(table, &found, tokens, &options)?;
+        self.field(
+            table,
+            &found,
+            rows,
+            (asked.model_name.is_some(), asked.instance_id.as_ref(), asked.block_size),
+        )
+    }
+
+    fn query_by_hash(&self, table: &Table, asked: &HashQuery) -> Option<Vec<u8>> {
+        let mut given = [&asked.block_hashes, &asked.seq_hashes, &asked.block_hash]
+            .into_iter()
+            .flatten();
+        let (hashes, None) = (given.next()?, given.next()) else {
+            return None;
+        };
+        if hashes.len() > self.limits.max_hashes {
+            return None;
+        }
+        let mut keys = hashes.iter().map(requests::Id::hash).collect::<Option<Vec<u64>>>()?;
+        if asked.block_hashes.is_some() {
+            keys::chain(None, &mut keys);
+        }
+        let found = table.candidates(&asked.scope()?)?;
+        let mut rows = Vec::new();
+        for scope in &found.within {
+            for size in &found.block_sizes {
+                let matches = table.index.matched_keys(&keys, Some(*size), &scope.model)?;
+                self.rows(table, &matches, &mut rows);
+            }
+        }
+        self.metrics.lookup(0, longest(&rows));
+        self.field(
+            table,
+            &found,
+            rows,
+            (asked.model_name.is_some(), asked.instance_id.as_ref(), asked.block_size),
+        )
+    }
+
+    /// An answer in Dynamo's or in Mooncake's spelling.
+    fn field(
+        &self,
+        table: &Table,
+        found: &Candidates,
+        mut rows: Vec<Row>,
+        (is_dynamo, instance, block_size): (bool, Option<&requests::Id>, Option<u64>),
+    ) -> Option<Vec<u8>> {
+        if block_size == Some(0) {
+            return None;
+        }
+        // Those that are not EXACT might hold more than is known, and their trust says so.
+        add_others(&mut rows, &found.doubtful);
+        let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
+        rows.retain(|row| {
+            let worker = table.worker(row.place);
+            !worker.is_hidden
+                && instance.as_ref().is_none_or(|name| worker.instance == *name)
+                && (block_size.is_none() || worker.block_size.is_none() || worker.block_size == block_size)
+        });
+        Some(if is_dynamo {
+            answers::dynamo(table, &rows)
+        } else {
+            answers::mooncake(table, &found.scope.tenant, &rows)
+        })
+    }
+
+    fn one_match(&self, table: &Table, asked: &Match, head: &Head) -> Option<Vec<u8>> {
+        let tokens = asked.tokens.as_deref()?;
+        self.check_tokens(tokens.len())?;
+        let found = table.candidates(&asked.scope().filter(|_| asked.has_good_names())?)?;
+        let options = Options {
+            media: &asked.mm,
+            expected: asked.expected,
+            whole_prompt: asked.whole_prompt,
+        };
+        let mut rows = self.find(table, &found, tokens, &options)?;
+        add_others(&mut rows, &found.workers);
+        let answer = MatchAnswer {
+            prompt_tokens: tokens.len(),
+            workers: answers::held(table, &rows),
+            missing: "",
+        };
+        written(&answer, head)
+    }
+
+    fn many_matches(&self, table: &Table, asked: &MatchMany, head: &Head) -> Option<Vec<u8>> {
+        let prompts = asked.checked()?;
+        self.check_tokens(prompts.iter().map(Vec::len).sum())?;
+        let found = table.candidates(&asked.scope().filter(|_| asked.has_good_names())?)?;
+        let options = Options {
+            media: &asked.mm,
+            expected: asked.expected,
+            whole_prompt: asked.whole_prompt,
+        };
+        let mut matches = Vec::with_capacity(prompts.len());
+        for tokens in prompts {
+            let rows = self.find(table, &found, tokens, &options)?;
+            matches.push(PromptMatch {
+                prompt_tokens: tokens.len(),
+                holders: answers::held(table, &rows),
+            });
+        }
+        let trust = |&place: &u32| {
+            let worker = table.worker(place);
+            WorkerTrust {
+                instance: &worker.instance,
+                rank: worker.rank,
+                trust: &worker.trust,
+            }
+        };
+        let answer = MatchManyAnswer {
+            matches,
+            workers: found.workers.iter().map(trust).collect(),
+            missing: "",
+        };
+        written(&answer, head)
+    }
+
+    fn select(&self, table: &Table, asked: &Select, head: &Head) -> Option<Vec<u8>> {
+        let tokens = asked.tokens.as_deref()?;
+        self.check_tokens(tokens.len())?;
+        if !asked.is_sound()
+            || !asked.has_good_names()
+            || asked
+                .candidates
+                .as_ref()
+                .is_some_and(|some| some.len() > self.limits.max_candidates)
+        {
+            return None;
+        }
+        let found = table.candidates(&asked.scope()?)?;
+        let all = |place: &u32| Candidate::new(&table.worker(*place).instance, table.worker(*place).rank);
+        let candidates: Vec<Candidate> = match &asked.candidates {
+            Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
+            None => found.workers.iter().map(all).collect(),
+        };
+        let options = Options {
+            media: &asked.mm,
+            expected: asked.expected,
+            whole_prompt: asked.whole_prompt,
+        };
+        let rows = self.find(table, &found, tokens, &options)?;
+        let (selected, place) = select::select(
+            table,
+            &found,
+            asked,
+            &candidates,
+            &rows,
+            tokens.len(),
+            (&self.unfollowed, &self.terms, &self.ties),
+        )?;
+        if asked.expect_seconds > 0.0
+            && let Some(place) = place
+        {
+            table.expect(place, &found.scope, tokens, asked.expect_seconds);
+        }
+        written(&selected, head)
+    }
+
+    fn check_tokens(&self, count: usize) -> Option<()> {
+        (count <= self.limits.max_tokens).then_some(())
+    }
+}
+
+/// How a prompt is looked up.
+struct Options<'a> {
+    media: &'a [Object<Media>],
+    expected: bool,
+    whole_prompt: bool,
+}
+
+fn longest(rows: &[Row]) -> u32 {
+    rows.iter().map(|row| row.tokens).max().unwrap_or(0)
+}
+
+/// Adds those of some workers that hold nothing.
+fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
+    let holders = rows.len();
+    if holders * workers.len() <= 4_096 {
+        for &place in workers {
+            if rows[..holders].iter().all(|row| row.place != place) {
+                rows.push(Row::nothing(place));
+            }
+        }
+        return;
+    }
+    let known: std::collections::HashSet<u32> = rows.iter().map(|row| row.place).collect();
+    let others = workers.iter().filter(|place| !known.contains(place));
+    rows.extend(others.map(|&place| Row::nothing(place)));
+}
+
+/// A raw prompt, with everything else in the query string.
+fn raw(query_string: &str, body: &[u8]) -> Option<Match> {
+    let (numbers, rest) = body.as_chunks::<4>();
+    if !rest.is_empty() {
+        return None;
+    }
+    let mut asked = requests::of_query_string(query_string)?;
+    asked.tokens = Some(numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect());
+    Some(asked)
+}
+
+fn written<T: Serialize>(answer: &T, head: &Head) -> Option<Vec<u8>> {
+    if head.wants_msgpack {
+        rmp_serde::to_vec_named(answer).ok()
+    } else {
+        serde_json::to_vec(answer).ok()
+    }
+}

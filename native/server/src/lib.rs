@@ -1,0 +1,39 @@
+//! The data plane of `kvevents serve`, for HTTP and gRPC.
+//!
+//! Theory of operation. [`Server`] owns the listening socket and every client's connection, on threads of its own. It answers
+//! queries and probes from the index and from a [`table::Table`]: an immutable picture of the fleet that the control plane
+//! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else is forwarded to the control
+//! plane's own HTTP application, over pairs of connected sockets.
+//!
+//! There is one set of rules for what a request may say, and it is the control plane's. The code here answers only requests that
+//! it understands completely; all others (malformed, refused, unknown model, not authorized) are forwarded as they came, so that
+//! each error has one author. What belongs to a connection rather than to a request is decided here alone: how many there are,
+//! their deadlines, and the memory that they hold.
+#![deny(missing_docs)]
+
+mod answers;
+mod body;
+mod connections;
+mod endpoints;
+mod forward;
+mod grpc;
+mod messages;
+mod metrics;
+mod policy;
+mod problems;
+mod requests;
+pub mod score;
+mod select;
+mod server;
+mod settings;
+mod socket;
+pub mod table;
+mod ties;
+mod tls;
+mod tokens;
+
+pub use metrics::PromptSample;
+pub use select::select_among;
+pub use server::{Failure, Server};
+pub use ties::{MAX_TURNS, Tie, Ties};
+pub use tokens::lift;

@@ -1,0 +1,159 @@
+//! Counters of what is answered here; the control plane reads them for its metrics.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::settings::Settings;
+use crate::table::{Lora, Scope};
+
+/// Scopes of which prompts are sampled between two looks.
+const MAX_SCOPES: usize = 64;
+
+/// The beginning of a prompt that was looked up: its model, tenant, group, LoRA and salt, and its tokens.
+pub struct PromptSample {
+    /// Whose it is.
+    pub scope: Scope,
+    /// Its first tokens.
+    pub tokens: Vec<u32>,
+}
+
+impl PromptSample {
+    /// The LoRA's name and its number, of which one is given at most.
+    #[must_use]
+    pub fn lora(&self) -> (Option<&str>, Option<i64>) {
+        match &self.scope.lora {
+            None => (None, None),
+            Some(Lora::Name(name)) => (Some(name), None),
+            Some(Lora::Id(id)) => (None, Some(*id)),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Histogram {
+    #[serde(skip)]
+    bounds: Vec<f64>,
+    /// Values by bucket: at most the bound, and above all of them.
+    counts: Vec<u64>,
+    sum: f64,
+}
+
+impl Histogram {
+    fn new(bounds: &[f64]) -> Self {
+        Self {
+            bounds: bounds.to_vec(),
+            counts: vec![0; bounds.len() + 1],
+            sum: 0.0,
+        }
+    }
+
+    fn add(&mut self, value: f64) {
+        let bucket = self.bounds.partition_point(|bound| *bound < value);
+        self.counts[bucket] += 1;
+        self.sum += value;
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Counters {
+    lookups: u64,
+    hits: u64,
+    depth: Histogram,
+    /// By path: answers by status, and durations.
+    requests: HashMap<String, Requests>,
+}
+
+#[derive(Debug, Serialize)]
+struct Requests {
+    by_status: HashMap<u16, u64>,
+    seconds: Histogram,
+}
+
+/// What was counted, and samples of prompts.
+pub(crate) struct Metrics {
+    counters: Mutex<Counters>,
+    bounds: Vec<f64>,
+    samples: Mutex<HashMap<Scope, Vec<Vec<u32>>>>,
+    sample_blocks: usize,
+    most_samples: usize,
+}
+
+impl Metrics {
+    pub(crate) fn new(settings: &Settings) -> Self {
+        Self {
+            counters: Mutex::new(Counters {
+                lookups: 0,
+                hits: 0,
+                depth: Histogram::new(&settings.depths),
+                requests: HashMap::new(),
+            }),
+            bounds: settings.seconds.clone(),
+            samples: Mutex::default(),
+            sample_blocks: settings.sample_blocks,
+            most_samples: settings.samples,
+        }
+    }
+
+    /// Counts an answer.
+    pub(crate) fn request(&self, path: &str, status: u16, time: Duration) {
+        let mut counters = self.counters.lock();
+        if !counters.requests.contains_key(path) {
+            let of_path = Requests {
+                by_status: HashMap::new(),
+                seconds: Histogram::new(&self.bounds),
+            };
+            counters.requests.insert(path.to_owned(), of_path);
+        }
+        let Some(of_path) = counters.requests.get_mut(path) else {
+            return;
+        };
+        *of_path.by_status.entry(status).or_default() += 1;
+        of_path.seconds.add(time.as_secs_f64());
+    }
+
+    /// Counts a lookup of a prompt of which the best worker holds so many tokens.
+    pub(crate) fn lookup(&self, tokens: usize, longest: u32) {
+        let mut counters = self.counters.lock();
+        counters.lookups += 1;
+        counters.hits += u64::from(longest > 0);
+        if tokens > 0 {
+            counters.depth.add(f64::from(longest) / tokens as f64);
+        }
+    }
+
+    /// Keeps the beginning of a prompt for the control plane, unless there are enough of its scope, or another thread is at it.
+    pub(crate) fn sample(&self, scope: &Scope, tokens: &[u32], block_size: Option<&u32>) {
+        let Some(size) = block_size.map(|size| *size as usize).filter(|size| tokens.len() >= *size) else {
+            return;
+        };
+        let Some(mut samples) = self.samples.try_lock() else { return };
+        let first = &tokens[..tokens.len().min(self.sample_blocks.saturating_mul(size))];
+        if let Some(of_scope) = samples.get_mut(scope) {
+            if of_scope.len() < self.most_samples {
+                of_scope.push(first.to_vec());
+            }
+        } else if samples.len() < MAX_SCOPES {
+            samples.insert(scope.clone(), vec![first.to_vec()]);
+        }
+    }
+
+    /// Takes the samples out.
+    pub(crate) fn samples(&self) -> Vec<PromptSample> {
+        let taken = std::mem::take(&mut *self.samples.lock());
+        let of_scope = |(scope, prompts): (Scope, Vec<Vec<u32>>)| {
+            prompts.into_iter().map(move |tokens| PromptSample {
+                scope: scope.clone(),
+                tokens,
+            })
+        };
+        taken.into_iter().flat_map(of_scope).collect()
+    }
+
+    /// The counters as JSON.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::to_value(&*self.counters.lock()).unwrap_or_default()
+    }
+}

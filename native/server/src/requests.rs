@@ -1,0 +1,458 @@
+//! Bodies of requests, as far as they are answered here. What is not read by these types, or not admitted by their checks, is
+//! forwarded: the control plane then answers, or says what is wrong.
+
+use serde::{Deserialize, Deserializer};
+
+use kvevents_index::keys::{self, Item};
+
+use crate::endpoints::Object;
+use crate::table::{Lora, Scope, State};
+use crate::ties::Tie;
+
+/// Characters of a name.
+const MAX_NAME: usize = 512;
+const MAX_MEDIA: usize = 1_024;
+const MAX_PROMPTS: usize = 1_024;
+const DEFAULT: &str = "default";
+
+/// A value that is there; null is refused.
+fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
+    T::deserialize(from).map(Some)
+}
+
+/// A request with the fields that every question has.
+macro_rules! question {
+    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)* }) => {
+        $(#[$meta])*
+        #[derive(Default, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub(crate) struct $name {
+            #[serde(deserialize_with = "present")]
+            pub(crate) model_name: Option<String>,
+            #[serde(deserialize_with = "present")]
+            modelname: Option<String>,
+            #[serde(deserialize_with = "present")]
+            model: Option<String>,
+            #[serde(deserialize_with = "present")]
+            tenant_id: Option<String>,
+            #[serde(deserialize_with = "present")]
+            tenant: Option<String>,
+            #[serde(deserialize_with = "present")]
+            routing_group: Option<String>,
+            #[serde(deserialize_with = "present")]
+            group: Option<String>,
+            lora_name: Option<String>,
+            lora: Option<String>,
+            lora_id: Option<i64>,
+            cache_salt: Option<String>,
+            salt: Option<String>,
+            additionalsalt: Option<String>,
+            additional_salt: Option<String>,
+            pub(crate) whole_prompt: bool,
+            $($(#[$field_meta])* pub(crate) $field: $kind,)*
+        }
+
+        impl Names for $name {
+            fn names(&self) -> [[&Option<String>; 4]; 5] {
+                [
+                    [&self.model_name, &self.model, &self.modelname, &None],
+                    [&self.tenant_id, &self.tenant, &None, &None],
+                    [&self.routing_group, &self.group, &None, &None],
+                    [&self.lora_name, &self.lora, &None, &None],
+                    [&self.cache_salt, &self.salt, &self.additionalsalt, &self.additional_salt],
+                ]
+            }
+
+            fn lora_id(&self) -> Option<i64> {
+                self.lora_id
+            }
+        }
+    };
+}
+
+/// The fields that say whose a prompt is, each under several names.
+pub(crate) trait Names {
+    fn names(&self) -> [[&Option<String>; 4]; 5];
+    fn lora_id(&self) -> Option<i64>;
+
+    /// Whose the prompt is. None without a model, or if two names have different values.
+    fn scope(&self) -> Option<Scope> {
+        let [model, tenant, group, lora, salt] = self.names();
+        let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
+        Some(Scope {
+            model: picked(model, false)?.filter(|model| !model.is_empty())?.clone(),
+            tenant: picked(tenant, false)?.map_or_else(|| DEFAULT.into(), String::clone),
+            group: picked(group, false)?.map_or_else(|| DEFAULT.into(), String::clone),
+            lora: lora.or(self.lora_id().map(Lora::Id)),
+            salt: picked(salt, true)?.cloned(),
+        })
+    }
+
+    /// Whether each name has a length that `/v1` admits.
+    fn has_good_names(&self) -> bool {
+        let mut given = self.names().into_iter().flatten().flatten();
+        given.all(|name| is_name(name))
+    }
+}
+
+/// The one value of several names; an empty value is none if `is_optional`. None if there are two.
+fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
+    let given = names.into_iter().flatten();
+    let mut given = given.filter(|value| !(is_optional && value.is_empty()));
+    let first = given.next();
+    given.all(|other| Some(other) == first).then_some(first)
+}
+
+fn is_name(name: &str) -> bool {
+    !name.is_empty() && (name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME)
+}
+
+/// An instance's name or a hash: a number of 64 bits with or without a sign, or text.
+pub(crate) enum Id {
+    Unsigned(u64),
+    Signed(i64),
+    Text(String),
+}
+
+impl<'de> Deserialize<'de> for Id {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl serde::de::Visitor<'_> for Visitor {
+            type Value = Id;
+
+            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                out.write_str("a number of 64 bits or text")
+            }
+
+            fn visit_u64<E>(self, number: u64) -> Result<Id, E> {
+                Ok(Id::Unsigned(number))
+            }
+
+            fn visit_i64<E>(self, number: i64) -> Result<Id, E> {
+                Ok(u64::try_from(number).map_or(Id::Signed(number), Id::Unsigned))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Id, E> {
+                Ok(Id::Text(text.to_owned()))
+            }
+        }
+
+        from.deserialize_any(Visitor)
+    }
+}
+
+impl Id {
+    pub(crate) fn text(&self) -> String {
+        match self {
+            Self::Unsigned(number) => number.to_string(),
+            Self::Signed(number) => number.to_string(),
+            Self::Text(text) => text.clone(),
+        }
+    }
+
+    /// The hash. None for text that is not one.
+    pub(crate) fn hash(&self) -> Option<u64> {
+        match self {
+            Self::Unsigned(number) => Some(*number),
+            Self::Signed(number) => Some(*number as u64),
+            Self::Text(text) => of_text(text),
+        }
+    }
+}
+
+question! {
+    /// `/query`.
+    Query {
+        instance_id: Option<Id>,
+        block_size: Option<u64>,
+        #[serde(deserialize_with = "present")]
+        token_ids: Option<Vec<u32>>,
+    }
+}
+
+question! {
+    /// `/query_by_hash`.
+    HashQuery {
+        instance_id: Option<Id>,
+        block_size: Option<u64>,
+        block_hashes: Option<Vec<Id>>,
+        seq_hashes: Option<Vec<Id>>,
+        block_hash: Option<Vec<Id>>,
+    }
+}
+
+/// Decimal digits with an optional minus and without leading zeros, or up to 16 hexadecimal ones behind `0x`.
+fn of_text(text: &str) -> Option<u64> {
+    if let Some(digits) = text.strip_prefix("0x") {
+        let is_hex = (1..=16).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+        return is_hex.then(|| u64::from_str_radix(digits, 16).ok())?;
+    }
+    let (digits, is_negative) = text.strip_prefix('-').map_or((text, false), |digits| (digits, true));
+    let is_plain = digits.bytes().all(|digit| digit.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
+    if !is_plain || digits.is_empty() {
+        return None;
+    }
+    if is_negative {
+        return text.parse::<i64>().ok().map(|number| number as u64);
+    }
+    digits.parse().ok()
+}
+
+/// One image or other item of a prompt.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Media {
+    id: Id,
+    start: u32,
+    length: u32,
+}
+
+impl Media {
+    fn item(&self) -> Item {
+        let (id, placeless) = match &self.id {
+            Id::Unsigned(number) => (*number, true),
+            Id::Signed(number) => (*number as u64, true),
+            Id::Text(text) => (keys::item_text(text), false),
+        };
+        Item {
+            id,
+            placeless,
+            start: self.start.into(),
+            length: self.length.into(),
+        }
+    }
+}
+
+/// Multimodal items for the index. None for too many.
+pub(crate) fn items(media: &[Object<Media>]) -> Option<Vec<Item>> {
+    (media.len() <= MAX_MEDIA).then(|| media.iter().map(|Object(one)| one.item()).collect())
+}
+
+question! {
+    /// `/v1/match`.
+    Match {
+        mm: Vec<Object<Media>>,
+        expected: bool,
+        #[serde(deserialize_with = "present")]
+        tokens: Option<Vec<u32>>,
+    }
+}
+
+question! {
+    /// `/v1/match_many`.
+    MatchMany {
+        mm: Vec<Object<Media>>,
+        expected: bool,
+        #[serde(deserialize_with = "present")]
+        prompts: Option<Vec<Vec<u32>>>,
+    }
+}
+
+impl MatchMany {
+    /// The prompts; None for too many.
+    pub(crate) fn checked(&self) -> Option<&[Vec<u32>]> {
+        self.prompts.as_deref().filter(|prompts| prompts.len() <= MAX_PROMPTS)
+    }
+}
+
+question! {
+    /// `/v1/select`.
+    Select {
+        mm: Vec<Object<Media>>,
+        expected: bool,
+        #[serde(deserialize_with = "present")]
+        tokens: Option<Vec<u32>>,
+        candidates: Option<Vec<Object<Candidate>>>,
+        tiers: Weights<String>,
+        #[serde(deserialize_with = "present")]
+        load_weight: Option<f64>,
+        trust: Weights<State>,
+        tie: Tie,
+        expect_seconds: f64,
+        explain: bool,
+    }
+}
+
+impl Select {
+    /// Whether all numbers are within their bounds.
+    pub(crate) fn is_sound(&self) -> bool {
+        let is_weight = |weight: &f64| (0.0..=1.0).contains(weight);
+        let candidates = self.candidates.as_deref().unwrap_or_default();
+        (self.tiers.0.iter().all(|(_, weight)| is_weight(weight)))
+            && self.trust.0.iter().all(|(_, weight)| is_weight(weight))
+            && self.load_weight.is_none_or(|weight| (0.0..=1000.0).contains(&weight))
+            && (0.0..=60.0).contains(&self.expect_seconds)
+            && candidates
+                .iter()
+                .all(|Object(one)| is_name(&one.instance) && one.load >= 0.0 && one.load.is_finite())
+    }
+}
+
+/// A worker that may be chosen.
+#[derive(Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Candidate {
+    pub(crate) instance: String,
+    #[serde(default)]
+    rank: u32,
+    #[serde(default)]
+    pub(crate) load: f64,
+}
+
+impl Candidate {
+    pub(crate) fn new(instance: &str, rank: i64) -> Self {
+        Self {
+            instance: instance.to_owned(),
+            rank: rank as u32,
+            load: 0.0,
+        }
+    }
+
+    pub(crate) fn rank(&self) -> i64 {
+        self.rank.into()
+    }
+}
+
+/// Weights by name, each name once, in the order given.
+#[derive(Clone, Debug)]
+pub(crate) struct Weights<K>(pub(crate) Vec<(K, f64)>);
+
+impl<K: Clone + PartialEq> Weights<K> {
+    /// The same with others, which go before these.
+    pub(crate) fn updated(&self, others: &Self) -> Self {
+        let mut all = self.clone();
+        for (name, weight) in &others.0 {
+            all.set(name, *weight);
+        }
+        all
+    }
+
+    fn set(&mut self, name: &K, weight: f64) {
+        match self.0.iter_mut().find(|(known, _)| known == name) {
+            Some(known) => known.1 = weight,
+            None => self.0.push((name.clone(), weight)),
+        }
+    }
+}
+
+impl<K> Default for Weights<K> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<'de, K: Deserialize<'de> + Clone + PartialEq> Deserialize<'de> for Weights<K> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Visitor<K>(std::marker::PhantomData<K>);
+
+        impl<'de, K: Deserialize<'de> + Clone + PartialEq> serde::de::Visitor<'de> for Visitor<K> {
+            type Value = Weights<K>;
+
+            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                out.write_str("weights by name")
+            }
+
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut found = Weights::default();
+                while let Some((name, weight)) = map.next_entry()? {
+                    found.set(&name, weight);
+                }
+                Ok(found)
+            }
+        }
+
+        from.deserialize_map(Visitor(std::marker::PhantomData))
+    }
+}
+
+/// The question in the query string of a raw prompt. None for anything unusual about it.
+pub(crate) fn of_query_string(query: &str) -> Option<Match> {
+    let mut asked = Match::default();
+    let mut seen: Vec<&str> = Vec::new();
+    for pair in query.split('&') {
+        let (name, value) = pair.split_once('=')?;
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/:".contains(&byte);
+        if !value.bytes().all(is_plain) || seen.contains(&name) {
+            return None;
+        }
+        seen.push(name);
+        let text = Some(value.to_owned());
+        match name {
+            "model_name" => asked.model_name = text,
+            "modelname" => asked.modelname = text,
+            "model" => asked.model = text,
+            "tenant_id" => asked.tenant_id = text,
+            "tenant" => asked.tenant = text,
+            "routing_group" => asked.routing_group = text,
+            "group" => asked.group = text,
+            "lora_name" => asked.lora_name = text,
+            "lora" => asked.lora = text,
+            "cache_salt" => asked.cache_salt = text,
+            "salt" => asked.salt = text,
+            "expected" => asked.expected = value.parse().ok()?,
+            "whole_prompt" => asked.whole_prompt = value.parse().ok()?,
+            _ => return None,
+        }
+    }
+    Some(asked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashes_are_read_in_every_spelling() {
+        let read = |text: &str| serde_json::from_str::<Id>(text).unwrap().hash();
+        assert_eq!(read("1"), Some(1));
+        assert_eq!(read("-1"), Some(u64::MAX));
+        assert_eq!(read("18446744073709551615"), Some(u64::MAX));
+        assert_eq!(read("\"0x14f0d0ee1a2a2e2b\""), Some(0x14f0_d0ee_1a2a_2e2b));
+        assert_eq!(read("\"-1\""), Some(u64::MAX));
+        for wrong in [
+            "\"\"",
+            "\"01\"",
+            "\"1_0\"",
+            "\" 5\"",
+            "\"0x\"",
+            "\"0b11\"",
+            "\"-\"",
+            "\"18446744073709551616\"",
+            "\"+1\"",
+        ] {
+            assert_eq!(read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn two_names_of_one_field_must_agree() {
+        let read = |text: &str| serde_json::from_str::<Query>(text).unwrap().scope();
+        assert!(read(r#"{"model": "a", "model_name": "b"}"#).is_none());
+        assert!(read(r#"{"model": "a", "model_name": "a"}"#).is_some());
+        assert!(read(r#"{"model": ""}"#).is_none());
+        let scope = read(r#"{"model": "a", "lora": "", "lora_id": 7, "salt": "", "cache_salt": "x", "tenant": ""}"#).unwrap();
+        assert_eq!(
+            (scope.lora, scope.salt.as_deref(), &*scope.tenant),
+            (Some(Lora::Id(7)), Some("x"), "")
+        );
+    }
+
+    #[test]
+    fn what_is_unusual_is_not_read() {
+        for text in [
+            r#"{"model": "a", "token_ids": [1], "what": 1}"#,
+            r#"{"model": "a", "token_ids": [-1]}"#,
+            r#"{"model": "a", "token_ids": [1.5]}"#,
+            r#"{"model": "a", "token_ids": null}"#,
+            r#"{"model": "a", "model": "a", "token_ids": []}"#,
+            r#"{"model": null, "token_ids": []}"#,
+        ] {
+            assert!(serde_json::from_str::<Query>(text).is_err(), "{text}");
+        }
+        assert!(of_query_string("model=a&model=a").is_none());
+        assert!(of_query_string("model=%61").is_none());
+        assert!(of_query_string("model=a&what=1").is_none());
+        assert!(of_query_string("model=a&whole_prompt=true").unwrap().whole_prompt);
+    }
+}

@@ -1,0 +1,223 @@
+//! What a choice between workers goes by: what a cache saves, what a load is among others, who is best.
+//!
+//! Pure numbers: shares of a prompt from 0 to 1, and loads over their mean, so that neither the length of a prompt nor the unit of a
+//! load matters. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.
+
+/// Scores and shares that are no further apart are equal: sums of floats of the same worth differ by less.
+pub const EQUAL: f64 = 1e-9;
+
+/// What cached tokens are worth by the tier that holds them; a tier without a weight has the lowest of all.
+#[derive(Clone, Debug)]
+pub struct TierWeights {
+    /// Places of the weights, and the weights, the highest first.
+    best_first: Vec<(usize, f64)>,
+    lowest: f64,
+}
+
+impl TierWeights {
+    /// Of weights from 0 to 1.
+    pub fn new(weights: impl IntoIterator<Item = f64>) -> Self {
+        let mut best_first: Vec<(usize, f64)> = weights.into_iter().enumerate().collect();
+        best_first.sort_by(|one, other| other.1.total_cmp(&one.1));
+        let lowest = best_first.last().map_or(0.0, |(_, weight)| *weight);
+        Self { best_first, lowest }
+    }
+
+    /// The share of a prompt of `whole` tokens that its cached ones are worth, 0 to 1; an empty prompt saves nothing.
+    ///
+    /// `tokens` are held on whatever tiers. `reach` returns how long the prefix on the tier of a weight is, by the weight's place, with
+    /// what faster tiers hold of it: each token counts for the best tier that reaches it.
+    pub fn saved(&self, tokens: u64, whole: u64, reach: impl Fn(usize) -> u64) -> f64 {
+        if let Some(&(best, worth)) = self.best_first.first()
+            && 0 < tokens
+            && tokens <= whole
+            && reach(best) >= tokens
+        {
+            return worth * tokens as f64 / whole as f64;
+        }
+        let (mut saved, mut covered, end) = (0.0, 0, whole.min(tokens));
+        for &(tier, weight) in &self.best_first {
+            let reached = reach(tier);
+            if reached > covered {
+                let reached = reached.min(end);
+                saved += weight * (reached as f64 - covered as f64);
+                covered = reached;
+                if covered == end {
+                    break;
+                }
+            }
+        }
+        (saved + self.lowest * (end as f64 - covered as f64)) / whole.max(1) as f64
+    }
+}
+
+/// What loads count against computing, and when a load is too much.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadWeights {
+    /// Of work over the length of the prompt.
+    pub wait: f64,
+    /// Of work over the mean of all candidates.
+    pub mean: f64,
+    /// A worker with more than so many times the requests that the others have on average gets no credit for its cache; infinity for
+    /// no bound.
+    pub guard: f64,
+    /// Requests up to which it gets credit whatever the others have.
+    pub guard_requests: f64,
+}
+
+/// A worker that may be chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    /// The share of the prompt that its cache saves, as far as it is believed.
+    pub credit: f64,
+    /// What it has to do, in a unit that all candidates share.
+    pub work: f64,
+    /// Requests that it has.
+    pub requests: f64,
+}
+
+/// Why a candidate is chosen or not.
+#[derive(Clone, Copy, Debug)]
+pub struct Score {
+    /// The smaller the better: the sum of the two that follow.
+    pub score: f64,
+    /// The share of the prompt that it would have to compute.
+    pub uncached: f64,
+    /// What its load counts.
+    pub load: f64,
+    /// Whether it got no credit for its cache because of its requests.
+    pub is_hot: bool,
+}
+
+/// Scores of candidates for a prompt of `whole` tokens.
+pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec<Score> {
+    let bound = bound(candidates, weights);
+    let wait = weights.wait / whole.max(1) as f64;
+    let score = |(one, relative): (&Candidate, f64)| {
+        let is_hot = one.requests > bound;
+        let uncached = if is_hot { 1.0 } else { 1.0 - one.credit };
+        let load = wait * one.work + weights.mean * relative;
+        Score {
+            score: uncached + load,
+            uncached,
+            load,
+            is_hot,
+        }
+    };
+    candidates.iter().zip(relative_loads(candidates)).map(score).collect()
+}
+
+/// Requests above which a worker is hot: r > guard * (all - r) / (n - 1), solved for r.
+fn bound(candidates: &[Candidate], weights: &LoadWeights) -> f64 {
+    let all: f64 = candidates.iter().map(|one| one.requests).sum();
+    let others = candidates.len().saturating_sub(1) as f64;
+    let relative = if others > 0.0 && weights.guard.is_finite() {
+        weights.guard * all / (others + weights.guard)
+    } else {
+        all
+    };
+    relative.max(weights.guard_requests)
+}
+
+/// Places of the best: those with the smallest score, and of them those that compute least. One at least of one at least.
+pub fn best_of(scores: &[Score]) -> Vec<usize> {
+    let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
+        let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
+        among.into_iter().filter(|&at| of(&scores[at]) <= bound).collect()
+    };
+    let equal = least(|one| one.score, (0..scores.len()).collect());
+    least(|one| one.uncached, equal)
+}
+
+/// Places of the workers that are the least far from taking a request, which alone are chosen from: a worker without a connection takes a
+/// prompt only if no other one has one.
+pub fn nearest(distances: &[u8]) -> Vec<usize> {
+    let least = distances.iter().min();
+    (0..distances.len()).filter(|&at| Some(&distances[at]) == least).collect()
+}
+
+/// Loads over their mean; all 0 without any load. The largest is taken out first, so that no sum overflows.
+fn relative_loads(candidates: &[Candidate]) -> Vec<f64> {
+    let most = candidates.iter().map(|one| one.work).fold(0.0, f64::max);
+    if most == 0.0 {
+        return vec![0.0; candidates.len()];
+    }
+    let shares: Vec<f64> = candidates.iter().map(|one| one.work / most).collect();
+    let mean = sum(&shares) / shares.len() as f64;
+    shares.into_iter().map(|share| share / mean).collect()
+}
+
+/// The sum of numbers, rounded once (Shewchuk's algorithm).
+fn sum(values: &[f64]) -> f64 {
+    let mut partials: Vec<f64> = Vec::new();
+    for &value in values {
+        let (mut rest, mut kept) = (value, 0);
+        for at in 0..partials.len() {
+            let other = partials[at];
+            let (large, small) = if rest.abs() < other.abs() {
+                (other, rest)
+            } else {
+                (rest, other)
+            };
+            let high = large + small;
+            let low = small - (high - large);
+            if low != 0.0 {
+                partials[kept] = low;
+                kept += 1;
+            }
+            rest = high;
+        }
+        partials.truncate(kept);
+        partials.push(rest);
+    }
+    // From the largest on, until something is lost; half of a unit is rounded as the rest of the sum says.
+    let mut left = partials.into_iter().rev().peekable();
+    let mut high = left.next().unwrap_or(0.0);
+    while let Some(next) = left.next() {
+        let before = high;
+        high = before + next;
+        let low = next - (high - before);
+        if low != 0.0 {
+            let same_sign = left.peek().is_some_and(|rest| (low < 0.0) == (*rest < 0.0) && *rest != 0.0);
+            if same_sign {
+                let twice = low * 2.0;
+                let rounded = high + twice;
+                if twice == rounded - high {
+                    high = rounded;
+                }
+            }
+            break;
+        }
+    }
+    high
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_rounded_once() {
+        assert_eq!(sum(&[0.1; 10]), 1.0);
+        assert_eq!(sum(&[1e16, 1.0, -1e16]), 1.0);
+        assert_eq!(sum(&[1.0, 1e-16, 1e-16]), 1.000_000_000_000_000_2);
+        assert_eq!(sum(&[]), 0.0);
+    }
+
+    #[test]
+    fn tokens_count_for_the_best_tier_that_reaches_them() {
+        let saved =
+            |weights: [f64; 3], tokens, whole, tiers: [u64; 3]| TierWeights::new(weights).saved(tokens, whole, |at| tiers[at]);
+        let weights = [1.0, 0.8, 0.5];
+        assert_eq!(saved(weights, 100, 200, [100, 100, 100]), 0.5);
+        assert_eq!(saved(weights, 100, 100, [50, 100, 100]), 0.5 + 0.8 * 0.5);
+        assert_eq!(saved(weights, 100, 100, [0, 0, 0]), 0.5);
+        assert_eq!(saved([0.0, 0.8, 1.0], 100, 100, [50, 50, 100]), 1.0);
+    }
+
+    #[test]
+    fn the_nearest_are_chosen_from() {
+        assert_eq!(nearest(&[2, 1, 2, 1]), [1, 3]);
+        assert!(nearest(&[]).is_empty());
+    }
+}

@@ -1,0 +1,350 @@
+//! Which worker should take a prompt.
+//!
+//! Theory of operation. Candidates without a connection are left out while another one has one: a worker that is STALE, or where
+//! nothing listens, takes a prompt only if there is no other. The score of each of the rest is the share of the prompt that it
+//! must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
+//! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
+//! computes less is taken, since work that is not done helps everybody. Those that are equal in that too take turns; each process
+//! begins at a random place, so that many routers do not send to one worker at once.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Write;
+
+use serde::Deserialize;
+
+use crate::answers::{Considered, Row, Selected, Tiers, WorkerTrust};
+use crate::requests::{Candidate, Select, Weights};
+use crate::score::{self, LoadWeights, TierWeights};
+use crate::table::{Candidates, State, Table, Trust};
+use crate::ties::{Tie, Ties};
+use kvevents_index::planes::TIERS;
+
+/// What a cached token, a state and a load are worth.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Terms {
+    tiers: Weights<String>,
+    trust: Weights<State>,
+    load_weight: f64,
+}
+
+impl Terms {
+    /// The same with the weights of a request, which go before these.
+    fn of(&self, asked: &Select) -> Self {
+        Self {
+            tiers: self.tiers.updated(&asked.tiers),
+            trust: self.trust.updated(&asked.trust),
+            load_weight: asked.load_weight.unwrap_or(self.load_weight),
+        }
+    }
+
+    /// How far a worker is believed in a state.
+    fn believed(&self, state: State) -> f64 {
+        let given = self.trust.0.iter().find(|(of, _)| *of == state);
+        given.map_or(0.0, |(_, weight)| *weight)
+    }
+}
+
+/// The trust in a worker that is not followed, and how far it is from taking a request: a worker that is followed goes first.
+pub(crate) fn unfollowed() -> (Trust, u8) {
+    let trust = Trust {
+        state: State::Stale,
+        reason: "this service does not follow it".into(),
+        reason_codes: vec!["not-followed".into()],
+    };
+    (trust, NOT_CONNECTED)
+}
+
+/// The distance of a worker that has had no connection yet.
+const NOT_CONNECTED: u8 = 1;
+
+/// A worker that may be chosen.
+struct Contender<'a> {
+    instance: &'a str,
+    rank: i64,
+    load: f64,
+    trust: &'a Trust,
+    distance: u8,
+    /// What it holds of the prompt, on whatever tiers and by tier.
+    tokens: u32,
+    tiers: Tiers,
+}
+
+/// What a choice goes by beside the candidates.
+struct Question<'a> {
+    /// Tenant, group and model: what keeps workers of one name apart.
+    scope: [&'a str; 3],
+    prompt_tokens: usize,
+    tie: Tie,
+    explain: bool,
+}
+
+/// A choice, and the place in the table of what was chosen if it is followed.
+pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
+
+/// Chooses among the workers of a table, or among those of them that `named` names. None if these cannot be chosen from.
+pub(crate) fn select<'a>(
+    table: &'a Table,
+    found: &Candidates,
+    asked: &Select,
+    named: &'a [Candidate],
+    rows: &[Row],
+    whole: usize,
+    (unfollowed, terms, ties): (&'a (Trust, u8), &Terms, &Ties),
+) -> Option<Choice<'a>> {
+    let worker = |place: u32| (table.worker(place).instance.as_str(), table.worker(place).rank);
+    let places: HashMap<(&str, i64), u32> = found.workers.iter().map(|&place| (worker(place), place)).collect();
+    let held: HashMap<u32, &Row> = rows.iter().map(|row| (row.place, row)).collect();
+    let contender = |one: &&'a Candidate| {
+        let one: &'a Candidate = one;
+        let place = places.get(&(one.instance.as_str(), one.rank())).copied();
+        let (trust, distance) = place.map_or((&unfollowed.0, unfollowed.1), |place| {
+            (&table.worker(place).trust, table.worker(place).distance)
+        });
+        let row = place.and_then(|place| held.get(&place).copied());
+        Contender {
+            instance: &one.instance,
+            rank: one.rank(),
+            load: one.load,
+            trust,
+            distance,
+            tokens: row.map_or(0, |row| row.tokens),
+            tiers: row.map_or(Tiers(None), Row::tiers),
+        }
+    };
+    let contenders: Vec<Contender<'a>> = reachable_by_scope(table, found, named, &places)?
+        .iter()
+        .map(contender)
+        .collect();
+    let question = Question {
+        scope: [&found.scope.tenant, &found.scope.group, &found.scope.model],
+        prompt_tokens: whole,
+        tie: asked.tie,
+        explain: asked.explain,
+    };
+    let selected = choose(&contenders, &question, &terms.of(asked), ties)?;
+    let place = places.get(&(selected.instance, selected.rank)).copied();
+    Some((selected, place))
+}
+
+/// The choice among candidates that the control plane has found, as msgpack; `ties` are its own.
+///
+/// # Errors
+/// If the question has another shape, or no candidates.
+pub fn select_among(question: &[u8], ties: &Ties) -> Result<Vec<u8>, String> {
+    #[derive(Deserialize)]
+    struct Given {
+        instance: String,
+        rank: i64,
+        load: f64,
+        trust: Trust,
+        distance: u8,
+        tokens: u32,
+        tiers: Option<[u32; TIERS.len()]>,
+    }
+
+    impl Given {
+        fn contender(&self) -> Contender<'_> {
+            Contender {
+                instance: &self.instance,
+                rank: self.rank,
+                load: self.load,
+                trust: &self.trust,
+                distance: self.distance,
+                tokens: self.tokens,
+                tiers: Tiers(self.tiers),
+            }
+        }
+    }
+
+    #[derive(Deserialize)]
+    struct Asked {
+        scope: [String; 3],
+        prompt_tokens: usize,
+        tie: Tie,
+        explain: bool,
+        terms: Terms,
+        candidates: Vec<Given>,
+    }
+
+    let asked: Asked = rmp_serde::from_slice(question).map_err(|error| error.to_string())?;
+    let contenders: Vec<Contender<'_>> = asked.candidates.iter().map(Given::contender).collect();
+    let question = Question {
+        scope: asked.scope.each_ref().map(String::as_str),
+        prompt_tokens: asked.prompt_tokens,
+        tie: asked.tie,
+        explain: asked.explain,
+    };
+    let selected = choose(&contenders, &question, &asked.terms, ties).ok_or("there are no candidates")?;
+    rmp_serde::to_vec_named(&selected).map_err(|error| error.to_string())
+}
+
+/// The candidate with the smallest score, and why. None without candidates.
+fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Terms, ties: &Ties) -> Option<Selected<'a>> {
+    let distances: Vec<u8> = contenders.iter().map(|one| one.distance).collect();
+    let reachable: Vec<&Contender<'a>> = score::nearest(&distances).into_iter().map(|at| &contenders[at]).collect();
+    let weights = TierWeights::new(terms.tiers.0.iter().map(|(_, weight)| *weight));
+    let tiers: Vec<Option<usize>> = (terms.tiers.0.iter())
+        .map(|(name, _)| TIERS.iter().position(|tier| tier == name))
+        .collect();
+    let candidate = |one: &&Contender<'a>| {
+        let held = one.tiers.0.unwrap_or_default();
+        let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
+        score::Candidate {
+            credit: terms.believed(one.trust.state) * weights.saved(one.tokens.into(), question.prompt_tokens as u64, reach),
+            work: one.load,
+            requests: 0.0,
+        }
+    };
+    let candidates: Vec<score::Candidate> = reachable.iter().map(candidate).collect();
+    let loads = LoadWeights {
+        wait: 0.0,
+        mean: terms.load_weight,
+        guard: f64::INFINITY,
+        guard_requests: 0.0,
+    };
+    let scores = score::weigh(&candidates, question.prompt_tokens as u64, &loads);
+    let equal = score::best_of(&scores);
+    let names = equal
+        .iter()
+        .map(|&at| (question.scope, reachable[at].instance, reachable[at].rank));
+    let keys: Vec<u64> = names.map(|name| ties.key(name)).collect();
+    let picked = ties.pick(question.tie, &keys);
+    ties.took(*keys.get(picked)?);
+    let at = equal[picked];
+    let mut considered: Vec<Considered<'a>> = (reachable.iter().zip(&scores))
+        .map(|(one, score)| Considered {
+            instance: one.instance,
+            rank: one.rank,
+            score: score.score,
+            uncached: score.uncached,
+            load: score.load,
+            tokens: one.tokens,
+            tiers: one.tiers,
+            trust: one.trust,
+        })
+        .collect();
+    let counts = (reachable.len(), equal.len(), contenders.len() - reachable.len());
+    let why = why(question, &considered[at], reachable[at].distance > 0, counts);
+    let chosen = considered.remove(at);
+    Some(Selected {
+        instance: chosen.instance,
+        rank: chosen.rank,
+        score: chosen.score,
+        trust: chosen.trust,
+        why,
+        unreachable: question.explain.then(|| {
+            let left = contenders.iter().filter(|one| one.distance != reachable[at].distance);
+            left.map(|one| WorkerTrust {
+                instance: one.instance,
+                rank: one.rank,
+                trust: one.trust,
+            })
+            .collect()
+        }),
+        considered: question.explain.then(|| {
+            considered.sort_by(|one, other| {
+                (one.score.total_cmp(&other.score))
+                    .then(one.uncached.total_cmp(&other.uncached))
+                    .then((one.instance, one.rank).cmp(&(other.instance, other.rank)))
+            });
+            considered.insert(0, chosen);
+            considered
+        }),
+        missing: "",
+    })
+}
+
+/// Candidates without those of the same tenant and group that serve another model, LoRA or salt. None for none, or for one twice.
+fn reachable_by_scope<'a>(
+    table: &Table,
+    found: &Candidates,
+    named: &'a [Candidate],
+    places: &HashMap<(&str, i64), u32>,
+) -> Option<Vec<&'a Candidate>> {
+    let others: HashSet<(&str, i64)> = (table.workers.iter())
+        .filter(|worker| worker.scope.tenant == found.scope.tenant && worker.scope.group == found.scope.group)
+        .map(|worker| (worker.instance.as_str(), worker.rank))
+        .filter(|worker| !places.contains_key(worker))
+        .collect();
+    let is_other = |one: &&Candidate| others.contains(&(one.instance.as_str(), one.rank()));
+    let candidates: Vec<&Candidate> = named.iter().filter(|one| !is_other(one)).collect();
+    let mut seen = HashSet::new();
+    let is_once = candidates.iter().all(|one| seen.insert((one.instance.as_str(), one.rank())));
+    (is_once && !candidates.is_empty()).then_some(candidates)
+}
+
+/// One sentence about a choice among so many candidates, equal ones, and ones that were left out.
+fn why(
+    question: &Question<'_>,
+    chosen: &Considered<'_>,
+    is_unconnected: bool,
+    (candidates, equal, left_out): (usize, usize, usize),
+) -> String {
+    let mut tiers = String::new();
+    let mut reached = 0;
+    for (name, &tokens) in TIERS.iter().zip(chosen.tiers.0.as_ref().map_or(&[][..], |tokens| tokens)) {
+        if tokens > reached {
+            let before = if reached > 0 { ", " } else { "" };
+            let word = if reached > 0 { "including" } else { "on" };
+            let _ = write!(tiers, "{before}{} {word} {name}", grouped(tokens as usize));
+            reached = tokens;
+        }
+    }
+    let tiers = if tiers.is_empty() { tiers } else { format!(" ({tiers})") };
+    let reason = &chosen.trust.reason;
+    let reason = if reason.is_empty() {
+        String::new()
+    } else {
+        format!(" ({reason})")
+    };
+    let way = match question.tie {
+        Tie::Rotate => "in turn",
+        Tie::Random => "by chance",
+        Tie::First => "as the first",
+    };
+    let mut among = match equal {
+        1 => format!("the best of {candidates}"),
+        _ => format!("of {equal} equally good ones taken {way}"),
+    };
+    if left_out > 0 {
+        let _ = write!(among, "; {left_out} without a connection were left out");
+    } else if is_unconnected {
+        among.push_str("; no candidate is connected");
+    }
+    format!(
+        "{} rank {} is {}{reason}, holds {} of {} tokens{tiers}, must compute {:.0}%, and its load counts {:.2}: score {:.3}, \
+         {among}.",
+        chosen.instance,
+        chosen.rank,
+        chosen.trust.state.name(),
+        grouped(chosen.tokens as usize),
+        grouped(question.prompt_tokens),
+        chosen.uncached * 100.0,
+        chosen.load,
+        chosen.score,
+    )
+}
+
+/// A number with a comma between thousands.
+fn grouped(number: usize) -> String {
+    let digits = number.to_string();
+    let mut found = String::with_capacity(digits.len() + digits.len() / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            found.push(',');
+        }
+        found.push(digit);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_are_grouped() {
+        let shown: Vec<String> = [0, 12, 999, 1_000, 1_234_567].into_iter().map(grouped).collect();
+        assert_eq!(shown, ["0", "12", "999", "1,000", "1,234,567"]);
+    }
+}

@@ -1,0 +1,521 @@
+//! The listener, and the way of each request.
+
+use std::future::{Future, poll_fn};
+use std::net::TcpListener;
+use std::os::unix::net::UnixDatagram;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use hyper::body::{Body as _, Incoming};
+use hyper::header::{ACCEPT, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::http::request::Parts;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use parking_lot::{Mutex, RwLock};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::{Notify, Semaphore};
+use tokio_rustls::TlsAcceptor;
+
+use crate::body::{Body, InProgress, Unreceived, receive};
+use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
+use crate::endpoints::{Endpoints, Format, Head, Question};
+use crate::forward::{Sent, Upstream, end_to_end};
+use crate::grpc;
+use crate::metrics::{Metrics, PromptSample};
+use crate::policy::Policy;
+use crate::problems::{CLOSE, JSON, Problem};
+use crate::settings::{Settings, seconds};
+use crate::socket::{MAX_HEAD, Socket};
+use crate::table::Table;
+use crate::tls;
+
+const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
+/// Looks at all connections after which a control plane that has reported nothing does not live: 10 s.
+const MAX_SILENCE: u32 = 50;
+/// Bytes of a body from which on it is read by a thread of its own, so that it does not keep other clients waiting.
+const MANY_BYTES: usize = 1 << 16;
+/// The same of a prompt, whose token ids are read quickly.
+const MANY_PROMPT_BYTES: usize = 1 << 20;
+/// Streams of one HTTP/2 connection.
+const MAX_STREAMS: u32 = 128;
+
+/// Why a server does not start.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Status and body of the answers to probes.
+struct Probes {
+    live: (StatusCode, Bytes),
+    ready: (StatusCode, Bytes),
+}
+
+/// What all connections share.
+pub(crate) struct Shared {
+    pub(crate) settings: Settings,
+    pub(crate) connections: Arc<Connections>,
+    pub(crate) endpoints: Endpoints,
+    pub(crate) policy: Policy,
+    pub(crate) upstream: Upstream,
+    probes: RwLock<Option<Probes>>,
+    /// Looks at all connections since the control plane has set `probes`.
+    silence: AtomicU32,
+    heavy: Semaphore,
+    is_draining: Notify,
+    tls: Option<TlsAcceptor>,
+}
+
+impl Shared {
+    /// Whether queries should come to this service, as far as the control plane has said lately.
+    pub(crate) fn is_ready(&self) -> bool {
+        let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;
+        is_alive
+            && self
+                .probes
+                .read()
+                .as_ref()
+                .is_some_and(|probes| probes.ready.0 == StatusCode::OK)
+    }
+
+    /// Does work on a question of so many bytes; much of it in a thread of its own. None if the service ends.
+    pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
+        let most = match question {
+            Question::Query | Question::Match => MANY_PROMPT_BYTES,
+            Question::QueryByHash | Question::MatchMany | Question::Select => MANY_BYTES,
+        };
+        if size <= most {
+            return Some(work());
+        }
+        let _permit = self.heavy.acquire().await.ok()?;
+        Some(tokio::task::block_in_place(work))
+    }
+}
+
+/// The client has left.
+#[derive(Debug)]
+struct Gone;
+
+impl std::fmt::Display for Gone {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str("the client has left")
+    }
+}
+
+impl std::error::Error for Gone {}
+
+/// The data plane, from its start to its end.
+pub struct Server {
+    shared: Arc<Shared>,
+    runtime: Mutex<Option<Runtime>>,
+}
+
+impl Server {
+    /// Serves at a socket that listens, with settings as JSON. What is forwarded goes over connections whose other descriptors are
+    /// sent to `upstream`, as numbers in the machine's byte order: its reader owns them.
+    ///
+    /// # Errors
+    /// For settings of another shape, certificates that cannot be used, and if the system refuses threads.
+    pub fn start(settings: &[u8], listener: TcpListener, upstream: UnixDatagram) -> Result<Self, Failure> {
+        let settings: Settings = serde_json::from_slice(settings)?;
+        listener.set_nonblocking(true)?;
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(settings.threads)
+            .thread_name("kvevents-http")
+            .enable_all()
+            .build()?;
+        let (listener, upstream) = {
+            let _entered = runtime.enter();
+            (tokio::net::TcpListener::from_std(listener)?, Upstream::new(upstream)?)
+        };
+        let shared = Arc::new(Shared {
+            connections: Arc::new(Connections::new(settings.limits.clone())),
+            endpoints: Endpoints::new(settings.limits.clone(), settings.select.clone(), Metrics::new(&settings)),
+            policy: Policy::new(&settings),
+            upstream,
+            probes: RwLock::default(),
+            silence: AtomicU32::new(0),
+            heavy: Semaphore::new(settings.threads),
+            is_draining: Notify::new(),
+            tls: settings.tls.as_ref().map(tls::acceptor).transpose()?,
+            settings,
+        });
+        runtime.spawn(accept(shared.clone(), listener));
+        runtime.spawn(sweep(shared.clone()));
+        Ok(Self {
+            shared,
+            runtime: Mutex::new(Some(runtime)),
+        })
+    }
+
+    /// Answers queries from another table from now on.
+    pub fn replace_table(&self, table: Table) {
+        self.shared.endpoints.replace(table);
+    }
+
+    /// Answers probes with these from now on: status and body of `/livez` and `/readyz`.
+    pub fn replace_probes(&self, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
+        let answer = |(status, body): (u16, Vec<u8>)| {
+            let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+            (status, Bytes::from(body))
+        };
+        *self.shared.probes.write() = Some(Probes {
+            live: answer(live),
+            ready: answer(ready),
+        });
+        self.shared.silence.store(0, Ordering::Relaxed);
+    }
+
+    /// What was counted, as JSON.
+    #[must_use]
+    pub fn metrics(&self) -> Vec<u8> {
+        let connections = &self.shared.connections;
+        let all = serde_json::json!({
+            "answers": self.shared.endpoints.metrics.json(),
+            "connections": connections.by_state(),
+            "opened": connections.opened(),
+            "closed": *connections.closed.lock(),
+            "refusals": *connections.refusals.lock(),
+            "received": connections.received(),
+            "unread": connections.unread(),
+        });
+        all.to_string().into_bytes()
+    }
+
+    /// Prompts that were looked up since the last call, as far as they are sampled.
+    #[must_use]
+    pub fn samples(&self) -> Vec<PromptSample> {
+        self.shared.endpoints.metrics.samples()
+    }
+
+    /// Takes no more connections, and waits until those that there are have ended, for `time` at most.
+    pub fn drain(&self, time: f64) {
+        let guard = self.runtime.lock();
+        let Some(runtime) = guard.as_ref() else { return };
+        self.shared.is_draining.notify_one();
+        let connections = &self.shared.connections;
+        let end = Instant::now() + seconds(time);
+        runtime.block_on(async {
+            loop {
+                connections.drain();
+                if connections.is_empty() || Instant::now() >= end {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        });
+    }
+
+    /// Ends all connections, and the threads.
+    pub fn close(&self) {
+        self.shared.connections.abort_all();
+        if let Some(runtime) = self.runtime.lock().take() {
+            runtime.shutdown_timeout(Duration::from_secs(1));
+        }
+    }
+}
+
+async fn sweep(shared: Arc<Shared>) {
+    loop {
+        tokio::time::sleep(SWEEP).await;
+        shared.connections.sweep(Instant::now());
+        shared.silence.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
+    let mut draining = pin!(shared.is_draining.notified());
+    loop {
+        let accepted = poll_fn(|cx| {
+            if draining.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(None);
+            }
+            listener.poll_accept(cx).map(Some)
+        });
+        match accepted.await {
+            None => return,
+            Some(Ok((stream, peer))) => {
+                let admission = loop {
+                    match shared.connections.admit(Instant::now()) {
+                        Admission::Later => tokio::time::sleep(Duration::from_millis(1)).await,
+                        admission => break admission,
+                    }
+                };
+                if let Admission::Admitted(connection) = admission {
+                    tokio::spawn(connected(shared.clone(), connection, stream, peer.to_string()));
+                }
+            }
+            // No more files can be open, or the client has left already.
+            Some(Err(_)) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    }
+}
+
+async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: TcpStream, peer: String) {
+    let _ = stream.set_nodelay(true);
+    let ended = async {
+        match &shared.tls {
+            None => serve(&shared, &connection, stream, &peer).await,
+            Some(acceptor) => {
+                let handshake = tokio::time::timeout(shared.settings.limits.request(), acceptor.accept(stream));
+                match handshake.await {
+                    Ok(Ok(stream)) => serve(&shared, &connection, stream, &peer).await,
+                    _ => count(&shared.connections.closed, "handshake"),
+                }
+            }
+        }
+    };
+    unless_aborted(&connection, ended).await;
+    shared.connections.remove(&connection);
+}
+
+/// Does something until it is done, or the connection is to end at once.
+async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
+    let mut work = pin!(work);
+    let mut ordered = pin!(connection.ordered.notified());
+    poll_fn(|cx| {
+        while ordered.as_mut().poll(cx).is_ready() {
+            ordered.set(connection.ordered.notified());
+        }
+        if connection.order() == Order::Abort {
+            return Poll::Ready(());
+        }
+        work.as_mut().poll(cx)
+    })
+    .await;
+}
+
+async fn serve<S>(shared: &Arc<Shared>, connection: &Arc<Connection>, stream: S, peer: &str)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let limits = shared.settings.limits.clone();
+    let socket = Socket::new(stream, shared.connections.clone(), connection.clone(), limits);
+    let service = service_fn(|request| {
+        let progress = InProgress::new(shared.connections.clone(), connection.clone());
+        handle(shared.clone(), progress, peer.to_owned(), request)
+    });
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .header_read_timeout(None)
+        .max_buf_size(MAX_HEAD)
+        .timer(TokioTimer::new());
+    builder
+        .http2()
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_header_list_size(MAX_HEAD as u32)
+        .timer(TokioTimer::new());
+    let mut served = pin!(builder.serve_connection(TokioIo::new(socket), service));
+    let mut is_ending = false;
+    poll_fn(|cx| {
+        if !is_ending && connection.order() == Order::Close {
+            is_ending = true;
+            served.as_mut().graceful_shutdown();
+        }
+        served.as_mut().poll(cx).map(drop)
+    })
+    .await;
+}
+
+async fn handle(
+    shared: Arc<Shared>,
+    progress: InProgress,
+    peer: String,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, Gone> {
+    let began = Instant::now();
+    let is_reserved = progress.connection.is_reserved;
+    let (mut head, body) = request.into_parts();
+    if let Some(authority) = head.uri.authority()
+        && !head.headers.contains_key(HOST)
+        && let Ok(host) = HeaderValue::from_str(authority.as_str())
+    {
+        head.headers.insert(HOST, host); // as HTTP/1.1 has it
+    }
+    let path = head.uri.path();
+    let is_call = grpc::is_call(&head);
+    let is_probe = if is_call {
+        grpc::is_probe(&head)
+    } else {
+        shared.settings.probes.iter().any(|probe| probe == path)
+    };
+    let mut response = if is_reserved && !is_probe {
+        let problem = Problem::too_many_clients(shared.settings.limits.max_clients);
+        count(&shared.connections.refusals, problem.reason);
+        if shared.settings.paths.contains_key(path) {
+            shared
+                .endpoints
+                .metrics
+                .request(path, problem.status.as_u16(), Duration::ZERO);
+        }
+        progress.connection.linger();
+        if is_call {
+            grpc::Status::from(&problem).response()
+        } else {
+            problem.response()
+        }
+    } else if is_call {
+        grpc::respond(&shared, progress, &peer, (head, body), began).await
+    } else {
+        respond(&shared, progress, &peer, (head, body), began).await?
+    };
+    if is_reserved {
+        response.headers_mut().insert(CONNECTION, CLOSE);
+    }
+    Ok(response)
+}
+
+async fn respond(
+    shared: &Shared,
+    progress: InProgress,
+    peer: &str,
+    (head, body): (Parts, Incoming),
+    began: Instant,
+) -> Result<Response<Body>, Gone> {
+    let connection = progress.connection.clone();
+    let path = head.uri.path();
+    let has_body = !body.is_end_stream();
+    if shared.settings.probes.iter().any(|probe| probe == path) {
+        // An answer that says whether the process lives does not wait for anything.
+        shared.connections.is_answering(&connection, began);
+        let mut response = match probed(shared, &head) {
+            Some(response) => {
+                shared
+                    .endpoints
+                    .metrics
+                    .request(path, response.status().as_u16(), began.elapsed());
+                response
+            }
+            None => forward(shared, progress, &head, peer, Sent::Whole(Bytes::new())).await,
+        };
+        if has_body {
+            connection.linger();
+            response.headers_mut().insert(CONNECTION, CLOSE);
+        }
+        return Ok(response);
+    }
+    let question = Question::at(path).filter(|_| shared.settings.answers_queries && head.method == Method::POST);
+    let asked = question.and_then(|question| Some((question, described(&head)?)));
+    let is_admitted = asked.is_some()
+        && body.size_hint().lower() <= shared.settings.limits.max_body_bytes as u64
+        && shared.policy.admits(&head.headers);
+    if has_body && !is_admitted {
+        let announced = match head.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()) {
+            Some(length) => length.to_owned(),
+            None => "chunked".into(),
+        };
+        let Some(answer) = shared.upstream.ask(&head, peer, Sent::Announced(announced)).await else {
+            return Ok(unread(&connection, Problem::ending().response()));
+        };
+        if answer.status() != StatusCode::NO_CONTENT {
+            return Ok(unread(&connection, relayed(answer, progress)));
+        }
+    }
+    let body = match receive(&progress, body, &shared.settings.limits).await {
+        Ok(body) => body,
+        Err(Unreceived::Gone) => return Err(Gone),
+        Err(Unreceived::Refused(problem)) => {
+            count(&shared.connections.refusals, problem.reason);
+            return Ok(unread(&connection, problem.response()));
+        }
+        Err(Unreceived::TooLarge) => {
+            let length = shared.settings.limits.max_body_bytes as u64 + 1;
+            let response = forward(shared, progress, &head, peer, Sent::Announced(length.to_string())).await;
+            return Ok(unread(&connection, response));
+        }
+    };
+    if is_admitted
+        && let Some((question, asked)) = asked
+        && let Some(found) = answered(shared, question, &asked, &body).await
+    {
+        shared.endpoints.metrics.request(question.path(), 200, began.elapsed());
+        let mut response = Response::new(Body::full(found.into()));
+        let kind = if asked.wants_msgpack && question.is_ours() {
+            MSGPACK
+        } else {
+            JSON
+        };
+        response.headers_mut().insert(CONTENT_TYPE, kind);
+        return Ok(response);
+    }
+    Ok(forward(shared, progress, &head, peer, Sent::Whole(body)).await)
+}
+
+/// An answer to a request whose body is not received: the connection ends behind it.
+fn unread(connection: &Connection, mut response: Response<Body>) -> Response<Body> {
+    connection.linger();
+    response.headers_mut().insert(CONNECTION, CLOSE);
+    response
+}
+
+/// The answer to a probe. None for what the control plane answers.
+fn probed(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
+    if head.method != Method::GET || head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK) {
+        return None;
+    }
+    let probes = shared.probes.read();
+    let probes = probes.as_ref()?;
+    let (status, body) = match head.uri.path() {
+        "/livez" if shared.silence.load(Ordering::Relaxed) > MAX_SILENCE => {
+            let body = r#"{"status":"failed","warnings":["the control plane has not reported for 10 s"]}"#;
+            (StatusCode::SERVICE_UNAVAILABLE, Bytes::from_static(body.as_bytes()))
+        }
+        "/livez" => probes.live.clone(),
+        "/readyz" => probes.ready.clone(),
+        _ => return None,
+    };
+    let mut response = Response::new(Body::full(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, JSON);
+    Some(response)
+}
+
+/// What a question's head says. None for a body that is not read here.
+fn described(head: &Parts) -> Option<Head> {
+    let kind = head.headers.get(CONTENT_TYPE)?.as_bytes();
+    let kind = kind.split(|byte| *byte == b';').next()?.trim_ascii();
+    let is = |name: &str| kind.eq_ignore_ascii_case(name.as_bytes());
+    let format = match () {
+        () if is("application/json") => Format::Json,
+        () if is("application/msgpack") || is("application/x-msgpack") => Format::Msgpack,
+        () if is("application/octet-stream") => Format::Raw,
+        () => return None,
+    };
+    Some(Head {
+        format,
+        wants_msgpack: head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK),
+        query_string: head.uri.query().map(str::to_owned),
+    })
+}
+
+/// The answer of the index.
+async fn answered(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Vec<u8>> {
+    let work = || shared.endpoints.answer(question, head, body);
+    shared.run(question, body.len(), work).await?
+}
+
+/// Has the control plane answer.
+async fn forward(shared: &Shared, progress: InProgress, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
+    match shared.upstream.ask(head, peer, sent).await {
+        Some(answer) => relayed(answer, progress),
+        None => Problem::ending().response(),
+    }
+}
+
+fn relayed(answer: Response<Incoming>, progress: InProgress) -> Response<Body> {
+    let (mut head, body) = answer.into_parts();
+    head.headers = end_to_end(&head.headers);
+    Response::from_parts(
+        head,
+        Body::Forwarded {
+            body,
+            _progress: progress,
+        },
+    )
+}

@@ -1,0 +1,174 @@
+//! A client's socket, which reports what passes it, and says what hyper cannot.
+//!
+//! hyper answers a head that it cannot read with an empty 400 or 431. Here that becomes an error like all others. For a head that
+//! is not complete in time, hyper is given bytes that no head can have, so that it refuses the request, with 408 in the end.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::connections::{Connection, Connections, Order, count};
+use crate::problems::Problem;
+use crate::settings::Limits;
+
+/// Bytes of a request's first line and headers: eight times what proxies let through.
+pub(crate) const MAX_HEAD: usize = 65_536;
+/// What ends every head, and makes it malformed.
+const POISON: &[u8] = b"\0\r\n\r\n";
+
+pub(crate) struct Socket<S> {
+    inner: S,
+    connections: Arc<Connections>,
+    connection: Arc<Connection>,
+    limits: Limits,
+    is_poisoned: bool,
+    /// What is written in the place of hyper's own refusal.
+    refusal: Option<(Vec<u8>, usize)>,
+    /// Whether the client may be sending when the last answer is written: closing at once would destroy that.
+    lingers: bool,
+    has_shut_down: bool,
+}
+
+impl<S> Socket<S> {
+    pub(crate) fn new(inner: S, connections: Arc<Connections>, connection: Arc<Connection>, limits: Limits) -> Self {
+        Self {
+            inner,
+            connections,
+            connection,
+            limits,
+            is_poisoned: false,
+            refusal: None,
+            lingers: false,
+            has_shut_down: false,
+        }
+    }
+
+    /// The error in the place of what hyper writes about a head that it cannot read. None if this is not that.
+    fn refusal(&self, bytes: &[u8]) -> Option<Problem> {
+        let is_short = bytes.ends_with(b"\r\n\r\n") && bytes.starts_with(b"HTTP/1.1 4");
+        if !is_short || !contains(bytes, b"content-length: 0\r\n") || contains(bytes, b"content-type") {
+            return None;
+        }
+        Some(if self.is_poisoned {
+            Problem::too_slow(self.limits.request_seconds)
+        } else if bytes.starts_with(b"HTTP/1.1 400") {
+            Problem::malformed()
+        } else {
+            Problem::headers_too_large(MAX_HEAD)
+        })
+    }
+}
+
+fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
+    bytes.windows(wanted.len()).any(|window| window == wanted)
+}
+
+impl<S: AsyncWrite + Unpin> Socket<S> {
+    /// Writes the rest of a refusal in the place of `size` bytes of hyper's.
+    fn write_refusal(&mut self, cx: &mut Context<'_>, size: usize) -> Poll<io::Result<usize>> {
+        let Some((bytes, written)) = &mut self.refusal else {
+            return Poll::Ready(Ok(size));
+        };
+        while *written < bytes.len() {
+            let count = ready!(Pin::new(&mut self.inner).poll_write(cx, &bytes[*written..]))?;
+            if count == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            *written += count;
+        }
+        self.refusal = None;
+        Poll::Ready(Ok(size))
+    }
+
+    fn note(&self, result: &Poll<io::Result<usize>>, offered: usize) {
+        let written = match result {
+            Poll::Ready(Ok(count)) => *count,
+            Poll::Ready(Err(_)) => return,
+            Poll::Pending => 0,
+        };
+        self.connections
+            .has_written(&self.connection, written, offered - written, Instant::now());
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.is_poisoned {
+            return Poll::Ready(Ok(()));
+        }
+        if this.connection.order() == Order::Refuse && buf.remaining() >= POISON.len() {
+            this.is_poisoned = true;
+            buf.put_slice(POISON);
+            return Poll::Ready(Ok(()));
+        }
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut this.inner).poll_read(cx, buf))?;
+        let now = Instant::now();
+        if buf.filled().len() > before {
+            this.connections.has_received(&this.connection, now);
+        } else if this.connections.has_left(&this.connection, now) {
+            // hyper would give the answer up; it reads again behind it.
+            return Poll::Pending;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(cx, &[IoSlice::new(buf)])
+    }
+
+    fn poll_write_vectored(self: Pin<&mut Self>, cx: &mut Context<'_>, bufs: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let offered = bufs.iter().map(|buf| buf.len()).sum();
+        if this.refusal.is_some() {
+            return this.write_refusal(cx, offered);
+        }
+        if let [only] = bufs
+            && let Some(problem) = this.refusal(only)
+        {
+            count(&this.connections.refusals, problem.reason);
+            this.refusal = Some((problem.written(), 0));
+            this.lingers = true;
+            return this.write_refusal(cx, offered);
+        }
+        let result = Pin::new(&mut this.inner).poll_write_vectored(cx, bufs);
+        this.note(&result, offered);
+        result
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.has_shut_down {
+            this.connections.is_closing(&this.connection, Instant::now());
+            ready!(Pin::new(&mut this.inner).poll_shutdown(cx))?;
+            this.has_shut_down = true;
+        }
+        if !this.lingers && !this.connection.lingers() {
+            return Poll::Ready(Ok(()));
+        }
+        // What the client still sends is discarded, until it closes or its time is over.
+        let mut room = [0; 4_096];
+        loop {
+            let mut buf = ReadBuf::new(&mut room);
+            ready!(Pin::new(&mut this.inner).poll_read(cx, &mut buf))?;
+            if buf.filled().is_empty() {
+                return Poll::Ready(Ok(()));
+            }
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Which of several equally good workers comes next.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, Hash, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use serde::Deserialize;
+
+/// Workers whose last turn is remembered: four times as many as a service follows by default.
+pub const MAX_TURNS: usize = 16_384;
+
+/// How a tie between equal candidates ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tie {
+    /// The one that was chosen longest ago.
+    #[default]
+    Rotate,
+    /// By chance.
+    Random,
+    /// The first of those given.
+    First,
+}
+
+/// Returns a number below another one, by chance.
+type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
+
+/// The turns of equal workers, which are known by their keys. The first one is at a random place, so that many routers do not begin with the
+/// same worker.
+pub struct Ties {
+    secret: RandomState,
+    /// From 0 to below 1.
+    start: f64,
+    most: usize,
+    draw: Draw,
+    turns: Mutex<Turns>,
+}
+
+#[derive(Default)]
+struct Turns {
+    number: u64,
+    last: HashMap<u64, u64>,
+    by_number: BTreeMap<u64, u64>,
+}
+
+impl Ties {
+    /// Whose first turn is at `start`, from 0 to below 1, of those that are equal, and which remembers the turns of `most` workers.
+    pub fn new(start: f64, most: usize, draw: Draw) -> Self {
+        Self {
+            secret: RandomState::new(),
+            start,
+            most,
+            draw,
+            turns: Mutex::default(),
+        }
+    }
+
+    /// A random one of the equal candidates.
+    pub(crate) fn by_chance() -> Self {
+        let (random, drawn) = (RandomState::new(), AtomicU64::new(0));
+        let start = (random.hash_one("start") >> 11) as f64 / (1_u64 << 53) as f64;
+        let draw = move |count: usize| (random.hash_one(drawn.fetch_add(1, Ordering::Relaxed)) % count as u64) as usize;
+        Self::new(start, MAX_TURNS, Box::new(draw))
+    }
+
+    /// The key of a worker.
+    pub fn key(&self, worker: impl Hash) -> u64 {
+        self.secret.hash_one(worker)
+    }
+
+    /// The place of the worker to take; 0 of one or none.
+    pub fn pick(&self, how: Tie, equal: &[u64]) -> usize {
+        if equal.len() < 2 {
+            return 0;
+        }
+        match how {
+            Tie::First => 0,
+            Tie::Random => (self.draw)(equal.len()),
+            Tie::Rotate => {
+                let start = (self.start * equal.len() as f64) as usize;
+                let turns = self.turns.lock();
+                let waited = |&place: &usize| {
+                    let last = turns.last.get(&equal[place]).copied().unwrap_or(0);
+                    (last, (place + equal.len() - start) % equal.len())
+                };
+                (0..equal.len()).min_by_key(waited).unwrap_or(0)
+            }
+        }
+    }
+
+    /// Notes that a worker was chosen, whatever for: of equal ones it is the last to come next.
+    pub fn took(&self, key: u64) {
+        let mut guard = self.turns.lock();
+        let turns = &mut *guard;
+        turns.number += 1;
+        if let Some(before) = turns.last.insert(key, turns.number) {
+            turns.by_number.remove(&before);
+        }
+        turns.by_number.insert(turns.number, key);
+        if turns.last.len() > self.most
+            && let Some((_, oldest)) = turns.by_number.pop_first()
+        {
+            turns.last.remove(&oldest);
+        }
+    }
+
+    /// Workers whose last turn is remembered.
+    pub fn remembered(&self) -> usize {
+        self.turns.lock().last.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_workers_take_turns() {
+        let ties = Ties::by_chance();
+        let equal: Vec<u64> = (0..4).collect();
+        let mut seen = Vec::new();
+        for _ in 0..8 {
+            let place = ties.pick(Tie::Rotate, &equal);
+            ties.took(equal[place]);
+            seen.push(place);
+        }
+        assert_eq!(seen[..4], seen[4..]);
+        seen.truncate(4);
+        seen.sort_unstable();
+        assert_eq!(seen, [0, 1, 2, 3]);
+        assert_eq!(ties.pick(Tie::First, &equal), 0);
+        let drawn: std::collections::HashSet<usize> = (0..100).map(|_| ties.pick(Tie::Random, &equal)).collect();
+        assert_eq!(drawn.len(), 4);
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let ties = Ties::by_chance();
+        for key in 0..2 * MAX_TURNS as u64 {
+            ties.took(key);
+        }
+        assert_eq!(ties.remembered(), MAX_TURNS);
+        assert_eq!(ties.turns.lock().by_number.len(), MAX_TURNS);
+    }
+}
