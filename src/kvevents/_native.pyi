@@ -1,7 +1,8 @@
-"""The compiled part of `kvevents.index`; see native/python/src/python.rs."""
+"""The compiled part of `kvevents.index`, `kvevents.routing` and `kvevents.service`; see native/python/src/python.rs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Self
 
 from kvevents.index.namespace import Namespace
@@ -9,6 +10,7 @@ from kvevents.index.reports import Applied
 from kvevents.stream import RawBatch
 
 SCRATCH_BYTES_PER_PAYLOAD_BYTE: int
+TIERS: list[str]
 
 class WorkerMatch:
     """What one worker holds of a prompt."""
@@ -67,7 +69,8 @@ class NativeIndex:
     def _apply_many(self, batches: list[RawBatch]) -> list[Applied]: ...
     def _apply_run(
         self, source: str, rank: int, incarnation: int, first: int, payloads: Sequence[bytes]
-    ) -> tuple[int, list[tuple[int, Applied]]]: ...
+    ) -> dict[int, Applied]: ...
+    def _agrees(self, source: str, rank: int, digest: str) -> bool | None: ...
     def _gap(self, source: str, rank: int, incarnation: int, last: int) -> Applied: ...
     def _reset(self, source: str, rank: int, incarnation: int) -> Applied: ...
     def _label(self, source: str, model: str | None) -> None: ...
@@ -83,21 +86,20 @@ class NativeIndex:
     def _snapshot(self, path: Path, workers: list[tuple[str, int]] | None) -> None: ...
     def _restore(self, read: Callable[[int], bytes]) -> None: ...
     def _absorb(self, read: Callable[[int], bytes]) -> list[tuple[str, int]]: ...
+    def _break(self) -> None:
+        """Panic in the middle of a change. Only builds for tests have it."""
 
 class Compactor:
     """Folds the payloads of one stream into what is still live. Calls of several threads wait for each other."""
 
     def __new__(cls, wire_limits: tuple[int, int, int, int, int, int]) -> Self: ...
-    def fold(self, payload: bytes, respelled: bool = False) -> bool:
-        """Take in the next payload. False where the scanner is not certain of it, and nothing has changed.
+    def fold(self, payload: bytes, own: bool = False) -> None:
+        """Take in the next payload; `lost` if events of it cannot be read.
 
-        `respelled` is for `kvevents.wire.respelling.respelled` of its events, which may be larger than what peers may send.
+        `own` is for what `payloads` returned, which may be larger than what peers may send.
         """
-    def fold_many(self, batches: list[tuple[int, bytes]]) -> int:
-        """Fold payloads up to the first one that the scanner is not certain of, and return how many.
-
-        Other threads run meanwhile where that takes long. Numbers are not looked at.
-        """
+    def fold_many(self, batches: list[tuple[int, bytes]]) -> None:
+        """Take in the payloads of several batches, whatever their numbers. Other threads run if that takes long."""
     def events(self) -> list[tuple[Any, ...]] | None:
         """What rebuilds the state after a clear; None when `lost`, or when no order of events can say it.
 
@@ -110,7 +112,7 @@ class Compactor:
         `("removed", hashes, medium, group_idx, locality, ownership)`: blocks that only held a place in a chain.
         """
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
-        """What `events` tells, as payloads for `fold(payload, respelled=True)`, in order. Other threads run meanwhile.
+        """The events of `events` as payloads for `fold(payload, own=True)`, in order. Other threads run meanwhile.
 
         Each has at most `limit` bytes, but for a single block that takes more; `ts` is their time, in seconds. The first one
         begins with a clear of everything, so a compactor that folds them is not `partial`. Raises `ValueError` for a limit or a
@@ -137,12 +139,21 @@ class Compactor:
     @property
     def lost(self) -> str | None:
         """What there was too much of, or what `lose` was told; nothing is kept until the stream clears everything."""
+    def _locked(self, call: Callable[[], object]) -> None:
+        """Call something while it is locked. Only builds for tests have it."""
+    def _break(self) -> None:
+        """Panic in the middle of a change. Only builds for tests have it."""
 
-class Zmtp:
-    def __new__(cls, most: int) -> Self: ...
-    def receive(
-        self, descriptor: int, topic: bytes, first: int, due: int, limit: int
-    ) -> tuple[list[bytes], list[list[bytes]], list[bytes], bool, bool, str | None]: ...
+class DataPlane:
+    """The native HTTP server: see `kvevents.service.data_plane`."""
+
+    def __new__(cls, settings: bytes, listening: int, upstream: int) -> Self: ...
+    def replace_table(self, index: NativeIndex, table: bytes) -> None: ...
+    def replace_probes(self, live: tuple[int, bytes], ready: tuple[int, bytes]) -> None: ...
+    def metrics(self) -> bytes: ...
+    def samples(self) -> list[tuple[tuple[str, str, str, str | None, int | None, str | None], bytes]]: ...
+    def drain(self, seconds: float) -> None: ...
+    def close(self) -> None: ...
 
 class Libzmq:
     """See `kvevents.bulk`. Raises `OSError` where a file that is loaded does not lead to libzmq."""
@@ -153,22 +164,58 @@ class Libzmq:
         self, socket: int, topic: bytes, first: int, due: int, limit: int
     ) -> tuple[list[bytes], list[list[bytes]], bool]: ...
 
+class Scorer:
+    """The score of workers, by what tiers and loads are worth."""
+
+    def __new__(cls, tiers: dict[str, float], wait: float, mean: float, guard: float, guard_requests: float) -> Self: ...
+    def weigh(
+        self,
+        length: int,
+        tokens: list[int],
+        tiers: list[Mapping[str, int]],
+        believed: list[float],
+        work: list[float],
+        requests: list[int],
+    ) -> tuple[list[tuple[float, float, float, bool]], list[int]]:
+        """Of workers `(score, uncached share, load, whether it is hot)`, and the places of those that are best and equal.
+
+        Of each worker `tokens` are held on whatever tiers; `tiers` has how far the prefix reaches on each, with faster ones;
+        `believed` is from 0 to 1.
+        """
+
+class Ties:
+    """Which of several equally good workers comes next. Any thread may ask.
+
+    The first turn is at a random place, so that many routers that have just started do not send to one worker at once.
+    `random` also draws.
+    """
+
+    def __new__(cls, random: Random, max_workers: int = ...) -> Self: ...
+    @property
+    def remembered(self) -> int:
+        """Workers whose last turn is remembered."""
+    def pick(self, how: str, equal: list[Any]) -> int:
+        """The place of the one to take; `how` is `rotate`, `random` or `first`."""
+    def took(self, worker: Any) -> None:
+        """Note that a worker was chosen, whatever for: of equal ones it is the last to come next."""
+
+def nearest(distances: list[int]) -> list[int]: ...
+def select(question: bytes, ties: Ties) -> bytes: ...
 def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...
 def chained(hashes: list[int]) -> list[int]: ...
+def stored_keys(payload: bytes, parent: tuple[int, int] | None) -> tuple[list[int], int | None, str | None]: ...
+def tier_of(medium: str) -> str: ...
 def lifted(text: bytes, name: str) -> tuple[bytes, bytes] | None: ...
-def crc32_of(parts: Sequence[bytes], before: int) -> int: ...
-def pour(
-    descriptor: int, topic: bytes, batches: Sequence[tuple[int, bytes]], first: int, sent: int
-) -> tuple[int, int, int]: ...
-def give_way(descriptor: int, seconds: float) -> bool: ...
-def look_for(descriptor: int, seconds: float) -> bool: ...
 def scanned(wire_limits: tuple[int, ...], payload: bytes) -> list[dict[str, Any]] | None:
     """The events of a payload as the scanner reads them; None if it leaves them to Python. Only builds for tests have it."""
 
 def decoded(
     wire_limits: tuple[int, ...], max_rejected: int, payload: bytes
-) -> tuple[float, int | None, list[dict[str, Any]], list[tuple[str, int | None, int]], bytes]:
+) -> tuple[float, int | None, list[dict[str, Any]], list[tuple[str, str, int | None, bytes, int]], bytes]:
     """A payload as the careful decoder reads it: timestamp, rank, events, what was set aside, and the events for the scanner.
 
-    What was set aside is `(reason, index, count)` each. Only builds for tests have it.
+    What was set aside is `(reason, detail, index, raw, count)` each. Only builds for tests have it.
     """
+
+def turns() -> int:
+    """How often calls have let other threads run in the middle of their work. Only builds for tests have it."""

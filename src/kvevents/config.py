@@ -16,6 +16,7 @@ import msgspec
 from kvevents.certificates import KEY_CHARACTERS, key_bytes, read_pair, read_public_keys
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.settings import FilePath, PublicKey, Secret, convert
 from kvevents.structs import prepared
 from kvevents.wire.dialects import Dialect, dialect_for
 
@@ -52,18 +53,22 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """
 
     public_key: str = ""
-    secret_key: str = ""
-    server_key: str | None = None
-    """The server's public key, or the path of a file of it (`NAME.key`)."""
-    key_file: str | None = None
-    """File of both own keys, as `kvevents keys` makes it, instead of `public_key` and `secret_key`."""
-    allowed: tuple[str, ...] | str | None = None
-    """For a CURVE server: public keys of the clients that may connect, or the path of a file or folder (`*.key`) of them, which
-    is looked at again for every connection. None lets in every client that knows this end's public key."""
+    """Own public key, instead of a file of both."""
+    secret_key: Secret = ""
+    """Own secret key, instead of a file of both."""
+    server_key: PublicKey | None = None
+    """Public key of the other end, or a file of it (NAME.key), if that is the CURVE server, as engines are."""
+    key_file: FilePath | None = None
+    """File of both own CURVE keys: a NAME.key_secret of `kvevents keys`."""
+    allowed: tuple[str, ...] | FilePath | None = None
+    """Public keys that may connect, or a file or folder of them, if this end is the CURVE server. It is looked at again for
+    every connection. None lets in every client that knows this end's public key."""
 
     def __post_init__(self) -> None:
         if self.key_file is not None:
             self._read(Path(self.key_file))
+        elif not self.public_key and not self.secret_key:
+            raise ConfigError("curve needs key_file, your own keys, a file made by `kvevents keys NAME`; or both of its keys")
         if self.server_key is not None and key_bytes(self.server_key) is None:
             self._read_server_key(self.server_key)
         for name, key in self._keys():
@@ -201,19 +206,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def from_mapping(cls, found: dict[str, Any]) -> Self:
         """As `from_json`, from an object already parsed."""
         given = dict(found)
-        unknown = sorted(given.keys() - {*cls.__struct_fields__, "format"})
-        if unknown:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(f"unknown key {unknown[0]!r} in the KV events configuration; known keys: {known}, format")
         shape = given.pop("format", "default")
         if shape not in _SGLANG_FORMATS:
             raise ConfigError(f"format is {shape!r}; SGLang knows {' and '.join(_SGLANG_FORMATS)}")
         if given.get("publisher") not in {None, "null"}:
             given.setdefault("enable_kv_cache_events", True)
-        try:
-            return msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"the KV events configuration is wrong: {error}") from error
+        return convert(given, cls, "the KV events configuration")
 
     @classmethod
     def from_cli(cls, text: str) -> Self:

@@ -11,7 +11,6 @@ MAX_PORT: Final = 65535
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - a name to recognise in what users write
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """Where each wildcard host can be reached from this one."""
-_LITERAL: Final = {"*": _ANY_IPV4, "localhost": "127.0.0.1"}
 
 
 def split_tcp(endpoint: str) -> tuple[str, int] | None:
@@ -48,22 +47,6 @@ def validate_endpoint(endpoint: str) -> None:
     found = split_tcp(f"{transport}://{address.rpartition(';')[2]}")
     if transport == "tcp" and (found is None or found[1] > MAX_PORT):
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
-
-
-def literal_tcp(endpoint: str) -> tuple[str, int] | None:
-    """IP address and port of a `tcp://` endpoint that can be used as it stands; None for names, which must be looked up.
-
-    `localhost` is 127.0.0.1, as libzmq takes it, and `*` is 0.0.0.0.
-    """
-    found = split_tcp(endpoint)
-    if found is None or found[1] > MAX_PORT:
-        return None
-    host, port = found
-    try:
-        address = ipaddress.ip_address(_LITERAL.get(host, host.removeprefix("[").removesuffix("]")))
-    except ValueError:
-        return None
-    return (str(address), port) if getattr(address, "scope_id", None) is None else None
 
 
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

@@ -10,6 +10,7 @@
     │   ├── UnknownSourceError       no such source or rank               (LookupError)
     │   ├── EncodeError              this batch has no bytes              (ValueError)
     │   ├── ClosedError              used after close() or shutdown()     (RuntimeError)
+    │   ├── ForkedError              used in a forked child               (RuntimeError)
     │   └── MissingDependencyError   an extra is not installed            (ImportError)
     └── PeerError                    something outside this process is at fault
         ├── EndpointError            a socket cannot be bound or opened   (OSError)
@@ -55,6 +56,10 @@ class EncodeError(UsageError, ValueError):
 
 class ClosedError(UsageError, RuntimeError):
     """A publisher or subscriber was used after it was closed."""
+
+
+class ForkedError(UsageError, RuntimeError):
+    """An index was used in a forked child of the process that made it; make another one there."""
 
 
 class MissingDependencyError(UsageError, ImportError):

@@ -39,6 +39,17 @@ def registry(collector: Collector) -> CollectorRegistry:
     return found
 
 
+def check(port: int, host: str) -> None:
+    """Raise `EndpointError` if scrapes could not be answered at a port now."""
+    serve(_Nothing(), port, host)()
+
+
+class _Nothing:
+    def collect(self) -> Iterable[Metric]:
+        """No families."""
+        return ()
+
+
 def serve(collector: Collector, port: int, host: str = "127.0.0.1") -> Callable[[], None]:
     """Answer scrapes at a port until the function that is returned is called. Raises `EndpointError`."""
     found = registry(collector)

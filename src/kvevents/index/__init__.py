@@ -21,7 +21,17 @@ except ImportError as error:
     ) from error
 
 from kvevents._native import Match, WorkerMatch
-from kvevents.index.namespace import MultiModal, Namespace, block_keys, chain_hashes, lift_tokens, local_hashes
+from kvevents.index.namespace import (
+    MultiModal,
+    Namespace,
+    StoredKeys,
+    block_keys,
+    chain_hashes,
+    lift_tokens,
+    local_hashes,
+    stored_keys,
+    tier_of,
+)
 from kvevents.index.prefix import MAX_PAYLOAD_EXPANSION, PrefixIndex
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 
@@ -35,10 +45,13 @@ __all__ = [
     "MultiModal",
     "Namespace",
     "PrefixIndex",
+    "StoredKeys",
     "WorkerInfo",
     "WorkerMatch",
     "block_keys",
     "chain_hashes",
     "lift_tokens",
     "local_hashes",
+    "stored_keys",
+    "tier_of",
 ]

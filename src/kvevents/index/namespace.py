@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvevents import _native
+from kvevents.events import BlockStored
+from kvevents.wire.respelling import respelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,31 @@ def lift_tokens(text: bytes, name: str) -> tuple[bytes, memoryview] | None:
     """
     found = _native.lifted(text, name)
     return None if found is None else (found[0], memoryview(found[1]).cast("I"))
+
+
+class StoredKeys(NamedTuple):
+    """Keys of the blocks of one store."""
+
+    keys: list[int]
+    """Of all blocks, or of none."""
+    salt: int | None
+    """What its salt adds to the seed of local hashes; 0 for a root without one, None if that of the block before it counts."""
+    unkeyed: str | None
+    """Why there are no keys: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
+
+
+def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> StoredKeys:
+    """Keys of the blocks of a store, as an index makes them.
+
+    `parent` is the key of the block before the first one, with what its salt adds to the seed; None if it is unknown, or if
+    there is no such block. Raises `TypeError`, `ValueError` or `OverflowError` for an event that is not as declared.
+    """
+    return StoredKeys(*_native.stored_keys(respelled([event]), parent))
+
+
+def tier_of(medium: str | None) -> str:
+    """The tier of a medium, whatever its case: one of `kvevents.weights.TIERS`, or the medium's name in upper case."""
+    return _native.tier_of(medium or "")
 
 
 def local_hashes(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:

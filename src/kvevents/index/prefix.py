@@ -7,12 +7,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, BinaryIO, Final, Self, TypeAlias
 
 from kvevents import _native
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
-from kvevents.index.agreement import Agreement, digits_of
+from kvevents.events import Heartbeat
 from kvevents.index.namespace import Namespace
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.saving import absorb, restore, snapshot
@@ -25,7 +25,7 @@ Worker: TypeAlias = tuple[str, int] | str
 
 MAX_PAYLOAD_EXPANSION: Final = 100
 """Bytes of memory that one payload can cost for each of its own, at most: while it is read, or as blocks, orphans and names
-that stay. Blocks of one token in arrays of one-byte integers come to about 30, many small events read with care to about 80."""
+that stay. Blocks of one token in arrays of one-byte integers come to about 30, many small events in rare forms to about 80."""
 
 _APPLIED: Final = Applied("applied")
 _CLEARED: Final = Applied("applied", Findings(cleared=True))
@@ -33,8 +33,6 @@ _DUPLICATE: Final = Applied("duplicate")
 _VOID: Final = Applied("void")
 _LISTED_AT_ONCE: Final = 1_000
 """Blocks that are made into Python's objects before other threads may run: about 0.2 ms."""
-_AT_ONCE: Final = 256
-"""Batches that are applied in one native call; one that only Python reads leaves those behind it to the next call."""
 
 
 class PrefixIndex(_native.NativeIndex):
@@ -74,13 +72,11 @@ class PrefixIndex(_native.NativeIndex):
         self._clock = clock
         self._wire_rejected = Counter()
         self._counting = threading.Lock()
-        self._agreement = Agreement(may_evict=memory_limit is not None)
         return self
 
     _clock: Callable[[], float]
     _wire_rejected: Counter[str]
     _counting: threading.Lock
-    _agreement: Agreement
 
     # --- deliveries
 
@@ -102,10 +98,7 @@ class PrefixIndex(_native.NativeIndex):
             if delivery.compacted:
                 return _APPLIED
             return self._gap(delivery.source, delivery.rank, delivery.incarnation, delivery.last)
-        applied = self._reset(delivery.source, delivery.rank, delivery.incarnation)
-        if applied.status == "applied":
-            self._agreement.begin(self, (delivery.source, delivery.rank))
-        return applied
+        return self._reset(delivery.source, delivery.rank, delivery.incarnation)
 
     def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
         """As `apply` for each. Raw batches in a row are applied without Python's lock, so that other threads run meanwhile."""
@@ -115,47 +108,18 @@ class PrefixIndex(_native.NativeIndex):
             if isinstance(delivery, RawBatch):
                 raw.append(delivery)
                 continue
-            found += self._apply_raw(raw)
+            found += self._apply_many(raw)
             raw.clear()
             found.append(self.apply(delivery))
-        found += self._apply_raw(raw)
+        found += self._apply_many(raw)
         return found
 
     def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, Applied]:
         """As `apply` for a raw batch with each of them, numbered from `first` on: by their place those not simply applied.
 
-        Other threads run meanwhile, and nothing is made of a payload in Python that the native decoder reads.
+        Other threads run meanwhile.
         """
-        source, rank = _parts(stream)
-        found: dict[int, Applied] = {}
-        done = 0
-        while done < len(payloads):
-            run = payloads[done : done + _AT_ONCE]
-            read, odd = self._apply_run(source, rank, incarnation, first + done, run)
-            found.update((done + at, outcome) for at, outcome in odd)
-            done += read
-            if read < len(run):
-                # Order matters: what only Python reads ends the run.
-                applied = self.apply_payload(stream, incarnation, first + done, payloads[done])
-                if applied is not _APPLIED:
-                    found[done] = applied
-                done += 1
-        return found
-
-    def _apply_raw(self, batches: list[RawBatch]) -> list[Applied]:
-        """A payload that only Python reads ends the run that is applied at once: order matters."""
-        found: list[Applied] = []
-        while len(found) < len(batches):
-            rest = batches[len(found) : len(found) + _AT_ONCE]
-            outcomes = self._apply_many(rest)
-            found += outcomes
-            if len(outcomes) < len(rest):
-                found.append(self.apply(rest[len(outcomes)]))
-        return found
-
-    def _apply_careful(self, source: str, rank: int, incarnation: int, seq: int, payload: bytes) -> Applied:
-        """Read a payload that the native decoder leaves alone."""
-        return self._apply_events(RawBatch(source, rank, incarnation, seq, False, payload).decode())
+        return self._apply_run(*_parts(stream), incarnation, first, payloads)
 
     def _apply_events(self, batch: Batch) -> Applied:
         try:
@@ -166,21 +130,34 @@ class PrefixIndex(_native.NativeIndex):
         if applied is None:
             raise UsageError("events are not as kvevents.events declares them: a field has a value of another type")
         found = findings_of(batch.events, batch.rejected)
-        return applied if found is None else self._told(batch, applied, found)
+        if found is None:
+            return applied
+        heartbeat, agrees = found.heartbeat, None
+        if heartbeat is not None and applied.status == "applied":
+            agrees = self._agrees(batch.source, batch.rank, heartbeat.digest)
+        return self._told(applied, found.rejected, heartbeat, agrees)
 
-    def _told(self, batch: Batch, applied: Applied, found: Findings) -> Applied:
-        """With what only Python reads. Of a batch that is not applied the heartbeat still says something of the sender."""
-        heartbeat = found.heartbeat
+    def _found(
+        self,
+        applied: Applied,
+        rejected: list[tuple[str, str, int | None, bytes, int]],
+        heartbeat: tuple[str, float, str, str, int] | None,
+        agrees: bool | None,
+    ) -> Applied:
+        """With what the native decoder has found in a payload, in the order of the fields of `Rejected` and `Heartbeat`."""
+        beat = None if heartbeat is None else Heartbeat(*heartbeat)
+        return self._told(applied, tuple(Rejected(*one) for one in rejected), beat, agrees)
+
+    def _told(
+        self, applied: Applied, rejected: tuple[Rejected, ...], heartbeat: Heartbeat | None, agrees: bool | None
+    ) -> Applied:
+        """With findings. Of a batch that is not applied the heartbeat still says something of the sender."""
         if applied.status != "applied":
             return applied if heartbeat is None else Applied(applied.status, Findings(heartbeat=heartbeat))
-        self._count(found.rejected)
-        agrees = None if heartbeat is None else self._agreement.of(self, (batch.source, batch.rank), heartbeat.digest)
-        return Applied(applied.status, replace(found, cleared=applied is _CLEARED, agrees=agrees))
-
-    def _count(self, rejected: tuple[Rejected, ...]) -> None:
         with self._counting:
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
+        return Applied(applied.status, Findings(rejected, applied is _CLEARED, heartbeat, agrees))
 
     # --- workers
 
@@ -195,9 +172,7 @@ class PrefixIndex(_native.NativeIndex):
         """
         if isinstance(source, tuple):
             source, rank = source
-        blocks = self._remove(source, rank)
-        self._agreement.forget(source, rank)
-        return blocks
+        return self._remove(source, rank)
 
     def admit(self, source: Worker, rank: int = 0) -> None:
         """Let a removed worker in again, though its life be the same."""
@@ -247,7 +222,7 @@ class PrefixIndex(_native.NativeIndex):
         found = self._digest(source, rank)
         if found is None:
             raise UnknownSourceError(f"the index has no stream {source!r} with rank {rank}")
-        return digits_of(found)
+        return f"{found:032x}"
 
     # --- snapshots
 
@@ -262,7 +237,6 @@ class PrefixIndex(_native.NativeIndex):
     def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Replace everything with what `snapshot` wrote; on `SnapshotError` nothing has changed."""
         restore(self, file)
-        self._agreement.forget()
 
     def absorb(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
         """Add what `snapshot` wrote, of an index or some of its workers. Returns the workers that came, by source and rank.

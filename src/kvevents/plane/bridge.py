@@ -10,6 +10,8 @@ as well.
   `max_queued_bytes` in all the thread reads nothing. In both cases what the engines publish meanwhile is asked for by replay.
   Beats say for how long that lasts, or for how long the oldest record has waited, above `late_seconds`: replicas believe no
   stream of a bridge that is behind.
+- *Name*: in the log each process is a bridge of its own, `NAME#LIFE`, so two of one name do not speak for each other. Each sees
+  the other's beats, and reports it. What a process has said counts until its beats are missed.
 - *Reserve*: a bridge with `hold_back` writes only what others have not written after so many seconds.
 - *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. So does, by an active bridge, one that
   none has named for `unnamed_seconds` (`membership`). A bridge takes back what it has said of engines that it names no more.
@@ -20,22 +22,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-import msgspec
 
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.lanes import BridgeLane, LaneStatus
 from kvevents.plane.layout import Layout, make
 from kvevents.plane.ledger import Told
-from kvevents.plane.listening import RECEIVE_QUEUE, Heard, Listener, size_of
+from kvevents.plane.listening import Heard, Listener, size_of
 from kvevents.plane.membership import ALIVE, Members, Unnamed
-from kvevents.plane.records import MOST_BEAT_SECONDS, Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.records import Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
+from kvevents.plane.settings import BridgeSettings
 from kvevents.stream import Source
 
 if TYPE_CHECKING:
@@ -72,51 +75,6 @@ STOP_SECONDS: Final = 5.0
 """For what is queued to be written when a bridge ends."""
 
 
-class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One bridge. Raises `ConfigError` for what cannot work."""
-
-    plane: PlaneSettings
-    name: str
-    """Of the bridge; another one of the same name would speak for this one."""
-    hold_back: float = 0.0
-    """Seconds after which it writes what no other bridge has written; 0 writes at once."""
-    dead_seconds: float = 30.0
-    """Without a connection until an engine leaves the log."""
-    unnamed_seconds: float = 600.0
-    """Until an engine leaves the log that no bridge names: so long bridges may take to be started again."""
-    unreadable_seconds: float = 20.0
-    """About how long pages of a lane may be missing that no snapshot stands for and no replica has read. The bridge writes the
-    streams of the lane again then."""
-    beat: float = 2.0
-    """Seconds between two signs of life in each lane, at most 60: others do not believe for longer that it is alive."""
-    late_seconds: float = 1.0
-    """For which what engines say may wait in the bridge before replicas trust none of its streams."""
-    receive_queue: int = RECEIVE_QUEUE
-    """Batches of each engine that wait in its connection while nothing is read; others wait at the engine, or are dropped."""
-    max_queued_bytes: int = 64 << 20
-    """Of what engines said and the servers have not taken; above it nothing more is heard."""
-
-    def __post_init__(self) -> None:
-        if not self.name or len(self.name) > 128 or not self.name.isprintable():
-            raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
-        if not 0 <= self.hold_back <= 3600:
-            raise ConfigError(f"hold_back is {self.hold_back}; it is 0 to 3600 seconds")
-        positive = (
-            "dead_seconds",
-            "unnamed_seconds",
-            "unreadable_seconds",
-            "beat",
-            "late_seconds",
-            "receive_queue",
-            "max_queued_bytes",
-        )
-        for field in positive:
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{field} is {getattr(self, field)}; it must be above 0")
-        if self.beat > MOST_BEAT_SECONDS:
-            raise ConfigError(f"beat is {self.beat:g}; it is at most {MOST_BEAT_SECONDS:g} seconds")
-
-
 class Watch(NamedTuple):
     """An engine's rank to be followed."""
 
@@ -149,6 +107,8 @@ class BridgeStatus(NamedTuple):
     unnamed: int
     """Engines of the log that no bridge names; 0 for one in reserve, which does not look."""
     failure: str
+    namesake: str = ""
+    """Another process that writes under the same name now; empty where none does."""
 
 
 class Bridge:
@@ -159,6 +119,8 @@ class Bridge:
 
     def __init__(self, settings: BridgeSettings, watches: Iterable[Watch] = ()) -> None:
         self.settings: Final = settings
+        self.id: Final = f"{settings.name}#{secrets.token_hex(4)}"
+        """In the log."""
         self.adrift = 0
         self.ready = asyncio.Event()
         """Set when every lane was read to its end once, and the engines are followed."""
@@ -166,7 +128,7 @@ class Bridge:
         self._lanes: list[BridgeLane] = []
         self._layout = Layout(settings.plane.name, settings.plane.lanes)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener = Listener(settings.name, self._heard_elsewhere, self._has_room, receive_queue=settings.receive_queue)
+        self._listener = Listener(self.id, self._heard_elsewhere, self._has_room, receive_queue=settings.receive_queue)
         self._client: PlaneClient | None = None
         self._members: Final = Members(settings.dead_seconds)
         self._unnamed: Final = Unnamed(settings.unnamed_seconds)
@@ -181,6 +143,8 @@ class Bridge:
         """By lane, when the first of its streams was parked."""
         self._late: set[int] = set()
         """Lanes whose last beat said that they are behind."""
+        self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
+        self._namesake = ""
 
     # --- what is known about it
 
@@ -202,6 +166,7 @@ class Bridge:
             self.suspects,
             self._unnamed.engines,
             "" if self._listener.failure is None else repr(self._listener.failure),
+            self._namesake,
         )
 
     def trusts(self) -> dict[Key, Trusting | None]:
@@ -225,9 +190,9 @@ class Bridge:
                     return
                 self._layout = layout
                 room = _room(client.max_payload)
-                name, unreadable = self.settings.name, self.settings.unreadable_seconds
+                unreadable = self.settings.unreadable_seconds
                 self._lanes = [
-                    BridgeLane(self, client, layout, lane, plane, name, room, unreadable) for lane in range(layout.lanes)
+                    BridgeLane(self, client, layout, lane, plane, self.id, room, unreadable) for lane in range(layout.lanes)
                 ]
                 await self._work(stop)
         finally:
@@ -316,7 +281,7 @@ class Bridge:
 
     def _take_back(self, lane: BridgeLane, key: Key) -> None:
         """What was said of a stream that is followed no more, or another bridge would go by it."""
-        lane.offer(Trusting(*key, self.settings.name, "", "", {}))
+        lane.offer(Trusting(*key, self.id, "", "", {}))
 
     def _is_kept_by_others(self, lane: BridgeLane, key: Key) -> bool:
         """Whether another bridge that is alive reaches the engine."""
@@ -327,12 +292,12 @@ class Bridge:
         now = asyncio.get_running_loop().time()
         standing = lane.composer.ledger.streams.get(key)
         told = {} if standing is None else standing.told
-        return [said for bridge, said in told.items() if bridge != self.settings.name and lane.is_alive(bridge, now)]
+        return [said for bridge, said in told.items() if bridge != self.id and lane.is_alive(bridge, now)]
 
     def _anchor(self, key: Key) -> None:
         """Follow a stream from where the log stands."""
         watch, lane = self._watches[key], self._lane_of(key)
-        start = lane.composer.ledger.start(key, self.settings.name)
+        start = lane.composer.ledger.start(key, self.id)
         lane.parked.discard(key)
         lane.composer.anchor(key)
         self._offer(lane, Join(*key, watch.card))
@@ -379,7 +344,7 @@ class Bridge:
             if self._lane_of(key) is lane:
                 self._anchor(key)
         for key, standing in lane.composer.ledger.streams.items():
-            if standing.card is not None and self.settings.name in standing.told and key not in self._watches:
+            if standing.card is not None and self.id in standing.told and key not in self._watches:
                 lane.composer.anchor(key)
                 self._take_back(lane, key)
 
@@ -447,6 +412,7 @@ class Bridge:
                 unnamed_at = now + min(UNNAMED_LOOK_SECONDS, self.settings.unnamed_seconds / 4)
                 self._look_after_unnamed(now)
             self._look_after_lanes()
+            self._namesake = next((found for lane in self._lanes if (found := lane.namesake(now))), "")
             self.count()
             await asyncio.sleep(max(PAUSE_SECONDS, min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds / 2)))
 
@@ -460,7 +426,8 @@ class Bridge:
             is_late = lag > self.settings.late_seconds
             if is_due or is_late != (lane.lane in self._late):
                 (self._late.add if is_late else self._late.discard)(lane.lane)
-                lane.beat(Beat(self.settings.name, self.settings.beat, time.time(), self.suspects, lag if is_late else 0.0))
+                said = lag if is_late else 0.0
+                lane.beat(Beat(self.id, self.settings.beat, time.time(), self.suspects, said, self._process))
 
     def _lag(self, lane: BridgeLane, now: float) -> float:
         """Seconds for which the oldest of what engines say has waited, or for which nothing of them was read."""
@@ -478,7 +445,7 @@ class Bridge:
             standing = lane.composer.ledger.streams.get(key)
             if standing is not None and standing.card is not None:
                 present.append(key)
-                told = standing.told.get(self.settings.name)
+                told = standing.told.get(self.id)
                 if said is not None and (told is None or (told.trust, told.reason) != (said.trust, said.reason)):
                     lane.offer(said)
             if self._has_left(lane, key) and not lane.composer.waits(key) and key not in lane.composer.adrift:

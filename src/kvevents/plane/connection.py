@@ -47,6 +47,12 @@ _NO_JETSTREAM: Final = frozenset({None, 10035, 10039, 10076})
 """Nobody takes requests of JetStream's; or JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
 
 
+def check_connection(settings: PlaneSettings) -> None:
+    """Raise what `connect` raises before it asks any server: `ConfigError` and `MissingDependencyError`."""
+    _require_nats(settings)
+    _options(settings)
+
+
 async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None) -> PlaneClient:
     """A client that is connected, and comes back to its servers, or others of their cluster, for as long as it is not closed.
 

@@ -17,7 +17,6 @@ import random
 import re
 import secrets
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvevents.plane.layout import Layout, make_buckets, make_lane, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, LaneReader, Pushed, header_of
 from kvevents.plane.recalling import Recall
-from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, encode_page
+from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, encode_page, name_of
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.writing import Composer
 
@@ -130,12 +129,14 @@ class BridgeLane:
         self._written = 0
         self._breaches = 0
         self._foreign = 0
-        self._sent: deque[_Sent] = deque()
-        """Pages of which it is not known what became of them, in order: the composer's that are under way."""
+        self._sent: _Sent | None = None
+        """The page of which it is not known what became of it: the composer's that is under way."""
         self._answers: set[asyncio.Task[None]] = set()
         """Those that are waited for, of pages that were given up too."""
         self._heard: dict[str, tuple[int, float]] = {}
         """By bridge, the page of its last beat, and when it came."""
+        self._first_beat: int | None = None
+        """A page with a beat of this bridge, the oldest that is known."""
 
     # --- what is known
 
@@ -172,12 +173,26 @@ class BridgeLane:
         """Whether any other bridge writes into this lane."""
         return any(self.is_alive(bridge, now) for bridge in self.composer.ledger.beats if bridge != self._bridge)
 
+    def namesake(self, now: float) -> str:
+        """Where another bridge of the same name runs; empty where none does.
+
+        A bridge of that name that was there before counts only if it writes behind this one.
+        """
+        beats = self.composer.ledger.beats
+        if self._first_beat is None and (own := beats.get(self._bridge)) is not None:
+            self._first_beat = own.page
+        for bridge, beaten in beats.items():
+            is_behind = self._first_beat is not None and beaten.page > self._first_beat
+            if is_behind and bridge != self._bridge and name_of(bridge) == name_of(self._bridge) and self.is_alive(bridge, now):
+                return beaten.beat.process or "another process"
+        return ""
+
     # --- what is to be written
 
     def offer(self, record: StreamRecord, due: float = 0.0) -> None:
         """Something of a stream, to be written not before `due`."""
         self.composer.offer(record, due)
-        if not self._sent or self.composer.has_more:
+        if self._sent is None:
             self._wake.set()
 
     def beat(self, beat: Beat) -> None:
@@ -202,7 +217,7 @@ class BridgeLane:
             self._reader.look_again()
 
     def _give_up(self) -> None:
-        self._sent.clear()
+        self._sent = None
         self.composer.returned()
         for answer in self._answers:
             answer.cancel()
@@ -254,7 +269,8 @@ class BridgeLane:
         self._written += before.written
         self._breaches += before.ledger.breaches
         self._foreign += before.ledger.foreign
-        self._sent.clear()
+        self._sent = None
+        self._first_beat = None
         self._advanced.set()
         ledger.breaches = ledger.foreign = 0
         self.composer = Composer(ledger, self._bridge, self._room, secrets.token_hex(4))
@@ -305,13 +321,13 @@ class BridgeLane:
                 continue
             if self._is_next(name):
                 # Quicker than its acknowledgement.
-                self._sent.popleft()
+                self._sent = None
                 self.composer.landed(position)
                 self._went_well()
                 continue
-            if self._sent:  # they come too late
+            if self._sent is not None:  # it comes too late
                 self.conflicts += 1
-                self._sent.clear()
+                self._sent = None
                 self._went_well()
             if (page := pushed.page()) is None:
                 if not ledger.foreign + self._foreign:
@@ -328,8 +344,8 @@ class BridgeLane:
         return position <= self.composer.ledger.position or self._is_next(name)
 
     def is_writing(self) -> bool:
-        """Whether pages are under way."""
-        return bool(self._sent)
+        """Whether a page is under way."""
+        return self._sent is not None
 
     @property
     def tail(self) -> Tail:
@@ -337,7 +353,7 @@ class BridgeLane:
         return self.composer.ledger.tail
 
     def _is_next(self, name: str) -> bool:
-        return bool(self._sent) and self._sent[0].name == name
+        return self._sent is not None and self._sent.name == name
 
     def _hear(self, now: float) -> None:
         beats = self.composer.ledger.beats
@@ -357,9 +373,9 @@ class BridgeLane:
                 if self._reader is not None and not self._reader.looked.is_set():
                     await self._reader.looked.wait()
                     continue
-                if self._sent and self._sent[0].answer.done():
-                    await self._settle(self._sent[0])
-                elif (self._sent and not self.composer.has_more) or not self._send():
+                if self._sent is not None and self._sent.answer.done():
+                    await self._settle(self._sent)
+                elif self._sent is not None or not self._send():
                     self._host.count()
                     await self._rest()
         finally:
@@ -374,9 +390,9 @@ class BridgeLane:
             self._host.is_adrift(list(composer.adrift))
         if page is None:
             return False
-        expected = composer.ledger.position + len(self._sent)
-        answer = asyncio.create_task(self._publish(page, expected, is_ahead=bool(self._sent)))
-        self._sent.append(_Sent(page.name, expected, answer))
+        expected = composer.ledger.position
+        answer = asyncio.create_task(self._publish(page, expected))
+        self._sent = _Sent(page.name, expected, answer)
         self._answers.add(answer)
         answer.add_done_callback(self._answered)
         return True
@@ -390,17 +406,17 @@ class BridgeLane:
     async def _rest(self) -> None:
         self._wake.clear()
         wait = REST_SECONDS
-        if not self._sent and (due := self.composer.due()) is not None:
+        if self._sent is None and (due := self.composer.due()) is not None:
             wait = min(wait, max(0.0, due - asyncio.get_running_loop().time()))
         with suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await self._wake.wait()
 
-    async def _publish(self, page: Page, expected: int, *, is_ahead: bool) -> None:
+    async def _publish(self, page: Page, expected: int) -> None:
         headers = {
             "Nats-Expected-Last-Sequence": str(expected),
             PAGE_HEADER: page.name,
-            HISTORY_HEADER: header_of(page.history, is_ahead=is_ahead),
+            HISTORY_HEADER: header_of(page.history),
         }
         with told(f"writing to lane {self.lane}"):
             async with asyncio.timeout(ACK_SECONDS):
@@ -415,15 +431,15 @@ class BridgeLane:
             raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
 
     async def _settle(self, sent: _Sent) -> None:
-        """What became of the oldest page that is under way."""
+        """What became of the page that is under way."""
         try:
             sent.answer.result()
         except PlaneError as error:
-            self._sent.clear()
+            self._sent = None
             self.composer.returned()
             await self._refused(sent, error)
         else:
-            self._sent.popleft()
+            self._sent = None
             self.composer.landed(sent.expected + 1)
             self._went_well()
         self._host.count()

@@ -177,6 +177,13 @@ async def make_lane(js: JetStreamContext, layout: Layout, lane: int, settings: P
             with told(f"making lane {lane} of plane {layout.name!r}"):
                 await js.add_stream(_lane_config(layout, lane, settings))
         except PlaneError as error:
+            if error.fault == "full":
+                room = layout.lanes * settings.lane_bytes >> 20
+                raise PlaneError(
+                    f"{error}. {layout.lanes} lanes reserve {room} MiB in all on {settings.copies} of the servers: see --lanes "
+                    "and --lane-size",
+                    fault=error.fault,
+                ) from error
             if error.fault != "exists":  # made by somebody else in this moment, and with another life
                 raise
     elif (fault := _unfit(info, layout, lane)) is not None:

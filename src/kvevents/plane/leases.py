@@ -1,4 +1,4 @@
-"""Leases: who does, for now, what one process at a time may do, such as to speak under the name of a bridge.
+"""Leases: who does, for now, what one process at a time may do, such as to hold a share under the name of a replica.
 
 Theory of operation. A lease is an entry of the bucket of leases that says who holds it. All changes go by compare-and-set:
 made where there is none, renewed, taken over and given back where the entry is the one that was seen. So two can never have got
@@ -52,7 +52,7 @@ _SPELLED: Final = re.compile(rb"=([0-9A-F]{2})")
 
 
 def lease_key(kind: str, name: str) -> str:
-    """The key of a lease, another one for each `name` of whatever characters: `bridge.node-7`, `bridge.node-7=2Eexample`."""
+    """The key of a lease, another one for each `name` of whatever characters: `replica.node-7`, `replica.node-7=2Eexample`."""
     return f"{kind}.{b''.join(_spell(byte) for byte in name.encode('utf-8', 'surrogatepass')).decode()}"
 
 

@@ -12,8 +12,8 @@ log is one story all the same, because the server takes a page only from a write
 Pieces of a large batch follow each other, with anything in between; a piece at offset 0 begins again.
 
 Each page carries a digest of the names of all messages that its writer expects before it, and is void behind any others. The
-server compares numbers alone, and those can be right by chance: where the page before it was refused and exactly one of another
-bridge was stored in its place, or where the server has lost pages that it had acknowledged and their numbers were used again.
+server compares numbers alone, and those can be right by chance, where it has lost pages that it had acknowledged and their
+numbers were used again.
 
 A lane that is deleted and made anew has another `life`; pages of a writer who had not noticed are void in it. Where pages were
 purged before a bridge had read them, and no snapshot tells what was in them, the lane has a *hole*: nothing behind it can be
@@ -56,9 +56,9 @@ _KEPT: Final = frozenset(doubt.name for doubt in KEPT_BY_CHECKPOINT)
 MAX_DEPARTED: Final = 100_000
 """Streams that have left and whose last incarnation is remembered, so that late records of it are void; the oldest go first."""
 MAX_WATCHERS: Final = 64
-"""Bridges that say something about one stream; the one that spoke least recently goes first."""
+"""Bridges that say something about one stream; the one whose last beat is the oldest goes first."""
 MAX_BRIDGES: Final = 1_000
-"""Whose last beat is remembered: each is a life of a process where they are named by pod; the oldest go first."""
+"""Whose last beat is remembered: each is a life of a process; the oldest go first."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -331,8 +331,12 @@ class Ledger:
         if record.trust:
             standing.told[record.bridge] = Told(record.trust, record.reason, record.doubts)
         if len(standing.told) > MAX_WATCHERS:
-            del standing.told[next(iter(standing.told))]
+            del standing.told[min(standing.told, key=self._beaten_at)]
         yield Change(record.key)
+
+    def _beaten_at(self, bridge: str) -> int:
+        beaten = self.beats.get(bridge)
+        return 0 if beaten is None else beaten.page
 
     def _present(self, key: Key, incarnation: int) -> Standing | None:
         """How a stream stands, if the incarnation is not one that has ended."""

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from kvevents.errors import KVEventsError, UnknownSourceError
 from kvevents.plane.ledger import Start
 from kvevents.plane.records import Batched, Key, Lost, Renewed, StreamRecord, Trusting
+from kvevents.plane.settings import RECEIVE_QUEUE
 from kvevents.plane.writing import RECORD_BYTES
 from kvevents.stream import Findings, Gap, RawBatch, Source, Trust
 from kvevents.stream.deliveries import RawDelivery
@@ -33,8 +34,6 @@ TURN_SECONDS: Final = 0.02
 """How long a turn waits for the network: orders and trust are at most so old."""
 LOOK_SECONDS: Final = 0.1
 """Between two looks at the trust of the streams that something has happened to, while nothing is delivered."""
-RECEIVE_QUEUE: Final = 256
-"""Batches of one engine that may wait in its connection: about as many as are read of it in one turn."""
 PAUSE_SECONDS: Final = 0.02
 """Between two looks whether there is room again, while there is none."""
 MAX_REASON: Final = 500

@@ -21,15 +21,13 @@ class Scraped(NamedTuple):
     streams: Mapping[str, int]
     """Followed ranks of engines, by the name of their trust."""
     max_queued_bytes: int
-    has_name: bool
-    """Whether the lease of its name is held."""
     faults: int
     """Sentences about what cannot be found out, or followed."""
 
 
 _GAUGES: Final[dict[str, tuple[str, Callable[[Scraped], float]]]] = {
     "connected": ("1 while it is connected to a server of its plane.", lambda seen: seen.bridge.connected),
-    "name_held": ("1 while nobody else may speak under its name.", lambda seen: seen.has_name),
+    "name_shared": ("1 while another process writes under its name.", lambda seen: bool(seen.bridge.namesake)),
     "network_suspected": (
         "1 while so many engines are gone at once that it is not they that are suspected.",
         lambda seen: bool(seen.bridge.suspects),

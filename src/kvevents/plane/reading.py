@@ -49,10 +49,8 @@ SHORT_REPLY: Final = 9
 PAGE_HEADER: Final = "Kvevents-Page"
 """Of a message: what its writer calls the page."""
 HISTORY_HEADER: Final = "Kvevents-History"
-"""Of a message: `Page.history` in hexadecimal digits, or `FIRST`. `AHEAD` follows where the page was sent before
-its writer knew that the page before it was there."""
+"""Of a message: `Page.history` in hexadecimal digits, or `FIRST`."""
 FIRST: Final = "new"
-AHEAD: Final = "+"
 MANY_PAGES: Final = 20
 """Of others, between two looks of a reader that rests: so many are not asked for one by one."""
 FEW_PAGES: Final = 5
@@ -99,8 +97,7 @@ class Pushed(NamedTuple):
         page = decode_page(self.data)
         if page is None or page.name != self.name:
             return None
-        said = self.history and self.history.removesuffix(AHEAD)
-        return page if said is None or said == header_of(page.history) else None
+        return page if self.history in {None, header_of(page.history)} else None
 
 
 Take = Callable[[list[Pushed]], None]
@@ -115,7 +112,7 @@ class Writer(Protocol):
         ...
 
     def is_writing(self) -> bool:
-        """Whether pages are under way. What becomes of them shows whether anybody else has written."""
+        """Whether a page is under way. What becomes of it shows whether anybody else has written."""
         ...
 
     @property
@@ -124,9 +121,9 @@ class Writer(Protocol):
         ...
 
 
-def header_of(history: bytes | None, *, is_ahead: bool = False) -> str:
+def header_of(history: bytes | None) -> str:
     """Return what `HISTORY_HEADER` says of a page."""
-    return (FIRST if history is None else history.hex()) + (AHEAD if is_ahead else "")
+    return FIRST if history is None else history.hex()
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, lane: int, state: LaneState, tail: Tail) -> bool:
@@ -142,7 +139,7 @@ async def has_tail(js: JetStreamContext, layout: Layout, lane: int, state: LaneS
             return False
     if tail.history is not None and state.first <= tail.position + 1 <= state.last:
         found = await _message(js, layout, lane, tail.position + 1)
-        if found is not None and found.history not in {None, FIRST} and not str(found.history).endswith(AHEAD):
+        if found is not None and found.history not in {None, FIRST}:
             return found.history == tail.history.hex()
     return True
 
@@ -320,10 +317,9 @@ class LaneReader:
             return Broken("rewritten", state.first)
         if dispute is None:
             return None
-        if not self.settled and not str(dispute.history).endswith(AHEAD):
+        if not self.settled:
             return Broken("disputed", state.first)
-        level = logging.DEBUG if str(dispute.history).endswith(AHEAD) else logging.WARNING
-        log.log(level, "page %d of lane %d is void: its writer expected others before it", dispute.position, self._lane)
+        log.warning("page %d of lane %d is void: its writer expected others before it", dispute.position, self._lane)
         self._dispute, self._void = None, dispute.position
         return None
 
@@ -372,7 +368,7 @@ class LaneReader:
     def _move(self, page: Pushed) -> bool:
         """Go on to the next message, unless its writer expected others before it."""
         history = START if page.begins_history else self.tail.history
-        expected = page.history is not None and page.history != FIRST and page.history.removesuffix(AHEAD)
+        expected = None if page.history == FIRST else page.history
         if expected and history is not None and expected != history.hex() and page.position != self._void:
             self._dispute = page
             self._lost.set()

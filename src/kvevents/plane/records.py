@@ -30,6 +30,11 @@ Key: TypeAlias = tuple[str, int]
 """A stream: source and rank."""
 
 
+def name_of(bridge: str) -> str:
+    """Return what an operator calls a bridge, given what the log calls it: `NAME#LIFE`, another one in each process."""
+    return bridge.rpartition("#")[0] or bridge
+
+
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     source: str
     rank: _Count
@@ -122,6 +127,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
     """Why it doubts its own network rather than its engines; empty where it does not."""
     lag: float = 0.0
     """Seconds for which what its engines say has waited to be written, or was not read; 0 while that is as usual."""
+    process: str = ""
+    """Where it runs, for people."""
 
     @property
     def alive_seconds(self) -> float:

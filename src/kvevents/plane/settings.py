@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
 import stat
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgspec
 
 from kvevents.errors import ConfigError
+from kvevents.plane.records import MOST_BEAT_SECONDS
+from kvevents.settings import Bytes, FilePath, Host, Name, Positive, Range, Seconds, Secret, Settings, Subject, Unit, Url
 
 MAX_LANES: Final = 256
 COPIES: Final = (1, 3, 5)
@@ -18,6 +21,8 @@ COPIES: Final = (1, 3, 5)
 LEAST_LANE_BYTES: Final = 1 << 20
 """Room for one message of the size that servers take unless told otherwise."""
 DEFAULT_LANE_BYTES: Final = 1 << 30
+RECEIVE_QUEUE: Final = 256
+"""Batches of one engine that may wait in its connection: about as many as are read of it in one turn."""
 MAX_SECRET_BYTES: Final = 64 << 10
 """Of a file of credentials or of a seed, which have some thousand bytes and 58."""
 
@@ -57,37 +62,43 @@ class Login(NamedTuple):
         return "<Login>"
 
 
-class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One plane. Raises `ConfigError` for what cannot work; neither its text nor this object's holds a secret."""
 
-    servers: tuple[str, ...]
-    """`nats://`, `tls://`, `ws://` or `wss://` and `HOST:PORT`, with `USER:PASSWORD@` or `TOKEN@` between if need be. One of a
-    cluster is enough; more are tried when it is away. With `tls://` nothing is said to a server that does not speak TLS."""
-    name: str = "default"
-    """Planes of different names share servers and nothing else: 1 to 32 of letters, digits, `-` and `_`."""
-    lanes: int = 8
-    """Streams of JetStream over which engines are spread, 1 to 256; counts when the plane is made, and never after."""
-    copies: int = 1
-    """Servers that keep each stream: 1, 3 or 5."""
-    lane_bytes: int = DEFAULT_LANE_BYTES
-    """Of one lane; a full lane refuses what is new rather than forget what is old."""
-    credentials: str | None = None
-    """File of a user's JWT and seed (`.creds`), as `nsc` makes it. It is read again for each connection."""
-    nkey: str | None = None
+    ALTERNATIVES: ClassVar = ("credentials", "nkey", "token")
+    """Settings of which a server is shown one."""
+
+    servers: tuple[Url, ...]
+    """NATS server of the plane: nats://HOST:4222, or tls://, ws://, wss://; one of a cluster is enough. More are tried when it
+    is away. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent to a server without TLS."""
+    name: Annotated[Name, "--plane"] = "default"
+    """Name of the plane; planes of different names share servers and nothing else. 1 to 32 letters, digits, `-` and `_`."""
+    lanes: Annotated[int, "--lanes", Range(1, MAX_LANES)] = 8
+    """Streams of JetStream to spread engines over, 1 to 256; counts when the plane is made, and never after."""
+    copies: Annotated[int, "--copies"] = 1
+    """Servers that keep each lane of a new plane: 1, 3 or 5."""
+    lane_bytes: Annotated[int, "--lane-size", Unit.BYTES, Range(LEAST_LANE_BYTES)] = DEFAULT_LANE_BYTES
+    """Room of each lane of a new plane. A full lane refuses what is new rather than forget what is old."""
+    credentials: Annotated[FilePath, "--creds"] | None = None
+    """File of a user's JWT and seed, as `nsc` makes it. It is read again for each connection."""
+    nkey: Annotated[FilePath, "--nkey"] | None = None
     """File of a user's NKey seed."""
-    token: str | None = None
-    tls_ca: str | None = None
-    """PEM file of the authorities that the servers' certificates are checked against; None for those of the system."""
-    tls_certificate: str | None = None
-    """PEM file of this end's certificate, for servers that ask for one."""
-    tls_key: str | None = None
-    tls_hostname: str | None = None
-    """Name that the servers' certificates must have, where it is not that of the URL."""
-    inbox_prefix: str = "_INBOX"
-    """What the subjects begin with at which answers and deliveries come: one that this user alone may subscribe to keeps others
-    of the account from listening."""
+    token: Secret | None = None
+    """Token of the servers, instead of credentials or an NKey."""
+    tls_ca: Annotated[FilePath, "--tls-ca"] | None = None
+    """PEM file of the authorities that sign the servers' certificates (default: the system's); enables TLS."""
+    tls_certificate: Annotated[FilePath, "--tls-cert"] | None = None
+    """PEM file of the certificate of this end, for servers that ask for one."""
+    tls_key: Annotated[FilePath, "--tls-key"] | None = None
+    """PEM file of the key of this end."""
+    tls_hostname: Host | None = None
+    """Name that the servers' certificates must have, if it is not that of the URL."""
+    inbox_prefix: Annotated[Subject, "--inbox-prefix"] = "_INBOX"
+    """Prefix of the subjects at which answers come. One that this user alone may subscribe to keeps others of the account from
+    listening."""
 
     def __post_init__(self) -> None:
+        Settings.__post_init__(self)
         if not self.servers:
             raise ConfigError("a plane needs at least one server, such as nats://127.0.0.1:4222")
         for url in self.servers:
@@ -102,12 +113,8 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def _check_streams(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"name is {self.name!r}; a plane's has 1 to 32 letters, digits, '-' and '_'")
-        if not 1 <= self.lanes <= MAX_LANES:
-            raise ConfigError(f"lanes is {self.lanes}; it is a number of streams from 1 to {MAX_LANES}")
         if self.copies not in COPIES:
             raise ConfigError(f"copies is {self.copies}; JetStream keeps a majority of 1, 3 or 5")
-        if self.lane_bytes < LEAST_LANE_BYTES:
-            raise ConfigError(f"lane_bytes is {self.lane_bytes}; a lane needs room for at least {LEAST_LANE_BYTES}")
 
     def _check_login(self) -> None:
         if len({_login_of(url) for url in self.servers} - {Login()}) > 1:
@@ -196,6 +203,40 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if field not in {"servers", "token"}:
                 yield field, getattr(self, field)
         yield "servers", tuple(map(without_login, self.servers))
+
+
+class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a bridge does, whichever plane it writes to. Raises `ConfigError` for what cannot work."""
+
+    name: Name = msgspec.field(default_factory=socket.gethostname)
+    """Name of this bridge, for people; the host's unless given. Each bridge has its own."""
+    hold_back: Annotated[float, "--reserve", Unit.SECONDS, Range(0, 3600)] = 0.0
+    """Write only what no other bridge has written after so many seconds."""
+    dead_seconds: Seconds = 30.0
+    """Drop an engine from the log after so many seconds without a connection to any bridge."""
+    unnamed_seconds: Seconds = 600.0
+    """Drop an engine from the log that no bridge has named for so many seconds. So long may bridges take to start again."""
+    unreadable_seconds: Seconds = 20.0
+    """Write a lane again if pages that nobody has read are missing for so many seconds. No snapshot contains those."""
+    beat: Annotated[float, Unit.SECONDS, Range(0, MOST_BEAT_SECONDS, is_open=True)] = 2.0
+    """Seconds between two heartbeats in each lane, at most 60. Others do not believe for longer that the bridge is alive."""
+    late_seconds: Seconds = 1.0
+    """Seconds that what engines say may wait in the bridge before replicas trust none of its streams."""
+    receive_queue: Positive = RECEIVE_QUEUE
+    """Batches of each engine that wait in its connection while nothing is read. Others wait at the engine, or are dropped."""
+    max_queued_bytes: Bytes = 64 << 20
+    """Most that may wait for the servers; above it nothing more is received."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if not self.name or len(self.name) > 128 or not self.name.isprintable():
+            raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
+
+
+class BridgeSettings(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One bridge. Raises `ConfigError` for what cannot work."""
+
+    plane: PlaneSettings
 
 
 def without_login(url: str) -> str:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.errors import ConfigError
+from kvevents.settings import Seconds, Settings
 from kvevents.structs import prepared
 
 PREFIX: Final = "shard."
@@ -32,29 +32,24 @@ MAX_HOLDERS: Final = 8
 
 
 @prepared
-class SharePace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SharePace(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often replicas with a share announce themselves, and how long they wait for each other: the same in all of them."""
 
-    announce_seconds: float = 2.0
-    """Between two announcements."""
-    settle_seconds: float = 5.0
-    """From the first announcement until anything is held: of replicas that start together none begins with all lanes."""
-    present_seconds: float = 6.0
-    """For which a replica is asked after its newest announcement. One look may miss that, since a bucket is listed while it is
-    written; and the announcement of a dead one stays in the bucket for longer."""
-    dead_seconds: float = 30.0
-    """Without an announcement after which others take over its lanes: a restart must not move them."""
-    release_seconds: float = 10.0
-    """For which the others must have held a lane before one that is not to hold it releases it: by then all ask them."""
-    refresh_seconds: float = 2.0
-    """Between two questions for the engines of other replicas."""
-    away_seconds: float = 2.0
-    """After a failure, for which a replica is asked only if no other one holds the same."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"shard.pace.{name} is {getattr(self, name)}; it must be above 0")
+    announce_seconds: Seconds = 2.0
+    """Seconds between two announcements."""
+    settle_seconds: Seconds = 5.0
+    """Seconds from the first announcement until anything is held. Of replicas that start together none takes all lanes."""
+    present_seconds: Seconds = 6.0
+    """Seconds for which a replica is asked after its newest announcement. One look may miss that, since a bucket is listed
+    while it is written; and the announcement of a dead one stays in the bucket for longer."""
+    dead_seconds: Seconds = 30.0
+    """Seconds without an announcement after which others take over the lanes of a replica. A restart must not move them."""
+    release_seconds: Seconds = 10.0
+    """Seconds for which the others must have held a lane before one that is not to hold it releases it."""
+    refresh_seconds: Seconds = 2.0
+    """Seconds between two questions for the engines of other replicas."""
+    away_seconds: Seconds = 2.0
+    """Seconds after a failure for which a replica is asked only if no other one holds the same."""
 
 
 @prepared

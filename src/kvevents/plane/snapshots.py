@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import msgspec
 
@@ -34,6 +34,7 @@ from kvevents.structs import prepared
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
     from nats.js.api import ObjectInfo
+    from nats.js.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -179,15 +180,47 @@ class Snapshots:
         return found
 
     async def is_whole(self, kept: Kept) -> bool:
-        """Whether all objects of a snapshot are there."""
-        from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+        """Whether all parts of a snapshot are there."""
+        try:
+            with told(f"looking for snapshot {kept.name}"):
+                for name in sorted(kept.objects):
+                    await self._find(name)
+        except SnapshotError:
+            return False
+        except PlaneError as error:
+            if error.fault != "missing":
+                raise
+            return False
+        return True
 
-        with told(f"looking for snapshot {kept.name}"):
-            try:
-                store = await self._js.object_store(self._layout.snapshots)
-                return not any([(await store.get_info(name)).deleted for name in sorted(kept.objects)])
-            except NotFoundError:
-                return False
+    async def _find(self, name: str) -> ObjectStore:
+        """The object store, which has all parts of an object.
+
+        Raises `SnapshotError` where one is lost: nats-py waits without end for a chunk that does not come.
+        """
+        from nats.js.errors import BadObjectMetaError  # noqa: PLC0415 - an extra
+
+        store = await self._js.object_store(self._layout.snapshots)
+        try:
+            info = await store.get_info(name)
+        except BadObjectMetaError as error:
+            raise _damaged(name, "its description cannot be read") from error
+        subject = f"{_CHUNKS}{self._layout.snapshots}.C.{info.nuid}"
+        found = await self._js.stream_info(self._stream, subjects_filter=subject)
+        there, chunks = (found.state.subjects or {}).get(subject, 0), info.chunks or 0
+        if there < chunks:
+            raise _damaged(name, f"the servers have {there} of its {chunks} chunks")
+        return store
+
+    async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
+        """What an object holds; nothing where that is written into a file. Raises `SnapshotError` for one that is damaged."""
+        from nats.js.errors import DigestMismatchError  # noqa: PLC0415 - an extra
+
+        store = await self._find(name)
+        try:
+            return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it writes alone
+        except DigestMismatchError as error:
+            raise _damaged(name, "it does not have its digest") from error
 
     async def _entry(self, lane: int) -> tuple[list[Kept], int]:
         """The same with the number of the entry; 0 where there is none."""
@@ -216,10 +249,8 @@ class Snapshots:
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
                 taken = await self.streams(kept)
-                with told(f"reading snapshot {kept.name}"):
-                    store = await self._js.object_store(self._layout.snapshots)
-                    with path.open("wb") as file:
-                        await store.get(f"{kept.name}.index", writeinto=file)
+                with told(f"reading snapshot {kept.name}"), path.open("wb") as file:
+                    await self._get(f"{kept.name}.index", file)
             ledger, doubts = taken.restored()
             await asyncio.to_thread(_absorb, index, path, taken, kept.name)
         except TimeoutError as error:
@@ -231,12 +262,10 @@ class Snapshots:
     async def streams(self, kept: Kept) -> Taken:
         """What a snapshot has besides the index. Raises `SnapshotError` for one that is damaged."""
         with told(f"reading the streams of snapshot {kept.name}"):
-            # nats-py waits without end for a chunk that does not come.
             async with asyncio.timeout(STREAMS_SECONDS):
-                store = await self._js.object_store(self._layout.snapshots)
-                found = await store.get(f"{kept.name}.streams")
+                found = await self._get(f"{kept.name}.streams")
         try:
-            return msgspec.msgpack.decode(found.data or b"", type=Taken)
+            return msgspec.msgpack.decode(found, type=Taken)
         except msgspec.MsgspecError as error:
             raise SnapshotError(f"the streams of snapshot {kept.name} cannot be read: {error}; take another one") from error
 
@@ -361,6 +390,10 @@ class Snapshots:
         if state.made == kept.made and await has_tail(self._js, self._layout, kept.lane, state, kept.tail):
             with told(f"purging lane {kept.lane}"):
                 await self._js.purge_stream(self._layout.stream(kept.lane), seq=kept.position + 1)
+
+
+def _damaged(name: str, why: str) -> SnapshotError:
+    return SnapshotError(f"snapshot object {name} is damaged: {why}; another snapshot is taken instead")
 
 
 def _absorb(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:

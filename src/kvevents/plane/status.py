@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ from kvevents.plane.faults import told
 from kvevents.plane.layout import Layout, state_of
 from kvevents.plane.leases import Holder
 from kvevents.plane.opinions import PREFIX, Opinion
-from kvevents.plane.records import Beat, Page, decode_page
+from kvevents.plane.records import Beat, Page, decode_page, name_of
 from kvevents.plane.sharding import PREFIX as SHARE
 from kvevents.plane.sharding import Announcement, SharePace
 from kvevents.plane.snapshots import Kept, Snapshots
@@ -38,6 +38,8 @@ class LaneView(msgspec.Struct, frozen=True):
     bridges: dict[str, float]
     """Heard at the lane's end, each with the clock of its last page or beat."""
     fault: str = ""
+    shared: list[str] = []
+    """Names of bridges under which several processes write there by turns."""
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -91,6 +93,10 @@ class PlaneView(msgspec.Struct, frozen=True):
         found += [f"lane {lane.lane}: no bridge is heard" for lane in self.lanes if not lane.fault and not lane.bridges]
         found += [
             f"replica {each.name} holds something else than {', '.join(each.differs)}" for each in self.replicas if each.differs
+        ]
+        found += [
+            f"bridge {name} is more than one process; give each a name of its own with --name"
+            for name in sorted({name for lane in self.lanes for name in lane.shared})
         ]
         return found + self._faults_of_shares()
 
@@ -155,16 +161,32 @@ def _under(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry
 async def _lane(js: JetStreamContext, layout: Layout, lane: int) -> LaneView:
     try:
         state = await state_of(js, layout, lane)
-        bridges: dict[str, float] = {}
+        heard: list[tuple[str, float]] = []
         for position in range(max(state.first, state.last - LOOK_BACK + 1, 1), state.last + 1):
             page = await _page(js, layout, lane, position)
             if page is not None:
                 # Who writes is heard, whether or not it has said so lately: beats are few among the pages of a busy lane.
-                bridges |= {page.bridge: page.at}
-                bridges |= {each.bridge: each.at for each in page.records if isinstance(each, Beat)}
+                heard.append((page.bridge, page.at))
+                heard += [(each.bridge, each.at) for each in page.records if isinstance(each, Beat)]
     except PlaneError as error:
         return LaneView(lane, 0, 0, 0, None, {}, str(error))
-    return LaneView(lane, state.first, state.last, state.bytes, state.leader, bridges)
+    bridges = {name_of(bridge): at for bridge, at in heard}
+    shared = _shared(bridge for bridge, _ in heard)
+    return LaneView(lane, state.first, state.last, state.bytes, state.leader, bridges, shared=shared)
+
+
+def _shared(heard: Iterable[str]) -> list[str]:
+    """Names of bridges of which a process is heard again after another one of that name."""
+    last: dict[str, str] = {}
+    before: set[str] = set()
+    found: set[str] = set()
+    for bridge in heard:
+        name = name_of(bridge)
+        if bridge in before and last[name] != bridge:
+            found.add(name)
+        before.add(bridge)
+        last[name] = bridge
+    return sorted(found)
 
 
 async def _page(js: JetStreamContext, layout: Layout, lane: int, position: int) -> Page | None:

@@ -18,7 +18,7 @@ from kvevents.errors import ClosedError, UnknownSourceError
 from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Standing, Told
 from kvevents.plane.opinions import Place
 from kvevents.plane.reading import Pushed
-from kvevents.plane.records import Key
+from kvevents.plane.records import Key, name_of
 from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.stream.doubts import Doubts
@@ -394,7 +394,8 @@ class LogSubscriber:
         lag = self.ledgers[lane].beats[bridge].beat.lag
         if not lag or told.trust not in _FOLLOWED:
             return told
-        return Told("REPLAYING", f"bridge {bridge} is {lag:.0f} s behind: what engines say is not in the log yet", told.doubts)
+        reason = f"bridge {name_of(bridge)} is {lag:.0f} s behind: what engines say is not in the log yet"
+        return Told("REPLAYING", reason, told.doubts)
 
     def _is_alive(self, lane: int, bridge: str) -> bool:
         ledger, heard = self.ledgers.get(lane), self._heard.get((lane, bridge))

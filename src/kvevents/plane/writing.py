@@ -12,9 +12,8 @@ a writer that is refused reads what others have written, and composes anew. Of w
 Nothing is dropped because it was sent, only because it was read or acknowledged. So it does not matter which page was lost, or
 whether the answer to one was.
 
-A page may be composed while others are *under way*, as if those were there already. Behind anything else it is void for every
-reader (`ledger`). As soon as one of them is refused, or a page of somebody else comes in between, all
-that are under way are taken back, and what was in them is judged anew.
+One page is *under way* at a time. What comes meanwhile goes into the next one. If it is refused, or a page of somebody else
+comes first, all that was in it is judged anew.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from typing import Final, NamedTuple, TypeAlias
 from kvevents.plane.heads import Head, Verdict, after, as_written, judge, may_trust
 from kvevents.plane.ledger import Departure, Event, Ledger
 from kvevents.plane.records import (
-    START,
     VERSION,
     Batched,
     Beat,
@@ -39,7 +37,6 @@ from kvevents.plane.records import (
     Renewed,
     StreamRecord,
     Trusting,
-    extend_history,
 )
 from kvevents.stream import RawBatch
 from kvevents.stream.trust import rank_of
@@ -50,10 +47,6 @@ DOUBT_BYTES: Final = 32
 """Of a doubt's name and number, at most."""
 MAX_RECORDS: Final = 2_000
 """Of one page."""
-MAX_UNDER_WAY: Final = 2
-"""Pages of a lane that are under way at a time: while the servers keep one the next one reaches them."""
-WARY_PAGES: Final = 16
-"""That must get there one by one after pages had to be taken back: somebody else is writing, and would overtake them again."""
 
 
 _Queued: TypeAlias = tuple[float, StreamRecord, int]
@@ -65,7 +58,6 @@ class _Own:
     """What a bridge has of one stream that may not be in the log yet."""
 
     records: deque[_Queued] = field(default_factory=deque)
-    """Those that are not under way."""
     trusting: Trusting | None = None
     """To be said when all of them are there."""
     followed: int | None = None
@@ -73,48 +65,25 @@ class _Own:
     the bridge has heard nothing: what it trusts is not about that."""
     agreed: int | None = None
     """The incarnation of the log that is known to be the life that is followed here."""
-    saying: Trusting | None = None
-    """What is under way of its trust."""
-
-    @property
-    def has_to_say(self) -> bool:
-        """Whether its trust is to be said, and not under way."""
-        return self.trusting is not None and self.trusting is not self.saying
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """What is under way of one stream."""
-
-    head: Head | None
-    """Where it ends then; None where that can be told only once it is there."""
-    pages: int = 0
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A page that is under way, and what of each stream it settles."""
+    """The page that is under way, and what of each stream it settles."""
 
     page: Page
-    history: bytes
-    """Of the lane up to this page."""
     beat: Beat | None
     settled: list[_Settled]
 
 
 class _Settled(NamedTuple):
-    """The records of a stream that are in the log then, and which incarnation is agreed upon."""
+    """How many records of a stream are in the log then, and which incarnation is agreed upon."""
 
     key: Key
     own: _Own
-    records: list[_Queued]
+    records: int
     agreed: int | None
     trusting: Trusting | None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the records, at most."""
-        return sum(size for _, _, size in self.records)
 
 
 @dataclass(slots=True)
@@ -126,8 +95,6 @@ class _Turn:
     taken: list[StreamRecord] = field(default_factory=list)
     done: int = 0
     """Records that are in the log with it."""
-    is_split: bool = False
-    """Whether the last of them is a part of a batch, and not the last part."""
 
 
 class Composer:
@@ -150,15 +117,9 @@ class Composer:
         self._pages = 0
         self._own: dict[Key, _Own] = {}
         self._active: dict[Key, None] = {}
-        """Streams with something to write that is not under way, in turn."""
+        """Streams with something to write, in turn."""
         self._beat: Beat | None = None
-        self._drafts: deque[_Draft] = deque()
-        """What is under way, in order."""
-        self._ahead: dict[Key, _Ahead] = {}
-        self._drafted_bytes = 0
-        """Of what is queued, those that are under way."""
-        self._wary = 0
-        """Pages that are still to get there one by one."""
+        self._draft: _Draft | None = None
 
     # --- what there is
 
@@ -166,7 +127,7 @@ class Composer:
         """The stream is followed from where the log stands: what was offered of it before is void."""
         self._drop(key)
         standing = self.ledger.streams.get(key)
-        # Another one: what is under way of the stream settles nothing of what comes now, nor does that go on behind it.
+        # Another one: what is under way of the stream settles nothing of what comes now.
         self._own[key] = _Own(
             followed=self.ledger.floor if standing is None else standing.incarnation,
             agreed=None if standing is None or standing.last_seq < 0 else standing.incarnation,
@@ -213,8 +174,7 @@ class Composer:
         return max(0.0, now - min(waiting, default=now))
 
     def _may_say(self, key: Key, own: _Own) -> bool:
-        head = self._next(key, own)
-        return own.has_to_say and head is not None and may_trust(head, own.followed)
+        return own.trusting is not None and may_trust(self._head(key, own), own.followed)
 
     def has_left(self, key: Key) -> bool:
         """Whether a stream has left the log since it was anchored; it may be there again."""
@@ -224,20 +184,17 @@ class Composer:
     def waits(self, key: Key) -> bool:
         """Whether there is something of a stream that is not known to be in the log."""
         own = self._own.get(key)
-        return own is not None and bool(own.records or key in self._ahead)
+        return own is not None and bool(own.records)
 
     @property
     def waiting(self) -> int:
         """Records that are not known to be in the log."""
-        under_way = sum(len(outcome.records) for draft in self._drafts for outcome in draft.settled)
-        return under_way + sum(len(self._own[key].records) for key in self._active)
+        return sum(len(self._own[key].records) for key in self._active)
 
     def _drop(self, key: Key) -> None:
-        """Forget what is not under way."""
+        """Forget what waits."""
         own = self._own.get(key)
         self._active.pop(key, None)
-        if key in self._ahead:
-            self._ahead[key].head = None
         if own is not None:
             self.queued_bytes -= sum(size for _, _, size in own.records)
             own.records.clear()
@@ -245,20 +202,13 @@ class Composer:
 
     # --- a page
 
-    @property
-    def has_more(self) -> bool:
-        """Whether another page may be sent although one is under way: a full one, where nobody has come in between lately.
-
-        What is less goes together with what comes until the one before is there.
-        """
-        full = self.queued_bytes - self._drafted_bytes >= self._page_bytes
-        return full and len(self._drafts) < MAX_UNDER_WAY and not self._wary and not self.ledger.hole
-
     def compose(self, now: float, at: float) -> Page | None:
-        """The next page, by the writer's clock at `at`, behind those that are under way; None if nothing is due.
+        """The next page, by the writer's clock at `at`; None if nothing is due, or one is under way.
 
-        Say then of each page in its turn what became of it: `landed`, or `returned`.
+        Say then what became of it: `landed`, or `returned`.
         """
+        if self._draft is not None:
+            return None
         records: list[Record] = [] if self._beat is None else [self._beat]
         settled: list[_Settled] = []
         if self.ledger.hole:
@@ -269,9 +219,8 @@ class Composer:
         if not records:
             return None
         self._pages += 1
-        name, history = f"{self._life}#{self._pages}", self._drafts[-1].history if self._drafts else self.ledger.history
-        page = Page(VERSION, self._bridge, at, records, self.ledger.life, name, history)
-        self._drafts.append(_Draft(page, extend_history(START if history is None else history, name), self._beat, settled))
+        page = Page(VERSION, self._bridge, at, records, self.ledger.life, f"{self._life}#{self._pages}", self.ledger.history)
+        self._draft = _Draft(page, self._beat, settled)
         self._beat = None
         return page
 
@@ -286,9 +235,7 @@ class Composer:
     def _take(self, key: Key, now: float, room: int, count: int, settled: list[_Settled]) -> tuple[list[StreamRecord], int]:
         """What comes next of one stream, as far as there is room."""
         own = self._own[key]
-        head = self._next(key, own)
-        if head is None:
-            return [], room
+        head = self._head(key, own)
         turn = _Turn(head, room)
         if (warning := self._warning(key, own, head)) is not None:
             turn.taken.append(warning)
@@ -298,28 +245,24 @@ class Composer:
             if turn.room <= 0 or len(turn.taken) >= count or (due > now and verdict is Verdict.NEXT):
                 break
             if verdict is Verdict.ADRIFT:
-                if key in self._ahead:
-                    break  # from pages that may never be there
                 self._drop(key)
                 self.adrift[key] = None
                 return [], room
             if not self._add(turn, record, size, verdict):
                 break
         is_about = turn.done == len(own.records) and may_trust(turn.head, own.followed)
-        trusting = own.trusting if own.has_to_say and is_about else None
+        trusting = own.trusting if is_about else None
         if trusting is not None and (most := _size(trusting)) <= turn.room and len(turn.taken) < count:
             turn.taken.append(trusting)
             turn.room -= most
         else:
             trusting = None
-        if turn.taken or key not in self._ahead:  # or else what is known is there only if what is under way gets there
-            agreed = turn.head.incarnation if turn.head.agrees else own.agreed
-            outcome = _Settled(key, own, [own.records.popleft() for _ in range(turn.done)], agreed, trusting)
-            if turn.taken:
-                settled.append(outcome)
-                self._go_ahead(outcome, None if turn.is_split else turn.head)
-            else:
-                self._settle(outcome)
+        agreed = turn.head.incarnation if turn.head.agrees else own.agreed
+        outcome = _Settled(key, own, turn.done, agreed, trusting)
+        if turn.taken:
+            settled.append(outcome)
+        else:
+            self._settle(outcome)  # all of it is there
         return turn.taken, turn.room
 
     def _warning(self, key: Key, own: _Own, head: Head) -> Trusting | None:
@@ -349,32 +292,9 @@ class Composer:
         piece = self._piece(turn.head, record)
         turn.taken.append(piece)
         turn.room = 0
-        turn.is_split = piece.offset + len(piece.payload) < piece.total
-        if not turn.is_split:
+        if piece.offset + len(piece.payload) == piece.total:
             turn.head = after(turn.head, record, Verdict.NEXT)
             turn.done += 1
-
-    def _go_ahead(self, outcome: _Settled, head: Head | None) -> None:
-        """Some of a stream is under way now. Others are first next time."""
-        key, own = outcome.key, outcome.own
-        own.saying = outcome.trusting or own.saying
-        self._drafted_bytes += outcome.size
-        ahead = self._ahead.setdefault(key, _Ahead(head))
-        ahead.head, ahead.pages = head, ahead.pages + 1
-        del self._active[key]
-        self._see_to(key, own)
-
-    def _see_to(self, key: Key, own: _Own) -> None:
-        """Whether a stream has something to write; one that had its turn lets others be first."""
-        if own.records or own.has_to_say:
-            self._active.setdefault(key)
-        else:
-            self._active.pop(key, None)
-
-    def _next(self, key: Key, own: _Own) -> Head | None:
-        """Where what comes next of a stream goes on; None where that is not known yet."""
-        ahead = self._ahead.get(key)
-        return self._head(key, own) if ahead is None else ahead.head
 
     def _head(self, key: Key, own: _Own) -> Head:
         standing = self.ledger.streams.get(key)
@@ -402,53 +322,34 @@ class Composer:
     # --- what became of it
 
     def landed(self, position: int) -> list[Event]:
-        """The oldest page that is under way is in the lane, under this number. What it means to readers."""
-        if not self._drafts:
+        """The page that is under way is in the lane, under this number. What it means to readers."""
+        draft, self._draft = self._draft, None
+        if draft is None:
             return []
-        draft = self._drafts.popleft()
         found = self._feed(position, draft.page)
         for outcome in draft.settled:
-            self._drafted_bytes -= outcome.size
-            ahead = self._ahead[outcome.key]
-            ahead.pages -= 1
-            if not ahead.pages:
-                del self._ahead[outcome.key]
             self._settle(outcome)
-        self._wary = max(0, self._wary - 1)
         self.written += sum(isinstance(event, RawBatch) for event in found)
         return found
 
     def returned(self) -> None:
-        """The oldest page that is under way is not known to be in the lane, so none is. Read what is, then compose anew."""
-        if self._drafts:
-            self._wary = WARY_PAGES
-        while self._drafts:
-            draft = self._drafts.pop()
+        """The page that is under way is not known to be in the lane. Read what is, then compose anew."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
             self._beat = self._beat or draft.beat
-            for outcome in draft.settled:
-                self._take_back(outcome)
-        self._drafted_bytes = 0
-        self._ahead.clear()
-
-    def _take_back(self, outcome: _Settled) -> None:
-        key, own = outcome.key, outcome.own
-        own.saying = None
-        if self._own.get(key) is own and key not in self.adrift:
-            own.records.extendleft(reversed(outcome.records))
-            self._see_to(key, own)
-        else:
-            self.queued_bytes -= outcome.size
 
     def _settle(self, outcome: _Settled) -> None:
-        own = outcome.own
-        self.queued_bytes -= outcome.size
+        key, own = outcome.key, outcome.own
+        if self._own.get(key) is not own:
+            return  # followed anew, or no more
+        for _ in range(outcome.records):
+            self.queued_bytes -= own.records.popleft()[2]
         own.agreed = outcome.agreed
-        if outcome.trusting is not None:
-            if own.trusting is outcome.trusting:
-                own.trusting = None
-            own.saying = None if own.saying is outcome.trusting else own.saying
-        if self._own.get(outcome.key) is own:
-            self._see_to(outcome.key, own)
+        if own.trusting is outcome.trusting:
+            own.trusting = None
+        self._active.pop(key, None)
+        if own.records or own.trusting is not None:
+            self._active[key] = None  # others are first next time
 
     def read(self, position: int, page: Page) -> list[Event]:
         """A page of somebody, or one of ours of which it was not known that it had landed. What it means to readers.

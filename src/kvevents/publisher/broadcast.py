@@ -1,7 +1,7 @@
 """One numbered stream for everybody: the event socket, and replay and snapshots beside it.
 
 Theory of operation. One thread, the caller's, sends; only it may call `send`, `cut` and `look_around`, and it ends with `end`.
-How batches leave is the `Outlet`'s. They go into the replay buffer first and out only then, so that whatever a consumer saw can
+They go into the replay buffer first and out only then, so that whatever a consumer saw can
 be asked for again. Another thread, `zmq-replay`, owns the replay socket (`replay`), and a third one, `zmq-snapshot`, that of
 placement snapshots (`snapshot_v1`), each where there is such an endpoint.
 """
@@ -23,10 +23,9 @@ from kvevents.config import Curve
 from kvevents.endpoints import connectable
 from kvevents.publisher import sockets
 from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.direct import DirectOutlet, address_of
+from kvevents.publisher.event_socket import EventSocket
 from kvevents.publisher.failures import Failures
 from kvevents.publisher.kept import Numbered
-from kvevents.publisher.outlet import Outlet, ZmqOutlet
 from kvevents.publisher.replay import REPLAY_SEND_LIMIT, ReplayServer
 from kvevents.publisher.replies import UNREAD_TIMEOUT, ReplyServer
 from kvevents.publisher.snapshot_v1 import SNAPSHOT_SEND_LIMIT, SnapshotServer, live_topic
@@ -47,8 +46,7 @@ class Broadcast:
     `incarnation` is the sender's in this life, a random one by default; heartbeats must have the same one. With
     `snapshot_endpoint`, SGLang's draft `snapshot-v1` is answered there, and the topic of every batch ends with the incarnation,
     by which the draft's consumers tell one life of the sender from another; `rank` is told with it. The context, unless one is
-    given, is ended by `close`; one that is given is the caller's. `direct` is for who sends often: consumers' connections are
-    written without libzmq then, where that can be.
+    given, is ended by `close`; one that is given is the caller's.
 
     Raises `EndpointError` when a socket cannot be bound, and what `kvevents.admission.admit` raises; nothing stays open then.
     """
@@ -68,7 +66,6 @@ class Broadcast:
         snapshot_endpoint: str | None = None,
         rank: int = 0,
         incarnation: int | None = None,
-        direct: bool = False,
     ) -> None:
         self.incarnation = secrets.randbits(63) if incarnation is None else incarnation
         self._buffer = buffer
@@ -77,7 +74,6 @@ class Broadcast:
         self._hwm = hwm
         self._binds = bind
         self._curve = curve
-        self._address = address_of(endpoint) if direct and bind and curve is None and context is None else None
         self._endpoint, self._replay_endpoint, self._snapshot_endpoint = endpoint, replay_endpoint, snapshot_endpoint
         epoch = f"{self.incarnation:016x}"
         self._topic = topic.encode() if snapshot_endpoint is None else live_topic(topic.encode(), epoch)
@@ -114,9 +110,15 @@ class Broadcast:
         self.admission = admit(self._context, self._curve, self._endpoint)
         if self.admission is not None:
             undo.callback(self.admission.close)
-        self._outlet = self._open_events()
-        undo.callback(self._outlet.join)
-        undo.callback(self._outlet.end, None)
+        self._events = EventSocket(
+            self._context,
+            self._endpoint,
+            hwm=self._hwm,
+            bind=self._binds,
+            admission=self.admission,
+            affinity=_EVENT_IO if self._owns_context else 0,
+        )
+        undo.callback(self._events.end, None)
         if self._replay_endpoint is not None:
             socket, self.replay_bound = self._open_router(self._replay_endpoint, "replay", REPLAY_SEND_LIMIT)
             undo.callback(socket.close, linger=0)
@@ -125,14 +127,6 @@ class Broadcast:
         if self._snapshot_endpoint is not None:
             socket, self.snapshot_bound = self._open_router(self._snapshot_endpoint, "snapshot", SNAPSHOT_SEND_LIMIT)
             self._snapshots = SnapshotServer(socket, self._buffer, epoch, rank)
-
-    def _open_events(self) -> Outlet:
-        if self._address is not None:
-            return DirectOutlet(self._address, self._endpoint, self._hwm)
-        affinity = _EVENT_IO if self._owns_context else 0
-        return ZmqOutlet(
-            self._context, self._endpoint, hwm=self._hwm, bind=self._binds, admission=self.admission, affinity=affinity
-        )
 
     def _open_router(self, endpoint: str, what: str, limit: int) -> tuple[sockets.Socket, str]:
         with sockets.opened(self._context, zmq.ROUTER, self.admission, endpoint) as socket:
@@ -157,22 +151,17 @@ class Broadcast:
     @property
     def endpoint(self) -> str:
         """Where a consumer on this host subscribes, with the port that the OS chose; in connect mode, where we connect to."""
-        return connectable(self._outlet.bound)
+        return connectable(self._events.bound)
 
     @property
     def bound(self) -> str:
         """What ZeroMQ calls the event endpoint."""
-        return self._outlet.bound
+        return self._events.bound
 
     @property
     def subscribers(self) -> int:
         """Subscriptions on the event socket, as of the last `look_around`; a consumer with two topics counts twice."""
-        return self._outlet.subscriptions
-
-    @property
-    def dropped(self) -> int | None:
-        """See `Outlet`."""
-        return self._outlet.dropped
+        return self._events.subscriptions
 
     @property
     def replay_endpoint(self) -> str | None:
@@ -214,7 +203,7 @@ class Broadcast:
     def send(self, batches: Sequence[Numbered]) -> None:
         """Keep batches for replay and send them, in this order. They are sent live even if they cannot be kept."""
         self._keep(batches)
-        self._outlet.send(self._topic, batches)
+        self._events.send(self._topic, batches)
 
     def _keep(self, batches: Sequence[Numbered]) -> None:
         try:
@@ -225,7 +214,7 @@ class Broadcast:
 
     def look_around(self) -> None:
         """Read who subscribed; to be called now and then."""
-        self._outlet.look_around()
+        self._events.look_around()
 
     @property
     def wants_cut(self) -> bool:
@@ -239,14 +228,14 @@ class Broadcast:
             self.send([(number, payload)])
             return
         self._keep([(number, payload)])
-        self._outlet.send(snapshots.barrier_topic(self._topic, number), [(number, payload)])
+        self._events.send(snapshots.barrier_topic(self._topic, number), [(number, payload)])
         snapshots.cut_at(number)
 
     def end(self, deadline: float | None = None) -> None:
         """Close the event socket; there is time until `deadline` (monotonic seconds) to flush. May be called again."""
         if not self._ended:
             self._ended = True
-            self._flush_until = self._outlet.end(deadline)
+            self._flush_until = self._events.end(deadline)
 
     # --- the end -----------------------------------------------------------------------------------------------------------
 
@@ -274,7 +263,6 @@ class Broadcast:
             self.admission.close()
         if sending or any(thread.is_alive() for thread in self._threads):
             return False
-        flushed = self._outlet.join()
         servers = list(self._servers().values())
         for server in servers:
             server.close()
@@ -283,7 +271,7 @@ class Broadcast:
         self._closed = True
         if not self._owns_context:
             return None
-        return flushed and monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
+        return monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
 
     def forget_locks(self) -> None:
         """For a forked child, in which none of the threads exists."""

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kvevents.events import KVEvent
 from kvevents.publisher.kept import Numbered
-from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, decode_batch
-from kvevents.wire.respelling import respelled
+from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 Lost: TypeAlias = Literal["batches", "payloads", "digests"]
 """Batches that nobody will see, payloads that nobody can read, or hashes that would not be the same ones as numbers."""
@@ -21,8 +19,8 @@ Told: TypeAlias = tuple[Any, ...]
 class _Compactor(Protocol):
     """`_native.Compactor`, which must not be imported here: who has no wheel publishes all the same."""
 
-    def fold(self, payload: bytes, respelled: bool = False) -> bool: ...
-    def fold_many(self, batches: list[Numbered]) -> int: ...
+    def fold(self, payload: bytes, own: bool = False) -> None: ...
+    def fold_many(self, batches: list[Numbered]) -> None: ...
     def events(self) -> list[Told] | None: ...
     def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
     def miss(self) -> None: ...
@@ -60,28 +58,16 @@ class History:
 
     def fold(self, payload: bytes) -> None:
         """Take in the next payload, as it was sent."""
-        if not self._compactor.fold(payload):
-            # As an index reads what its native scanner is not certain of.
-            decoded = decode_batch(payload)
-            events = decoded.batch.events
-            if any(map(_has_digests, events)):
-                self.lose("digests")
-            elif not self._compactor.fold(respelled(events), respelled=True) or any(map(_costs_events, decoded.rejected)):
-                self.lose("payloads")
+        self._compactor.fold(payload)
 
     def fold_many(self, batches: list[Numbered]) -> None:
         """The same for the payloads of several in a row, other threads running meanwhile where that takes long."""
-        done = self._compactor.fold_many(batches)
-        while done < len(batches):
-            self.fold(batches[done][1])
-            batches = batches[done + 1 :]
-            done = self._compactor.fold_many(batches)
+        self._compactor.fold_many(batches)
 
     def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
         """Take in what `payloads` gave in another life of the process. `lost` where it is not that."""
         for payload in payloads:
-            if not self._compactor.fold(payload, respelled=True):
-                self.lose("payloads")
+            self._compactor.fold(payload, own=True)
         if partial:
             self.miss()
 
@@ -131,11 +117,3 @@ class History:
     def __repr__(self) -> str:
         state = f"lost: {self.lost}" if self.lost else f"{self.live} blocks"
         return f"<History {state}, {self.bytes} bytes>"
-
-
-def _costs_events(rejected: Rejected) -> bool:
-    return rejected.costs_events
-
-
-def _has_digests(event: KVEvent) -> bool:
-    return any(getattr(event, name, None) is not None for name in ("block_digests", "parent_block_digest"))

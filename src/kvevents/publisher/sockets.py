@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import socket as plain
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -27,10 +25,6 @@ ZMTP heartbeats would be quicker, but came with ZMTP 3.1, and a consumer may spe
 answered."""
 FLUSH_GRACE: Final = 0.1
 """Seconds that ZeroMQ has to flush a closed socket when no more time was left."""
-BACKLOG: Final = 100
-"""Connections that wait to be taken; libzmq's default."""
-_DRAINS: Final = 16
-"""Reads of what a peer has said before a connection is closed."""
 
 _HINTS: Final = {
     errno.EADDRINUSE: "another process or rank uses it; choose another port, or port 0 to let the OS choose",
@@ -75,43 +69,6 @@ def bind(socket: Socket, endpoint: str, what: str) -> str:
 def connect(socket: Socket, endpoint: str, what: str) -> None:
     """Connect. Raises `EndpointError`."""
     _attempt(socket.connect, endpoint, f"cannot connect the {what} socket to {endpoint}")
-
-
-def listening(address: tuple[str, int], endpoint: str, what: str) -> plain.socket:
-    """A socket that listens at an IP address without libzmq, as it would. Raises `EndpointError`."""
-    family = plain.AF_INET6 if ":" in address[0] else plain.AF_INET
-    found = plain.socket(family, plain.SOCK_STREAM)
-    try:
-        found.setsockopt(plain.SOL_SOCKET, plain.SO_REUSEADDR, 1)
-        if family == plain.AF_INET6:
-            found.setsockopt(plain.IPPROTO_IPV6, plain.IPV6_V6ONLY, 0)
-        found.setblocking(False)
-        found.bind(address)
-        found.listen(BACKLOG)
-    except OSError as error:
-        found.close()
-        number = error.errno or 0
-        raise _refusal(endpoint, number, os.strerror(number), f"cannot bind the {what} socket to {endpoint}") from error
-    return found
-
-
-def keep_alive(connection: plain.socket) -> None:
-    """Have TCP notice a peer that has vanished, and send what is said at once. Raises `OSError`."""
-    connection.setsockopt(plain.IPPROTO_TCP, plain.TCP_NODELAY, 1)
-    connection.setsockopt(plain.SOL_SOCKET, plain.SO_KEEPALIVE, 1)
-    for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), KEEPALIVE, strict=True):
-        if hasattr(plain, name):
-            connection.setsockopt(plain.IPPROTO_TCP, getattr(plain, name), value)
-
-
-def hang_up(connection: plain.socket) -> None:
-    """Close a connection; what was written arrives. What was not read would have the system take that back, so it is read."""
-    with suppress(OSError):
-        connection.shutdown(plain.SHUT_WR)
-        for _ in range(_DRAINS):
-            if not connection.recv(MAX_REQUEST_BYTES):
-                break
-    connection.close()
 
 
 def close_by(socket: Socket, deadline: float | None) -> float:

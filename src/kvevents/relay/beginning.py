@@ -13,7 +13,7 @@ import msgspec
 from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import Applied
 from kvevents.publisher.buffer import Collapsed, ReplayBuffer
-from kvevents.relay.journal import Journal, Recovered, Relayed
+from kvevents.relay.journal import Journal, Origin, Recovered, Relayed
 from kvevents.relay.merging import Residents
 from kvevents.relay.mirror import Mirror
 from kvevents.relay.output import BACK, OWN
@@ -21,10 +21,9 @@ from kvevents.relay.rewriting import places
 from kvevents.relay.settings import RelaySettings
 from kvevents.relay.spelling import Spelling, payloads_of
 from kvevents.relay.upstreams import Position, agreeing
-from kvevents.stream import Checkpoint
+from kvevents.stream import Checkpoint, Fingerprint
 from kvevents.structs import prepared
 from kvevents.wire import decode_batch
-from kvevents.wire.peek import begins_with_clear
 
 CHUNK: Final = 1_000
 """Batches of a journal that are read before they are taken in."""
@@ -62,8 +61,9 @@ class Mark(msgspec.Struct, frozen=True):
 class _Newest:
     """The newest batch of each upstream that was sent on after the checkpoints were written.
 
-    What was sent on is passed over, so the upstream has to prove that it has told that. A batch with a heartbeat, as every part
-    of a snapshot is, was not written down as it came.
+    What was sent on is passed over, so the upstream has to prove that it has told that. A batch with a heartbeat was not
+    written down as it came: one of nothing else proves nothing, and a part of a snapshot, which the upstream cannot repeat, has
+    it followed anew.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -85,12 +85,18 @@ class _Newest:
         return checkpoint if newest is None else checkpoint.requiring(newest.seq, newest.payload)
 
 
+def _required(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
+    """A checkpoint of an upstream whose batches were written anew: it must hold the newest one as it came, too."""
+    if origin is None or origin.incarnation != checkpoint.incarnation or not checkpoint.anchors:
+        return checkpoint
+    proof = checkpoint.proof()
+    proof.needs(Fingerprint(origin.seq, origin.digest, live=False).anchor())
+    return msgspec.structs.replace(checkpoint, anchors=tuple(map(Fingerprint.of, proof.anchors)), proof_lost=proof.is_lost)
+
+
 def _tells(payload: bytes) -> bool:
-    """Whether a batch has something besides a heartbeat, and is no part of a snapshot."""
-    events = decode_batch(payload).batch.events
-    return not begins_with_clear(payload) and any(
-        not isinstance(each, AllBlocksCleared) and each.block_hashes for each in events
-    )
+    """Whether a batch has something besides a heartbeat."""
+    return any(isinstance(each, AllBlocksCleared) or each.block_hashes for each in decode_batch(payload).batch.events)
 
 
 class _Found(NamedTuple):
@@ -127,20 +133,20 @@ def begin(
     spelling.assume(found.mark.form)
     newest = _Newest(found.mark.checkpoints)
     residents = _restore(settings, found, buffer, mirror, plain, newest)
-    journal.resume()
+    journal.resume(recovered)
     told = f"went on with number {recovered.next_number} of incarnation {recovered.incarnation}"
     known = {at: place for at, place in recovered.positions.items() if at < len(settings.upstreams)}
     return Beginning(
         recovered.incarnation or 0,
         recovered.next_number,
         tuple(
-            agreeing(each if settings.rewrites else newest.required_by(at), known.get(at))
+            agreeing(_required(each, recovered.origins.get(at)) if settings.rewrites else newest.required_by(at), known.get(at))
             for at, each in enumerate(found.mark.checkpoints)
         ),
         known,
         residents,
         True,
-        f"{told}; {recovered.because}" if recovered.because else told,
+        told,
         time.monotonic() - began,
     )
 
@@ -152,13 +158,11 @@ def _incarnation_after(before: int | None) -> int:
 
 def _usable(settings: RelaySettings, recovered: Recovered) -> _Found | str:
     """What there is to go on with, or why there is nothing."""
-    if recovered.incarnation is None:
-        return recovered.because or "the journal is new"
-    if not recovered.resumable:
-        return recovered.because
+    if recovered.doubt or recovered.incarnation is None:
+        return recovered.doubt or "the journal is new"
     try:
-        mark = msgspec.convert(recovered.mark, Mark)
-    except msgspec.ValidationError:
+        mark = msgspec.msgpack.decode(recovered.mark or b"", type=Mark)
+    except msgspec.MsgspecError:
         return "the journal says nothing of its upstreams"
     try:
         return _unfit(settings, mark) or _Found(recovered, mark, *_parts(recovered))
@@ -185,12 +189,10 @@ def _restore(
     """Native code takes in the same payloads for the buffer and for each mirror, which goes on side by side."""
     recovered, parts = found.recovered, found.parts
     mirrors = [mirror, *plain.values()]
-    snapshot = recovered.snapshot
-    number, partial = (-1, False) if snapshot is None else (snapshot.number, snapshot.partial)
     with ThreadPoolExecutor(max(1, len(mirrors))) as pool:
         doing = [pool.submit(mirror.apply, parts) for mirror in mirrors]
-        buffer.resume(number, parts, partial, rank=settings.upstreams[0].rank)
-        batches = (record for record in recovered.records() if isinstance(record, Relayed))
+        buffer.resume(recovered.snapshot_number, parts, recovered.partial, rank=settings.upstreams[0].rank)
+        batches = recovered.batches()
         while chunk := list(islice(batches, CHUNK)):
             _finish(doing)
             payloads = [each.payload for each in chunk]
@@ -216,8 +218,8 @@ def _residents(settings: RelaySettings, recovered: Recovered, aside: Aside) -> d
     found = {at: Residents(fields) for at in range(len(settings.upstreams))}
     for at, piece in aside.residents:
         found[at].restore(piece)
-    for record in recovered.records():
-        if isinstance(record, Relayed) and record.number > aside.number and record.upstream != OWN:
+    for record in recovered.batches():
+        if record.number > aside.number and record.upstream != OWN:
             found[record.upstream % BACK].settle(decode_batch(record.payload).batch.events)
     return found
 
@@ -250,7 +252,7 @@ def parts_of(collapsed: Collapsed | None, number: int, residents: Mapping[int, R
 
 
 def _parts(recovered: Recovered) -> tuple[list[bytes], Aside]:
-    parts = [] if recovered.snapshot is None else list(recovered.snapshot.parts())
+    parts = list(recovered.parts())
     asides = [msgspec.msgpack.decode(part.removeprefix(_ASIDE), type=Aside) for part in parts if part.startswith(_ASIDE)]
     number = asides[0].number if asides else -1
     whole = Aside(number, [piece for aside in asides for piece in aside.residents])

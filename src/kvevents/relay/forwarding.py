@@ -92,6 +92,7 @@ class Rewriting:
 
     def carry(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """See `Forwarding`."""
+        self._output.note_origin(ordinal, batches)
         for batch in batches:
             self._carry(ordinal, batch)
 

@@ -6,16 +6,15 @@ Without a journal nothing is written, and the checkpoints are known all the same
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.kept import Numbered
 from kvevents.relay.beginning import Mark, parts_of
 from kvevents.relay.forwarding import Forwarding
-from kvevents.relay.journal import Hole, Journal, Record, Relayed
+from kvevents.relay.journal import Journal
 from kvevents.relay.output import OWN, Output
 from kvevents.relay.spelling import Spelling
 from kvevents.relay.upstreams import Upstreams
@@ -98,10 +97,10 @@ class Keeping:
         """Write the last mark down, with how blocks are spelled now."""
         if self._journal is not None:
             mark = Mark(self._fingerprint, self.checkpoints, self._spelling.form, self._forwarding.salted)
-            self._journal.mark(msgspec.to_builtins(mark, builtin_types=(bytes,)))
+            self._journal.mark(msgspec.msgpack.encode(mark))
 
     def _collapse(self, journal: Journal, seen: Sequence[StreamStatus]) -> None:
-        """Have the journal begin with what has left the buffer; in memory, tell it what has not as well."""
+        """Have the journal begin with a snapshot: what has left the buffer, and then what has not."""
         last = self._output.number - 1
         found = self._buffer.collapsed_at(last)
         if found is None:
@@ -112,25 +111,10 @@ class Keeping:
         number = -1 if collapsed is None else collapsed.number
         parts = parts_of(collapsed, last, self._forwarding.residents())
         partial = collapsed is not None and collapsed.partial
-        if journal.snapshot(number, parts, partial=partial, tail=_tail(kept, number, last)):
-            self.mark(seen)
+        self.mark(seen)  # the tail does not say which upstream said what, so this has to be as of its end
+        journal.snapshot(number, parts, kept, OWN, partial=partial)
 
     def _has_history(self) -> bool:
         """Whether something has left the buffer."""
         history = self._buffer.history_stats()
         return history is None or history.batches > 0
-
-
-def _tail(kept: list[Numbered], number: int, last: int) -> Iterator[Record]:
-    """What was sent after `number` up to `last`, for a journal that has missed it.
-
-    Which upstream said what is not known any more, nor needed: the mark that follows says how far each was followed.
-    """
-    after = number
-    for each, payload in kept:
-        if each > after + 1:
-            yield Hole(after + 1, each - 1)
-        yield Relayed(each, OWN, 0, 0, payload)
-        after = each
-    if last > after:
-        yield Hole(after + 1, last)

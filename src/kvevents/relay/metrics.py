@@ -28,11 +28,7 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
     ),
     "incarnation": ("The relay's life; it changes when numbers begin anew.", lambda status: status.incarnation),
     "recovery_seconds": ("How long reading the journal took.", lambda status: status.recovery_seconds),
-    "journal_bytes": ("Of all files of the journal.", lambda status: status.journal.bytes if status.journal else 0),
-    "journal_lag_seconds": (
-        "Age of the oldest bytes that the disk may not have.",
-        lambda status: status.journal.lag if status.journal else 0,
-    ),
+    "journal_bytes": ("Of the journal's snapshot and logs.", lambda status: status.journal.bytes if status.journal else 0),
 }
 _COUNTERS: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
     "carried": ("Batches of upstreams that were sent on.", lambda status: status.carried),
@@ -63,9 +59,6 @@ class RelayCollector:
             yield GaugeMetricFamily(f"kvevents_relay_{name}", told, value=value(status))
         for name, (told, value) in _COUNTERS.items():
             yield CounterMetricFamily(f"kvevents_relay_{name}", told, value=value(status))
-        if status.dropped is not None:
-            told = "Batches that consumers were not sent, being too far behind; they ask for them."
-            yield CounterMetricFamily("kvevents_relay_dropped", told, value=status.dropped)
         states = GaugeMetricFamily(
             "kvevents_relay_state", "1 for the state of the relay's upstreams, the least of all.", labels=["state"]
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Final
 
 from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.kept import Numbered
-from kvevents.relay.journal import Journal
-from kvevents.relay.journal.records import Columns
+from kvevents.relay.journal import Batches, Journal, Origin
 from kvevents.relay.mirror import Mirror
 from kvevents.relay.rewriting import without_heartbeats
 from kvevents.relay.spelling import MAX_PAYLOAD, Spelling
@@ -75,6 +75,13 @@ class Output:
         self._send(ordinal, origins[first:], payloads[first:])
         return applied
 
+    def note_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
+        """Before what is made of batches of one upstream is sent: have it prove after a kill that it has told them."""
+        newest = batches[-1]
+        if self._journal is not None:
+            digest = sha256(newest.payload).digest()
+            self._journal.note_origin(ordinal, Origin(newest.incarnation, newest.seq, digest))
+
     def say(self, events: Iterable[KVEvent], rank: int | None = 0, upstream: int = OWN) -> None:
         """Send events of the relay's own."""
         self._spelling.look()
@@ -97,7 +104,7 @@ class Output:
     def cut(self, rank: int | None = 0) -> None:
         """Send a batch of nothing as the barrier of a placement snapshot."""
         payload = self._spelling.encode(KVEventBatch(time.time(), [], rank))
-        self._write(([self.number], [OWN], [0], [0], [payload]))
+        self._write(Batches(self.number, [OWN], [0], [0], [payload]))
         self._broadcast.cut(self.number, payload)
         self.number += 1
         self.since_beat += 1
@@ -106,7 +113,7 @@ class Output:
     def lose(self) -> None:
         """Leave a number out: every consumer sees that something is missing, once another number follows."""
         if self._journal is not None:
-            self._journal.hole(self.number, self.number)
+            self._journal.skip(self.number)
         self.number += 1
         self.holes += 1
         self._unseen = True
@@ -135,23 +142,20 @@ class Output:
             elif each is not payload:
                 self.lose()
 
-    def _write_and_send(
-        self, upstreams: Sequence[int], lives: Sequence[int], seqs: Sequence[int], payloads: Sequence[bytes]
-    ) -> None:
+    def _write_and_send(self, upstreams: list[int], lives: list[int], seqs: list[int], payloads: Sequence[bytes]) -> None:
         """Columns of the journal, rather than an object for each batch."""
         if not payloads:
             return
-        numbers = range(self.number, self.number + len(payloads))
-        self._write((numbers, upstreams, lives, seqs, payloads))
-        numbered: list[Numbered] = list(zip(numbers, payloads, strict=True))
+        self._write(Batches(self.number, upstreams, lives, seqs, list(payloads)))
+        numbered: list[Numbered] = list(enumerate(payloads, self.number))
         self._broadcast.send(numbered)
         self.number += len(payloads)
         self.since_beat += len(payloads)
         self._unseen = False
 
-    def _write(self, columns: Columns) -> None:
+    def _write(self, batches: Batches) -> None:
         if self._journal is not None:
-            self._journal.append_columns(columns)
+            self._journal.append(batches)
 
 
 def costs_events(findings: Findings) -> bool:

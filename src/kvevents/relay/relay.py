@@ -43,7 +43,7 @@ from kvevents.publisher.history import History
 from kvevents.relay.beats import Beats
 from kvevents.relay.beginning import begin
 from kvevents.relay.forwarding import Forwarding, Passing, Rewriting, plain_mirrors
-from kvevents.relay.journal import Disk, Journal, JournalSettings, JournalStats
+from kvevents.relay.journal import Disk, Journal, JournalStats
 from kvevents.relay.keeping import Keeping
 from kvevents.relay.mirror import Mirror
 from kvevents.relay.output import BACK, Output
@@ -197,7 +197,6 @@ class Relay:
             digest=self._mirror.digest(),
             diverged=self._diverged,
             subscribers=self._broadcast.subscribers,
-            dropped=self._broadcast.dropped,
             buffered_batches=batches,
             buffered_bytes=size,
             history=self._buffer.history_stats(),
@@ -385,7 +384,7 @@ class Relay:
 
 
 def _journal(settings: RelaySettings, disk: Disk | None) -> Journal | None:
-    return None if settings.journal is None else Journal(settings.journal, JournalSettings(fsync=settings.fsync), disk=disk)
+    return None if settings.journal is None else Journal(settings.journal, disk=disk)
 
 
 def _broadcast(settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
@@ -403,5 +402,4 @@ def _broadcast(settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) 
         snapshot_endpoint=settings.snapshot_endpoint,
         rank=settings.upstreams[0].rank,
         incarnation=incarnation,
-        direct=True,
     )

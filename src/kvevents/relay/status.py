@@ -37,8 +37,6 @@ class RelayStatus:
     diverged: int
     """Heartbeats of upstreams that told of other blocks than the relay has; stays at 0."""
     subscribers: int
-    dropped: int | None
-    """Batches that consumers were not sent, being `hwm` behind, and ask for; None where libzmq sends, which tells nobody."""
     buffered_batches: int
     buffered_bytes: int
     history: HistoryStats | None

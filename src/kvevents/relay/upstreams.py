@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from kvevents.stream import Checkpoint, Doubt, Gap, RawBatch, Reset, Source, Trust, findings_of
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.stream.trust import rank_of
-from kvevents.subscriber import ALWAYS_RECEIVING, StreamStatus, Subscriber, ZmqTransport
+from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.subscriber.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,7 @@ class Upstreams:
         self.ordinals: Final = {(source.label, source.rank): at for at, source in enumerate(sources)}
         """The place of each among the upstreams: how the journal calls them."""
         self._known = dict(known or {})
-        self.subscriber: Final[Subscriber[RawBatch]] = Subscriber(
-            decode=False, clock=clock, transport=transport or ZmqTransport(options=ALWAYS_RECEIVING)
-        )
+        self.subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False, clock=clock, transport=transport)
         resumed = {(each.source, each.rank): each for each in checkpoints}
         try:
             for source in sources:

@@ -150,52 +150,85 @@ class Proof:
 class Evidence:
     """Whether what was replayed and what came live are of one publisher and of one life.
 
-    A replay endpoint may belong to another engine, or be answered by the next life while the last frames of the one before
-    still wait. So nothing that replay has brought is trusted before replay has repeated a live batch of this connection whose
-    number is not below it. The newest live batch that was not compared yet is the *joint*: replay is asked for it.
+    A replay endpoint may belong to another engine, for one answer or for all of them, or be answered by the next life while the
+    last frames of the one before still wait. One answer comes of one process. So what an answer brings is trusted once the same
+    answer repeats a live batch of this connection whose number is not below it, or once another answer does that behind the
+    newest batch which the first one brought. That one is *unproven* until then, and later answers begin with it.
     """
 
-    __slots__ = ("agreed_through", "before", "first_live", "joint", "replayed_through")
+    __slots__ = ("agreed_once", "apart", "before", "first_live", "joint", "unproven")
 
     def __init__(self) -> None:
         self.first_live: int | None = None
         """Number of the first live batch of this connection."""
-        self.agreed_through = -1
-        """The highest number for which replay and a live batch of this connection agree; -1 before the first."""
-        self.replayed_through = -1
-        """The highest number delivered by replay."""
+        self.agreed_once = False
+        """Whether replay and a live batch of this connection agree on any number."""
+        self.unproven: Anchor | None = None
+        """The newest batch that the newest answer has brought or repeated, while nothing shows whose it is."""
+        self.apart: list[Anchor] = []
+        """The same of answers before it, by their numbers, if the newest one did not begin with them."""
         self.before: Anchor | None = None
-        """The live batch delivered before replayed ones, unless the answer that brought those began with a live one."""
+        """The live batch before all of those, unless the answer that brought them began with a live one."""
         self.joint: Anchor | None = None
         """The newest live batch that has to be compared."""
 
     def connected(self) -> None:
         """A new connection begins: what the one before has shown says nothing about its publisher."""
         self.first_live = None
-        self.agreed_through = -1
-
-    def replayed(self, seq: int, last_live: Anchor | None, *, proven: bool) -> None:
-        """Batch `seq` was delivered by replay, after a live one or not; by an answer that began with a live one or not."""
-        self.replayed_through = max(self.replayed_through, seq)
-        if not proven and self.before is None and last_live is not None:
-            self.before = last_live
-            _ = last_live.digest
-
-    def agreed(self, seq: int) -> None:
-        """Replay and live stream have the same batch `seq`."""
-        if self.first_live is not None and seq >= self.first_live:
-            self.agreed_through = max(self.agreed_through, seq)
-        if self.before is not None and self.before.seq <= seq:
-            self.before = None
-        if self.joint is not None and self.joint.seq <= seq:
-            self.joint = None
+        self.agreed_once = False
 
     @property
-    def is_open(self) -> bool:
-        """Whether the next live batch has to be compared."""
-        return self.agreed_through < 0 or self.replayed_through > self.agreed_through or self.before is not None
+    def anchors(self) -> list[Anchor]:
+        """What one answer has to repeat before a live batch, by their numbers."""
+        return self.apart if self.unproven is None else [*self.apart, self.unproven]
+
+    def behind(self, seq: int) -> Anchor | None:
+        """The next one of the anchors."""
+        return next((anchor for anchor in self.anchors if anchor.seq > seq), None)
+
+    def brought(self, replayed: Anchor, last_live: Anchor | None) -> None:
+        """The newest answer has brought this batch behind a live one, or not."""
+        if not self.anchors and last_live is not None:
+            self.before = last_live
+            _ = last_live.digest
+        self.unproven = replayed
+
+    def repeated(self, anchor: Anchor) -> None:
+        """An answer has repeated this one, and all anchors before it."""
+        if self.is_missing and all(each.seq <= anchor.seq for each in self.anchors):
+            self.apart.clear()
+            self.unproven = anchor
+
+    def begin_apart(self) -> None:
+        """The next answer will not begin with what is unproven: there is one more of them, if there are not too many."""
+        if self.unproven is not None and len(self.apart) < MAX_ANCHORS:
+            self.apart.append(self.unproven)
+            self.unproven = None
+
+    def agreed(self, seq: int) -> None:
+        """The newest answer and the live stream have the same batch `seq`."""
+        if self.first_live is None or seq < self.first_live:
+            return
+        self.agreed_once = True
+        if self.unproven is not None and self.unproven.seq <= seq:
+            self.unproven = None
+        if not self.anchors:
+            self.before = None
+        if not self.anchors or (self.joint is not None and self.joint.seq <= seq):
+            self.joint = None
+
+    def cleared(self) -> None:
+        """A live batch has voided all that replay has brought."""
+        self.unproven = self.before = None
+        self.apart.clear()
+
+    def vouched_for(self, seq: int) -> None:
+        """The state after batch `seq` is that of the live publisher, wherever it came from."""
+        if self.first_live is not None and seq >= self.first_live:
+            self.apart.clear()
+            self.agreed(seq)
 
     @property
     def is_missing(self) -> bool:
         """Whether something delivered may be of another publisher, or of another life, than what comes live."""
-        return self.is_open or self.joint is not None
+        return not self.agreed_once or self.unproven is not None or bool(self.apart)

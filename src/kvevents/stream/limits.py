@@ -46,8 +46,9 @@ class StreamLimits:
     """Times the interval that a sender has told in its heartbeats, after which it is silent when nothing is heard of it: one
     heartbeat may be lost and the next be late."""
     max_diverged_restarts: int = 2
-    """How often in a row, with no agreement between, a stream starts over because of a heartbeat's digest, or of its life.
-    What a second history from 0 does not mend, a third does not either."""
+    """How often in a row, with no agreement between, a stream starts over because of a heartbeat's digest, or of its life; or
+    because replay has forgotten what it had brought, before it could be proven. What a second history from 0 does not mend, a
+    third does not either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

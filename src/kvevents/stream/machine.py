@@ -13,16 +13,17 @@ three things are kept apart:
   A life may be like the one before up to some number, though. So after a reconnect replay must also repeat what is newer than
   the anchor and came before: of each connection of which nothing was proven its first and its newest batch (`Proof` in
   `identity.py`), and each frame that waits.
-- **Evidence.** The replay endpoint may belong to another engine, and replay may be answered by the next life while the last
-  frames of the one before still wait here. So on each connection the stream is not exact before replay has repeated a live
-  batch whose number is not below anything that replay has brought (`identity.py`). A live batch below what was replayed is
-  compared with the digest that is kept of that number, or else replay is asked for the number again. One that contradicts is
-  a conflict.
+- **Evidence.** The replay endpoint may belong to another engine, for each answer to another one, and replay may be answered by
+  the next life while the last frames of the one before still wait here. So the stream is exact only if each answer has repeated
+  a live batch of this connection whose number is not below anything that it has brought, the *joint*, or another answer has
+  that begins with the newest batch of the first one (`identity.py`). A live batch below what was replayed is compared with the
+  digest that is kept of that number, or else replay is asked for the number again. One that contradicts is a conflict.
 - **Completeness.** An end marker proves nothing, since engines drop silently inside a reply. Complete is only what live frames
   confirm, or an answer that holds nothing beyond what is known: an answer of one message cannot have lost any.
 
 One request for replay at a time is open (`OpenAsk`). It either *catches up* (history at the start, a gap later) or
 *verifies* (from the anchor: after a reconnect, while live frames wait; or as a probe of a quiet stream, while they do not).
+What an answer brings too early waits, and is dropped when the next answer begins: two answers may be of two publishers.
 
 A stream that an earlier process followed is one whose connection is gone: `restore` brings back its number, its anchor and its
 doubts, and connecting is then a reconnect. Live frames are all of the new connection: a number not above its last is a restart.
@@ -145,6 +146,8 @@ class Stream(Generic[B]):
         self._paid_until = _AT_ONCE
         """No replay request is sent before: requests are paced, whatever the answers are."""
         self._failed_comparisons = 0
+        self._voided = 0
+        """Restarts in a row because replay had forgotten what it had brought, before a live batch proved it."""
         self._compare_at = _AT_ONCE
         """When replay may be asked again for a live batch; see `_confirm_soon`."""
         self._begin_life()
@@ -160,7 +163,12 @@ class Stream(Generic[B]):
         self._proof = Proof()
         self._evidence = Evidence()
         self._recent = Recent(self._limits)
+        self._part = self._cut_part = self._unfinished_part = -1
+        """Numbers of parts of a snapshot: the newest one delivered, if the answer may hold the next; the newest one behind
+        which an answer stopped; and the newest one that says of itself that it is not the last."""
         self._emitted = False
+        self._early_ends = 0
+        """Answers in a row that end with the batch that was asked for, although the live batch they should confirm is newer."""
         self._silent = False
         self._due: str | None = None
         self._sender.begin_life()
@@ -218,7 +226,7 @@ class Stream(Generic[B]):
     def standing(self) -> Standing:
         """What a checkpoint keeps, once the deliveries so far were taken."""
         proof = self._proof.until(self._expected - 1)
-        proof.needs(self._evidence.before, self._last)
+        proof.needs(self._evidence.before, *self._evidence.anchors, self._last)
         return Standing(self.incarnation, self._expected - 1, proof, self._replay_seen, self._doubts.kept())
 
     # --- take ------------------------------------------------------------------------------------------------------------
@@ -284,7 +292,7 @@ class Stream(Generic[B]):
         self._proof = checkpoint.proof()
         self._last = self._proof.until(checkpoint.last_seq).last
         if self._last is not None and not self._last.live:
-            self._evidence.replayed_through = self._last.seq
+            self._evidence.unproven = self._last
         for name, through in checkpoint.doubts.items():
             self._doubts.add(Doubt[name], through)
 
@@ -297,13 +305,13 @@ class Stream(Generic[B]):
             self._admit_suspects()
             return
         self._evidence.connected()
-        self._failed_comparisons, self._compare_at = 0, _AT_ONCE
+        self._failed_comparisons, self._compare_at, self._early_ends = 0, _AT_ONCE, 0
         restored = self.phase is Phase.RESTORED
         if not restored:
             self.disconnected()
             self.counters.reconnects += 1
             self._suspects.reconnected()
-        self._proof.needs(self._evidence.before, self._last)
+        self._proof.needs(self._evidence.before, *self._evidence.anchors, self._last)
         self._proof.drop_payloads()
         anchor = self._proof.first
         if restored and anchor is None:
@@ -323,6 +331,7 @@ class Stream(Generic[B]):
         """The subscription is down. Frames fed from now until `connected` may be from before or after."""
         if self.phase in _APART:
             return
+        self._end_snapshot()
         self._ask = None
         self._sender.disconnected()
         self._heard()
@@ -410,6 +419,11 @@ class Stream(Generic[B]):
             if self._ask is ask and ask.useless > self._limits.max_useless_replies:
                 self._unanswered(ask)
 
+    def replay_waits(self, now: float) -> None:
+        """An answer has arrived, and is fed later: until then it is not late."""
+        if self._ask is not None:
+            self._ask.heard_at = now
+
     def tick(self, now: float) -> None:
         """Let time pass: requests that went unanswered, checks that are due, a sender that is silent."""
         self._now = now
@@ -441,7 +455,7 @@ class Stream(Generic[B]):
             first_live = self._evidence.first_live
             if findings.agrees and not delivery.replayed and first_live is not None and seq >= first_live:
                 # The state is that of the sender which is heard on this connection, wherever it came from.
-                self._evidence.agreed(seq)
+                self._evidence.vouched_for(seq)
 
     def _found(self, delivery: Batch | RawBatch, findings: Findings) -> None:
         seq, heartbeat = delivery.seq, findings.heartbeat
@@ -454,6 +468,9 @@ class Stream(Generic[B]):
             self._doubts.clear(seq)
         if any(each.costs_events for each in findings.rejected):
             self._doubts.reject(seq)
+        if heartbeat is not None and delivery.replayed and heartbeat.trust != Trust.EXACT.name:
+            self._unfinished_part = seq
+            self._doubt_cut_snapshot()
         if heartbeat is not None:
             self._take_heartbeat(seq, heartbeat, live=not delivery.replayed and self.phase not in _APART)
 
@@ -559,6 +576,7 @@ class Stream(Generic[B]):
 
     def _distrust_replay(self) -> None:
         """The reply itself names another topic: nothing of it can be used."""
+        self._end_snapshot()
         self._distrust()
         if self.phase is Phase.VERIFYING:
             self._unproven()
@@ -569,7 +587,8 @@ class Stream(Generic[B]):
         """Replay and live stream agree on batch `seq`."""
         self._evidence.agreed(seq)
         self._failed_comparisons, self._compare_at, self._paid_until = 0, _AT_ONCE, _AT_ONCE
-        self._conflicts = 0
+        self._early_ends = 0
+        self._conflicts = self._voided = 0
         self._asks_the_foreign = False
         self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
 
@@ -580,7 +599,7 @@ class Stream(Generic[B]):
         seq = live.seq
         if seq <= self._last_live:
             self._went_back(live)
-        elif seq == self._expected:
+        elif seq == self._expected and self._part < 0:
             self._follow_in_order(seq, live.payload)
         elif seq < self._expected:
             self._last_live = seq
@@ -617,7 +636,7 @@ class Stream(Generic[B]):
         if known is not None:
             self._confirmed(live.seq)
         else:
-            self._evidence.joint = Anchor(live.seq, live.payload, live=True)
+            self._has_joint(Anchor(live.seq, live.payload, live=True))
             self._confirm_soon()
 
     def _early(self, live: Live) -> None:
@@ -678,7 +697,25 @@ class Stream(Generic[B]):
 
     def _catch_up(self) -> None:
         self._enter(Phase.CATCHING_UP)
-        self._ask = OpenAsk(self._expected, None)
+        self._ask = self._ask_for_missing()
+
+    def _ask_for_missing(self) -> OpenAsk:
+        """From what came by replay and is not proven, so that the answer shows whether it is of the same publisher."""
+        evidence = self._evidence
+        start = self._expected if evidence.unproven is None else evidence.unproven.seq
+        return OpenAsk(start, evidence.unproven, fills=True, joint=evidence.joint)
+
+    def _ask_for_proof(self, *, confirms: bool = False) -> OpenAsk:
+        """From the first of what has to be proven; from what is missing, if nothing was delivered yet."""
+        joint = self._evidence.joint
+        unproven = next(iter(self._evidence.anchors), None)
+        if unproven is not None and joint is not None and joint.seq < unproven.seq:
+            # It cannot prove that one, yet shows whether the answer is of this publisher at all.
+            unproven = joint
+        anchor = self._proof.first or unproven or joint or self._last
+        start = self._expected if anchor is None else anchor.seq
+        joint_before = -1 if joint is None else joint.seq
+        return OpenAsk(start, anchor, confirms=confirms, joint=joint, joint_before=joint_before)
 
     def _fill(self) -> None:
         """Something is missing: ask for it, or say that it is lost where nobody can be asked."""
@@ -688,15 +725,30 @@ class Stream(Generic[B]):
             self._give_up()
 
     def _brought(self, ask: OpenAsk) -> None:
-        """The answer brought something: its patience starts anew."""
+        """The answer brought something new: its patience starts anew, and that with the answers behind it."""
+        self._repeated(ask)
+        ask.unanswered = 0
+
+    def _repeated(self, ask: OpenAsk) -> None:
+        """The answer goes on. That alone must not begin the count of vain answers anew: each of them repeats its anchors."""
         ask.heard_at = self._now
-        ask.unanswered = ask.useless = 0
+        ask.useless = 0
         self._doubts.discard(Doubt.REPLAY_SILENT)
 
     def _replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         first, ask.first = ask.first, False
+        ask.newest = max(ask.newest, reply.seq)
         ask.useless += 1
+        if first:
+            self._end_snapshot()
+            self._pending.drop_replayed()
+        if ask.reads_on:
+            self._read_on(ask, reply)
+            return
         if ask.anchor is not None:
+            if first and ask.fills and reply.seq > ask.anchor.seq:
+                self._forgotten(ask, ask.anchor, reply)
+                return
             # Until the anchor has come, nothing says whose batches these are.
             if ask.reunites and reply.seq > ask.anchor.seq and (self._last is None or ask.anchor.seq > self._last.seq):
                 # This one was lost, or is gone: the next one that waits will do.
@@ -708,16 +760,49 @@ class Stream(Generic[B]):
             elif reply.seq > ask.anchor.seq:
                 ask.beyond = True
             return
-        if first and reply.seq > self._expected:
+        if first:
+            self._accept_first(ask, reply)
+        else:
+            self._accept_replayed(ask, reply)
+
+    def _accept_first(self, ask: OpenAsk, reply: ReplayBatch) -> None:
+        if begins_with_clear(reply.payload) and ends_with_digest(reply.payload):
+            ask.part = reply.seq
+        if reply.seq > self._expected:
             self._begins_later(ask, reply)
         self._accept_replayed(ask, reply)
+
+    def _forgotten(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
+        """What replay has brought, and no live batch has proven, is not there any more: this may be another publisher."""
+        if reply.seq >= self._expected and begins_with_clear(reply.payload):
+            # It ends all that was before.
+            self._evidence.unproven = None
+            self._evidence.apart.clear()
+            self._pass_anchor(ask)
+            self._accept_first(ask, reply)
+        else:
+            self._restart(f"replay brought number {anchor.seq}, has forgotten it, and no live batch has proven it")
+
+    def _read_on(self, ask: OpenAsk, reply: ReplayBatch) -> None:
+        """Nothing is missing; the rest of the answer shows whose it is."""
+        joint = ask.joint
+        if joint is not None and reply.seq == joint.seq:
+            self._compare_joint(joint, reply)
+        if self._ask is ask and (joint is None or reply.seq >= joint.seq):
+            self._settle()
+
+    def _compare_joint(self, joint: Anchor, reply: ReplayBatch) -> None:
+        if joint.is_of(reply.payload):
+            self._confirmed(joint.seq)
+        elif not begins_with_clear(reply.payload):
+            self._contradicted(f"publisher restarted: number {joint.seq} came live with another content than replayed")
 
     def _begins_later(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         """The answer does not begin with what was asked for. Of a snapshot, nothing before it is needed or will ever come.
 
         To ask once more for each hole before it would bring, each time, another snapshot that waits here, of some MiB.
         """
-        if self._pending.get(reply.seq) != reply.payload and _is_whole_snapshot(reply.payload):
+        if self._pending.get(reply.seq) != reply.payload and begins_with_clear(reply.payload):
             self._brought(ask)
             self._pending.take(reply.seq)
             while self._expected < reply.seq:
@@ -731,44 +816,60 @@ class Stream(Generic[B]):
 
     def _compare_anchor(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
         if not anchor.is_of(reply.payload):
-            reason = f"publisher restarted: number {anchor.seq} now has another content"
-            if self.phase is Phase.VERIFYING:
-                self._restart_with_suspects(reason)
-            elif not begins_with_clear(reply.payload):
-                self._contradicted(reason)
-            elif ask.reunites or anchor == self._proof.first:
-                self._restart(reason)
-            else:
-                # It has collapsed the batch meanwhile, or never had it: nothing is shown, one way or the other.
-                self._brought(ask)
-                self._comparison_failed()
-                self._pass_anchor(ask)
+            self._anchor_differs(ask, anchor, reply)
             return
-        self._brought(ask)
+        self._repeated(ask)
         if anchor.live:
             self._confirmed(anchor.seq)
             ask.proven = True
+        if not ask.fills and anchor.seq < self._expected:
+            self._evidence.repeated(anchor)
         ask.reunites |= anchor == self._proof.first
         if ask.reunites and (following := self._to_be_proven(anchor)) is not None:
             ask.anchor = following
-            ask.fruitless = 0
             return
         if ask.reunites:
             # Any other one says nothing of the life before a reconnect.
             if not self._proof.is_lost:
                 self._doubts.discard(Doubt.IDENTITY)
-            self._proof = Proof()
+            self._proof = Proof(is_lost=Doubt.IDENTITY in self._doubts)
+        following = None if ask.fills else self._evidence.behind(anchor.seq)
+        if following is not None:
+            ask.anchor = following
+            return
         self._pass_anchor(ask)
         if self.phase is Phase.VERIFYING:
             self._enter(Phase.CATCHING_UP)
             self._admit_suspects()
+        elif ask.confirms and self._expected > self._newest and not self._evidence.is_missing:
+            # It was asked for that batch alone. What is newer comes live; taken from here, it would count as a hole.
+            self.counters.complete += 1
+            self._settle()
+
+    def _anchor_differs(self, ask: OpenAsk, anchor: Anchor, reply: ReplayBatch) -> None:
+        reason = f"publisher restarted: number {anchor.seq} now has another content"
+        if self.phase is Phase.VERIFYING:
+            self._restart_with_suspects(reason)
+        elif not begins_with_clear(reply.payload):
+            self._contradicted(reason)
+        elif ask.fills or ask.reunites or anchor == self._proof.first:
+            self._restart(reason)
+        else:
+            # It has collapsed the batch meanwhile, or never had it: nothing is shown, one way or the other.
+            self._repeated(ask)
+            if self._evidence.anchors:
+                self._cannot_be_proven(reason)
+            else:
+                self._comparison_failed()
+                self._pass_anchor(ask)
 
     def _pass_anchor(self, ask: OpenAsk) -> None:
         """What follows in the answer is history."""
         ask.anchor = None
         ask.expected_before = self._expected
-        ask.fruitless = 0
         ask.beyond = False
+        if not ask.fills:
+            ask.fruitless = 0
 
     def _to_be_proven(self, anchor: Anchor) -> Anchor | None:
         """What else of before a reconnect the answer must repeat, behind an anchor that it has repeated.
@@ -785,12 +886,15 @@ class Stream(Generic[B]):
     def _accept_replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         seq, payload = reply.seq, reply.payload
         ask.beyond |= seq >= ask.start
+        is_part = self._follow_snapshot(ask, reply)
         if seq < self._expected:
             self.counters.duplicates += 1
+            if ask.joint is not None and seq == ask.joint.seq:
+                self._compare_joint(ask.joint, reply)
             return
         self._newest = max(self._newest, seq)
         waiting, was_replayed = self._pending.peek(seq) or (None, False)
-        if waiting is not None and waiting != payload and begins_with_clear(payload):
+        if waiting is not None and waiting != payload and (is_part or begins_with_clear(payload)):
             # It says what is missing before as well; the batch of its number needs to wait no longer.
             self._pending.take(seq)
             waiting = None
@@ -800,18 +904,55 @@ class Stream(Generic[B]):
             self._brought(ask)
             if waiting is None:
                 self._deliver(seq, payload, replayed=True)
+                self._part = seq if is_part else -1
             self._drain()
             self._settle_if_complete()
             return
         if waiting is None and self._pending.add(seq, payload, replayed=True):
-            self._brought(ask)
+            ask.heard_at = self._now
+            if seq > ask.reached:
+                ask.reached = seq
+                self._brought(ask)
         if self.phase is Phase.FOLLOWING:
             self._enter(Phase.CATCHING_UP)
 
+    def _follow_snapshot(self, ask: OpenAsk, reply: ReplayBatch) -> bool:
+        """Whether this may be a part of a snapshot that is several batches.
+
+        An answer begins with them, in a row, with a digest at the end of each. Their numbers are those of batches that a live
+        stream has, too; what is between two parts must be neither lost nor another's.
+        """
+        seq = reply.seq
+        if seq in (ask.part, ask.part + 1) and ends_with_digest(reply.payload):
+            ask.part = seq
+            return True
+        if seq == self._part + 1:
+            # What is no part follows the last one of them.
+            self._part = -1
+        else:
+            self._end_snapshot()
+        ask.part = -2
+        return False
+
+    def _end_snapshot(self) -> None:
+        """No part of a snapshot comes any more, whether or not all have come."""
+        if self._part >= 0:
+            self._cut_part, self._part = self._part, -1
+            self._doubt_cut_snapshot()
+            self._drain()
+
+    def _doubt_cut_snapshot(self) -> None:
+        if self._cut_part >= 0 and self._cut_part == self._unfinished_part:
+            self._doubts.add(Doubt.LOST, self._cut_part)
+
     def _end_of_reply(self, ask: OpenAsk) -> None:
+        self._end_snapshot()
         if ask.anchor is not None:
             self.counters.truncated += 1
             self._anchor_missing(ask, ask.anchor)
+            return
+        if ask.reads_on:
+            self._settle()
             return
         if self._expected > self._newest:
             self.counters.complete += 1
@@ -827,15 +968,28 @@ class Stream(Generic[B]):
             # Missing still; or nothing says that this was all: ask until an answer brings nothing.
             self._ask_again(ask)
         else:
+            if ask.confirms and self._evidence.is_missing:
+                # An answer that a socket has cut holds more than its first batch.
+                self._early_ends += ask.start == ask.newest < ask.joint_before
+                if self._early_ends >= self._limits.max_fruitless:
+                    # It repeats what replay has brought, and nothing that came live since: another stream, or another life.
+                    ends = f"replay ends at number {ask.newest}, before live number {ask.joint_before}"
+                    self._contradicted(f"publisher restarted: {ends}")
+                    return
+                self._comparison_failed()
             self._settle()
 
     def _ask_again(self, ask: OpenAsk, *, fresh: bool = False) -> None:
-        start = self._expected if ask.anchor is None else ask.anchor.seq
-        again = OpenAsk(
-            start, ask.anchor, fresh=fresh, unanswered=ask.unanswered, fruitless=ask.fruitless, confirms=ask.confirms
-        )
-        again.beyond = ask.beyond and ask.anchor is not None
-        again.reunites = ask.reunites
+        """The same from its beginning: this answer may be of another process than the one before."""
+        if ask.fills or ask.anchor is None:
+            if ask.fruitless and ask.anchor is None:
+                # An answer may lose any of its messages but the first one: that has to be what is missing.
+                self._evidence.begin_apart()
+            again = self._ask_for_missing()
+        else:
+            again = self._ask_for_proof(confirms=ask.confirms)
+            again.beyond = ask.beyond
+        again.fresh, again.unanswered, again.fruitless, again.reached = fresh, ask.unanswered, ask.fruitless, ask.reached
         self._ask = again
 
     def _anchor_missing(self, ask: OpenAsk, anchor: Anchor) -> None:
@@ -847,7 +1001,9 @@ class Stream(Generic[B]):
             self._ask_again(ask)
         elif not self._replay_seen and ask.start > 0:
             # Does it hold anything at all? Then it has forgotten, or never known, the anchor.
-            self._ask = OpenAsk(0, anchor, fresh=False, fruitless=ask.fruitless, confirms=ask.confirms)
+            self._ask = OpenAsk(
+                0, anchor, fresh=False, fruitless=ask.fruitless, confirms=ask.confirms, fills=ask.fills, joint=ask.joint
+            )
         elif not self._replay_seen and self.phase is Phase.FOLLOWING and anchor is not self._proof.first:
             # A replay endpoint that never held anything (buffer_steps=0) proves nothing either way.
             self._comparison_failed()
@@ -861,13 +1017,26 @@ class Stream(Generic[B]):
             self._contradicted(reason)
         elif self._last is not None and self._last.seq == anchor.seq and not ask.confirms:
             self._restart(reason)
+        elif self._evidence.anchors:
+            self._cannot_be_proven(reason)
         else:
             # A busy stream has pushed the anchor out of a small buffer; the next probe tries with a newer one. What one from
             # before a reconnect would prove, nobody can any more: that was doubted when it was not proven at once.
             self._comparison_failed()
             self._ask = None
             if ask.reunites or anchor == self._proof.first:
-                self._proof = Proof()
+                self._proof = Proof(is_lost=Doubt.IDENTITY in self._doubts)
+
+    def _cannot_be_proven(self, reason: str) -> None:
+        """Replay has brought something that it holds no more: no answer can show any longer whose that was.
+
+        All is asked for once more, unless that was in vain before: then the buffer is too small, and only a clear helps.
+        """
+        self._comparison_failed()
+        self._ask = None
+        if self._voided < self._limits.max_diverged_restarts:
+            self._voided += 1
+            self._restart(reason)
 
     def _unproven(self) -> None:
         self._comparison_failed()
@@ -889,6 +1058,7 @@ class Stream(Generic[B]):
 
     def _unanswered(self, ask: OpenAsk) -> None:
         """Time is up: nothing came, or nothing new."""
+        self._end_snapshot()
         self.counters.unanswered += 1
         ask.unanswered = 0 if self._expected > ask.expected_before else ask.unanswered + 1
         if ask.unanswered < self._limits.max_unanswered:
@@ -923,8 +1093,7 @@ class Stream(Generic[B]):
         """Ask from the newest batch: it comes back if the life is the same, and after it whatever was lost at the tail."""
         self._probed_at = self._now
         self._probes += 1
-        anchor = self._proof.first or self._evidence.before or self._evidence.joint or self._last
-        self._ask = OpenAsk(self._expected if anchor is None else anchor.seq, anchor)
+        self._ask = self._ask_for_proof()
 
     def _confirm_soon(self) -> None:
         """Ask for a live batch that has to be compared: that shows whether the replay endpoint is the same stream's.
@@ -933,8 +1102,7 @@ class Stream(Generic[B]):
         """
         joint = self._evidence.joint
         if joint is not None and self._ask is None and self._can_replay and self._now >= self._compare_at:
-            anchor = self._proof.first or joint
-            self._ask = OpenAsk(anchor.seq, anchor, confirms=True)
+            self._ask = self._ask_for_proof(confirms=True)
 
     def _comparison_failed(self) -> None:
         """Replay did not say what it has under the number of a live batch."""
@@ -950,11 +1118,14 @@ class Stream(Generic[B]):
         if replayed:
             self.counters.healed += self._last is not None and self._last.live
             self._remember(seq, payload)
-        self._last = Anchor(seq, payload, not replayed)
+        before, self._last = self._last, Anchor(seq, payload, not replayed)
         if self._proof.wants_next:
             self._proof.goes_on(self._last)
-        if not replayed and self._evidence.is_open:
-            self._evidence.joint = self._last
+        if replayed:
+            is_needed = before is not None and before.live and not (self._ask is not None and self._ask.proven)
+            self._evidence.brought(self._last, before if is_needed else None)
+        elif self._evidence.is_missing:
+            self._has_joint(self._last, payload)
         self._emitted = True
         self.counters.delivered += 1
         if self._decode is None:
@@ -970,16 +1141,34 @@ class Stream(Generic[B]):
             return
         if self._proof.wants_next:
             self._proof.goes_on(Anchor(first, payloads[0], live=True))
+        if self._evidence.is_missing:
+            self._has_joint(Anchor(first, payloads[0], live=True))
+            if self._evidence.anchors and any(map(begins_with_clear, payloads)):
+                self._evidence.cleared()
         count = len(payloads)
         name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
         self._out.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
         self._expected = first + count
         self._newest = first + count - 1
         self._last = Anchor(self._newest, payloads[-1], live=True)
-        if self._evidence.is_open:
-            self._evidence.joint = self._last
+        if self._evidence.is_missing:
+            self._has_joint(self._last)
         self._emitted = True
         self.counters.delivered += count
+
+    def _has_joint(self, joint: Anchor, payload: bytes = b"") -> None:
+        """A live batch has to be compared, and has this payload if it is delivered.
+
+        The open answer may repeat the first one of them; the newest one is asked for later.
+        """
+        evidence, ask = self._evidence, self._ask
+        if evidence.anchors and begins_with_clear(payload):
+            evidence.cleared()
+        evidence.joint = joint
+        if ask is not None:
+            known, unproven = ask.joint, evidence.unproven
+            if known is None or (unproven is not None and known.seq < unproven.seq):
+                ask.joint = joint
 
     def _read(self, decoded: Decoded, seq: int, payload: bytes, replayed: bool) -> None:
         """Hand out what was decoded, and note what it says about the stream."""
@@ -1006,14 +1195,13 @@ class Stream(Generic[B]):
         self._sender.replayed(self._now)
         if self._silent:
             self._heard()
-        last_live = self._last if self._last is not None and self._last.live else None
-        self._evidence.replayed(seq, last_live, proven=self._ask is not None and self._ask.proven)
         if not begins_with_clear(payload):
             # A snapshot has another content than the batch of its number.
             self._recent.add(seq, payload)
 
     def _drain(self) -> None:
-        while (found := self._pending.take(self._expected)) is not None:
+        """Deliver what waited for the batch before it, unless the next part of a snapshot may take its place."""
+        while self._part < 0 and (found := self._pending.take(self._expected)) is not None:
             self._deliver(self._expected, found[0], replayed=found[1])
 
     def _declare_gap_before_pending(self) -> None:
@@ -1051,11 +1239,16 @@ class Stream(Generic[B]):
         """Catching up ends early when live frames reach to where replay has come."""
         ask = self._ask
         verifying = ask is not None and ask.anchor is not None
-        if self._expected > self._newest and self._newest == self._last_live and not verifying:
+        if self._expected > self._newest and self._newest == self._last_live and not verifying and self._part < 0:
             if ask is not None and ask.sent:
                 self.counters.complete += 1
                 # It was needed for a live batch, and is not one of many that lead nowhere.
                 self._paid_until = _AT_ONCE
+                if self._evidence.is_missing and ask.joint is not None:
+                    ask.reads_on = True
+                    if self.phase is not Phase.FOLLOWING:
+                        self._enter(Phase.FOLLOWING)
+                    return
             self._settle()
 
     def _settle(self) -> None:
@@ -1082,8 +1275,3 @@ _PACED: Final = "many replay requests in a row have not shown that nothing is mi
 _JOINED: Final = "a live batch is compared with what replay says of its number"
 _AT_ONCE: Final = float("-inf")
 _UNPROVEN: Final = frozenset({Doubt.REPLAY_UNPROVEN})
-
-
-def _is_whole_snapshot(payload: bytes) -> bool:
-    """Whether it is a snapshot in one batch. Several have numbers of batches that may wait here, and a digest in each."""
-    return begins_with_clear(payload) and not ends_with_digest(payload)

@@ -53,6 +53,11 @@ class Pending:
         """The lowest number here."""
         return self._order[0] if self._order else None
 
+    def drop_replayed(self) -> None:
+        """Drop what did not come live."""
+        for seq in [seq for seq, (_, replayed) in self._batches.items() if replayed]:
+            self.take(seq)
+
     def clear(self) -> int:
         """Drop everything; returns how many batches that were."""
         count = len(self._batches)

@@ -109,7 +109,13 @@ class OpenAsk:
 
     start: int
     anchor: Anchor | None
-    """What the answer must begin with; None when catching up."""
+    """What the answer must repeat next, before anything that follows in it is history; None when nothing is left of that."""
+    fills: bool = False
+    """Whether it was sent for batches that are missing, and only its own are to be proven by it."""
+    joint: Anchor | None = None
+    """The live batch which, if the answer repeats it too, proves whose answer it is."""
+    reads_on: bool = False
+    """Whether it has brought all that was missing, and is open only until it comes to the joint."""
     fresh: bool = True
     sent: bool = False
     heard_at: float = 0.0
@@ -121,10 +127,18 @@ class OpenAsk:
     """Whether the anchor from before a reconnect has come, and what else was there before is to come behind it."""
     confirms: bool = False
     """Whether it asks for a live batch that just came, to compare it."""
-    proven: bool = False
-    """Whether this answer began with a batch that had come live."""
     beyond: bool = False
     """Whether this answer held more than the anchor: such an answer may have lost some of its messages."""
+    joint_before: int = -1
+    """Number of the newest live batch when this was asked, -1 for none. The right endpoint holds it, or newer ones."""
+    newest: int = -1
+    """The highest number in this answer."""
+    reached: int = -1
+    """The highest number that this answer, or those before it in a row, brought too early."""
+    proven: bool = False
+    """Whether this answer began with a batch that had come live."""
+    part: int = -2
+    """Number of the newest part of the snapshot that it began with, while the next message may be the next part."""
     useless: int = 0
     """Messages in a row that brought nothing new."""
     unanswered: int = 0

@@ -2,15 +2,17 @@
 
 from kvevents.subscriber.aio import AsyncSubscriber
 from kvevents.subscriber.hub import StreamStatus
-from kvevents.subscriber.options import ALWAYS_RECEIVING, SocketOptions
+from kvevents.subscriber.options import SocketOptions
+from kvevents.subscriber.sink import Outcome, Sink
 from kvevents.subscriber.sync import Subscriber
 from kvevents.subscriber.transport import Link, Transport
 from kvevents.subscriber.zmq import ZmqTransport
 
 __all__ = [
-    "ALWAYS_RECEIVING",
     "AsyncSubscriber",
     "Link",
+    "Outcome",
+    "Sink",
     "SocketOptions",
     "StreamStatus",
     "Subscriber",

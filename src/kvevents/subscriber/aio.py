@@ -18,7 +18,8 @@ class AsyncSubscriber(BaseSubscriber[B]):
     """Follows one or many sources and hands out their deliveries in order.
 
     Receive from one task, whose thread also adds and removes sources; any task or thread may call `close`, `trust`, `status` or
-    `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` is as for `Subscriber`.
+    `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` and `sink` are as for `Subscriber`;
+    a sink is called in the event loop.
     """
 
     _waits = False
@@ -46,9 +47,8 @@ class AsyncSubscriber(BaseSubscriber[B]):
         Raises `ClosedError` after `close`, and when another task or thread calls `close` meanwhile. Cancellation loses nothing.
         """
         self._check_open()
-        ready = self._hub.ready
-        if ready or await self._take_turns(timeout):
-            return ready.popleft()
+        if self._hub.ready or await self._take_turns(timeout):
+            return self._next()
         return None
 
     async def receive_many(
@@ -60,7 +60,7 @@ class AsyncSubscriber(BaseSubscriber[B]):
         self._check_limit(limit)
         self._check_open()
         if self._hub.ready or await self._take_turns(timeout):
-            return self._hub.take(limit)
+            return self._take(limit)
         return []
 
     async def _take_turns(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
@@ -104,10 +104,9 @@ class AsyncSubscriber(BaseSubscriber[B]):
 
     async def __aiter__(self) -> AsyncIterator[B | Reset | Gap]:
         """Every delivery until `close`."""
-        ready = self._hub.ready
         while not self._closed:
-            if ready:
-                yield ready.popleft()
+            if self._hub.ready:
+                yield self._next()
             else:
                 with suppress(ClosedError):
                     await self._take_turns(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeAlias, TypedDict
 
 from kvevents.errors import ClosedError, ConfigError
@@ -22,6 +22,7 @@ from kvevents.stream import (
 )
 from kvevents.stream.deliveries import B
 from kvevents.subscriber.hub import DEFAULT_CONCURRENT_REPLAYS, Hub, StreamStatus
+from kvevents.subscriber.sink import Sink
 from kvevents.subscriber.transport import Transport
 from kvevents.subscriber.zmq import ZmqTransport
 
@@ -35,6 +36,7 @@ class Options(TypedDict, total=False):
     max_concurrent_replays: int
     transport: Transport | None
     clock: Callable[[], float]
+    sink: Sink | None
 
 
 class BaseSubscriber(Generic[B]):
@@ -56,9 +58,11 @@ class BaseSubscriber(Generic[B]):
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
         decode: bool = True,
+        sink: Sink | None = None,
     ) -> None:
         self._clock = clock
         self._hub: Hub[B] = Hub(transport or ZmqTransport(), limits, max_concurrent_replays, decode=decode)
+        self._sink = sink
         self._closed = False
         self._calls: set[object] = set()
         self._lock = threading.RLock()
@@ -99,9 +103,10 @@ class BaseSubscriber(Generic[B]):
     def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings | None) -> None:
         """Say what reading and applying a batch has shown; without it, trust does not know. None says nothing.
 
-        Once for each batch of which there is something to say, at any time after it was delivered: doubts newer than the batch
-        stay. Of a `Batch`, which the subscriber has read itself, only `findings.agrees` counts; where that is False, a `Reset`
-        may come next. There is nothing to say of other deliveries, nor of sources that were removed; it does nothing then.
+        A `sink` is reported for by itself. Once for each batch of which there is something to say, at any time after it was
+        delivered: doubts newer than the batch stay. Of a `Batch`, which the subscriber has read itself, only `findings.agrees`
+        counts; where that is False, a `Reset` may come next. There is nothing to say of other deliveries, nor of sources that
+        were removed; it does nothing then.
         """
         if findings is not None:
             with self._lock:
@@ -148,6 +153,23 @@ class BaseSubscriber(Generic[B]):
         """The same of every stream."""
         with self._lock:
             return self._hub.statuses()
+
+    def _next(self) -> B | Reset | Gap:
+        """The oldest delivery that is ready; there must be one."""
+        delivery = self._hub.ready.popleft()
+        self._apply([delivery])
+        return delivery
+
+    def _take(self, limit: int | None) -> list[B | Reset | Gap]:
+        """All that are ready, at most `limit`."""
+        deliveries = self._hub.take(limit)
+        self._apply(deliveries)
+        return deliveries
+
+    def _apply(self, deliveries: Sequence[B | Reset | Gap]) -> None:
+        if self._sink is not None:
+            for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
+                self.report(delivery, outcome.findings)
 
     @staticmethod
     def _check_limit(limit: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from selectors import BaseSelector
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -24,27 +24,6 @@ _NOTHING: Final = "nothing listens there, or it cannot be reached"
 _NO_PUBLISHER: Final = "what listens there is no publisher of events, has other keys, or closes at once"
 
 log = logging.getLogger(__name__)
-
-
-class Live(Protocol):
-    """What brings a stream's live batches. The parts of `Link` that are about those."""
-
-    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
-        """See `Link`."""
-        ...
-
-    @property
-    def fault(self) -> str:
-        """See `Link`."""
-        ...
-
-    def deadline(self) -> float | None:
-        """See `Link`."""
-        ...
-
-    def close(self) -> None:
-        """End it; idempotent."""
-        ...
 
 
 class ZmqLive:

@@ -24,13 +24,6 @@ class SocketOptions:
     heartbeat_timeout_ms: int = 15_000
     """A peer that answers no ping for this long is disconnected: half-open connections end here."""
     keepalive_idle_s: int = 30
-    direct: bool = False
-    """Whether connections over TCP, to numeric addresses and without keys, are read without libzmq, where the native module is
-    there: a batch is known sooner, and costs less. It is for who receives all the time. In between nothing is received, nobody
-    connects, and what is published waits at the publisher; `receive_hwm` has no meaning then."""
 
 
 DEFAULT_SOCKET_OPTIONS: Final = SocketOptions()
-
-ALWAYS_RECEIVING: Final = SocketOptions(direct=True)
-"""Of who does nothing else."""

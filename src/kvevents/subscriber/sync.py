@@ -24,7 +24,8 @@ class Subscriber(BaseSubscriber[B]):
                 print(delivery)
 
     With `decode=False` it delivers `RawBatch` instead of `Batch`, for those who read payloads themselves; they `report` what
-    they find.
+    they find. With a `sink`, such as a `PrefixIndex`, each delivery is applied to it and reported before it is handed out; what
+    the sink raises, `receive` raises, and the deliveries that it was given are not handed out.
     """
 
     if TYPE_CHECKING:
@@ -49,9 +50,8 @@ class Subscriber(BaseSubscriber[B]):
         Raises `ClosedError` after `close`, and when another thread or a signal handler calls `close` meanwhile.
         """
         self._check_open()
-        ready = self._hub.ready
-        if ready or self._take_turns(timeout):
-            return ready.popleft()
+        if self._hub.ready or self._take_turns(timeout):
+            return self._next()
         return None
 
     def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[B | Reset | Gap]:
@@ -59,7 +59,7 @@ class Subscriber(BaseSubscriber[B]):
         self._check_limit(limit)
         self._check_open()
         if self._hub.ready or self._take_turns(timeout):
-            return self._hub.take(limit)
+            return self._take(limit)
         return []
 
     def _take_turns(self, timeout: float | None) -> bool:
@@ -90,10 +90,9 @@ class Subscriber(BaseSubscriber[B]):
 
     def __iter__(self) -> Iterator[B | Reset | Gap]:
         """Every delivery until `close`."""
-        ready = self._hub.ready
         while not self._closed:
-            if ready:
-                yield ready.popleft()
+            if self._hub.ready:
+                yield self._next()
             else:
                 with suppress(ClosedError):
                     self._take_turns(None)

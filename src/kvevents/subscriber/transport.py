@@ -14,6 +14,7 @@ class Link(Protocol):
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed what has arrived, at most about `limit` messages of each kind, to `stream`; True when there may be more.
 
+        While the stream misses nothing, all that is live comes before an answer of replay, which may be of a later life.
         Connection changes are fed in their place: `disconnected` before anything newer and, if no new connection is up yet,
         behind everything older; `connected` behind everything older. Raises `EndpointError` when the link can go on no longer:
         it is closed then, and opened again later.

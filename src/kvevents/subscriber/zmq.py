@@ -21,9 +21,8 @@ import zmq
 from kvevents.admission import admit
 from kvevents.errors import EndpointError
 from kvevents.stream import Ask, Source, Stream
-from kvevents.subscriber.direct import DirectLive, address_of
-from kvevents.subscriber.draining import drain
-from kvevents.subscriber.live import Live, ZmqLive
+from kvevents.subscriber.draining import drain, has_news
+from kvevents.subscriber.live import ZmqLive
 from kvevents.subscriber.options import DEFAULT_SOCKET_OPTIONS, SocketOptions
 from kvevents.subscriber.sockets import Sockets, attach, drop, endpoint_errors, watch
 from kvevents.subscriber.stalls import StallDetector
@@ -38,10 +37,7 @@ that were read from the socket costs a third more for messages of some kB, and k
 
 
 class ZmqTransport:
-    """Links over real sockets. Not thread-safe, as sockets are not.
-
-    With a `context` of the caller's all of them are that context's, whatever `options.direct` says.
-    """
+    """Links over real sockets, of `context` if one is given. Not thread-safe, as sockets are not."""
 
     def __init__(
         self,
@@ -120,15 +116,13 @@ class ZmqLink:
         self._source = source
         self._transport = transport
         self._replay: zmq.Socket[bytes] | None = None
+        self._read_first = 0
+        """Live messages that may have been read while an answer was there."""
+        self._most_read_first = options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._admission = admit(context, source.curve, source.endpoint)
         self._sockets = Sockets(context, options, self._admission, is_private=transport.owns_context)
-        address = address_of(source) if transport.owns_context and options.direct else None
         try:
-            self._live: Live = (
-                ZmqLive(source, self._sockets, selector, self, transport.stalls)
-                if address is None
-                else DirectLive(source, address, options, selector, self)
-            )
+            self._live = ZmqLive(source, self._sockets, selector, self, transport.stalls)
         except BaseException:
             self._close_admission()
             raise
@@ -136,7 +130,26 @@ class ZmqLink:
     def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replayed messages to `stream`."""
         more = self._live.pump(stream, now, limit)
+        if more and self._live_comes_first(stream, now, limit):
+            return True
+        self._read_first = 0
         return self._pump_replay(stream, now, limit) or more
+
+    def _live_comes_first(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """Whether to read on what is live before an answer that is there.
+
+        It may have been sent before the answer, and by a life that has ended: the stream would drop it. Not where something is
+        missing, since live messages only wait then; and not for more of them than a socket holds, or a busy stream would never
+        take an answer.
+        """
+        if self._replay is None or not stream.coming(1) or self._read_first >= self._most_read_first:
+            return False
+        if not has_news(self._replay):
+            self._read_first = 0
+            return False
+        self._read_first += limit
+        stream.replay_waits(now)
+        return True
 
     @property
     def fault(self) -> str:

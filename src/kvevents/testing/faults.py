@@ -46,7 +46,7 @@ class Faults:
     """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33: drops what the consumer is too slow for.
     Read when the sockets open, by the constructor and `restart`. None: a reply waits for its consumer and loses nothing."""
     replay_holes: Loss = ()
-    """Missing inside replies; a set is missing from every one."""
+    """Missing inside replies, behind their first batch, for which a socket always has room; a set is missing from every one."""
     lose_end_marker: bool = False
     replay_mute: bool = False
     """Requests are read and never answered."""
@@ -81,8 +81,9 @@ class Faults:
         if self.replay_mute:
             return Reply(iter(()), len(wanted))
         chosen = wanted if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
-        sent = [batch for batch in chosen if not _strikes(self.replay_holes, batch.seq, f"{self.seed}/{nth}/{batch.seq}")]
-        sent = sent[: self.replay_send_limit]
+        holes = self.replay_holes
+        inside = (batch for batch in chosen[1:] if not _strikes(holes, batch.seq, f"{self.seed}/{nth}/{batch.seq}"))
+        sent = [*chosen[:1], *inside][: self.replay_send_limit]
         withheld = len(wanted) if self.replay_foreign is not None else len(wanted) - len(sent)
         return Reply(self._frames(sent), withheld)
 

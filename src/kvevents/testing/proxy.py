@@ -29,7 +29,7 @@ from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.lanes import Lane, LaneCounts, Rule, Way
 from kvevents.testing.ports import HeldPort, hold_port
-from kvevents.wire.zmtp import message
+from kvevents.testing.zmtp import message
 
 MAX_CONNECTIONS: Final = 1_024
 """Open at once; each is two file descriptors. Further ones are closed as soon as they are accepted."""

@@ -136,6 +136,9 @@ class FakeLink:
         """Feed what has arrived."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
+        if self._arrivals and self.replies and stream.coming(1):
+            stream.replay_waits(now)
+            return True
         for _ in range(min(limit, len(self.replies))):
             stream.receive_replay(self.replies.popleft(), now)
         return self.has_news

@@ -1,4 +1,4 @@
-"""Where ZeroMQ messages begin and end in a TCP stream (ZMTP 3.0 and 3.1, RFC 23 and 37).
+"""The bytes of ZMTP 3.0 and 3.1 (RFC 23 and 37): frames to send, and where messages begin and end in a TCP stream.
 
 A connection opens with a greeting of 64 bytes: signature (10), version (2), mechanism (20), role and padding. Frames follow:
 a flags byte (bit 0: more frames follow, bit 1: 8-byte size, bit 2: command), the size in 1 or 8 bytes, big-endian, the body.
@@ -6,11 +6,16 @@ a flags byte (bit 0: more frames follow, bit 1: 8-byte size, bit 2: command), th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from kvevents.wire.zmtp import COMMAND, GREETING_BYTES, LONG, MORE
-
+MORE: Final = 0x01
+"""Flags of a frame: more frames of the message follow, its size takes eight bytes, it is a command."""
+LONG: Final = 0x02
+COMMAND: Final = 0x04
+GREETING_BYTES: Final = 64
+GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""Signature, version 3.1, mechanism, not a server, filler."""
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
 """Longest message that is kept together, twice the wire's own limit for a payload. A connection that sends a longer one is
 passed on unread from there, so memory stays bounded and the bytes arrive all the same."""
@@ -20,9 +25,27 @@ _MAJOR_AT: Final = 10
 _MECHANISM: Final = slice(12, 32)
 _NULL: Final = b"NULL".ljust(20, b"\0")
 
+_MOST_SHORT: Final = 255
+
 Kind: TypeAlias = Literal["message", "command", "raw"]
 """`raw` is the greeting, or anything of a connection that is not ZMTP 3 with the NULL mechanism: only NULL has messages that
 can be told apart, under CURVE they are encrypted and numbered."""
+
+
+def message(frames: Sequence[bytes]) -> bytes:
+    """The bytes of a message of these frames, of which there is at least one."""
+    return b"".join([*(_frame(MORE, frame) for frame in frames[:-1]), _frame(0, frames[-1])])
+
+
+def command(name: bytes, data: bytes = b"") -> bytes:
+    """A command as a frame of its own."""
+    return _frame(COMMAND, bytes((len(name),)) + name + data)
+
+
+def _frame(flags: int, body: bytes) -> bytes:
+    if len(body) <= _MOST_SHORT:
+        return bytes((flags, len(body))) + body
+    return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
 
 
 class Piece(NamedTuple):

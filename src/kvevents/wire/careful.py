@@ -10,7 +10,7 @@ import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
-from kvevents.wire.fields import FieldReader, FreeBytes
+from kvevents.wire.fields import FieldReader, FreeForm
 from kvevents.wire.limits import WireLimits
 from kvevents.wire.raw import NIL, REFUSED, elements, head_of, is_array, is_bin, is_map, pairs, refusal_of, scalar
 from kvevents.wire.rejected import RefusedError, Rejected
@@ -24,11 +24,12 @@ _decode_bin: Final = msgspec.msgpack.Decoder(memoryview).decode
 def careful(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, tuple[Rejected, ...]]:
     """Everything in `payload` that can be read, and what cannot. Raises `RefusedError` when it is no batch at all."""
     if len(payload) > limits.max_payload_bytes:
-        raise RefusedError("oversized", f"{len(payload)} bytes; the limit max_payload_bytes is {limits.max_payload_bytes}")
+        size = f"{len(payload)} bytes; the limit max_payload_bytes is {limits.max_payload_bytes}"
+        raise RefusedError("oversized", f"the payload has {size}")
     raw_ts, raw_events, raw_rank = _envelope(payload, limits)
     aside = _Aside(limits.max_rejected)
     ts, rank = _timestamp(raw_ts, aside), _rank(raw_rank, aside)
-    free = FreeBytes(limits.max_free_bytes)
+    free = FreeForm(limits.max_free_bytes)
     events: list[KVEvent] = []
     for index, raw in enumerate(raw_events):
         try:
@@ -99,7 +100,7 @@ def _rank(raw: msgspec.Raw, aside: _Aside) -> int | None:
     return None
 
 
-def _event(raw: msgspec.Raw, limits: WireLimits, free: FreeBytes, wrapped: bool = False) -> KVEvent:
+def _event(raw: msgspec.Raw, limits: WireLimits, free: FreeForm, wrapped: bool = False) -> KVEvent:
     head = head_of(raw)
     if is_bin(head) and not wrapped:
         return _unwrapped(raw, limits, free)
@@ -110,7 +111,7 @@ def _event(raw: msgspec.Raw, limits: WireLimits, free: FreeBytes, wrapped: bool 
     return build(FieldReader(fields, limits, free))
 
 
-def _unwrapped(raw: msgspec.Raw, limits: WireLimits, free: FreeBytes) -> KVEvent:
+def _unwrapped(raw: msgspec.Raw, limits: WireLimits, free: FreeForm) -> KVEvent:
     """llm-d's storage connector wraps each event in a bin and writes 0 for "no parent"."""
     try:
         inner = msgspec.Raw(_decode_bin(raw))

@@ -156,6 +156,9 @@ def _settle(event: Any, limits: WireLimits) -> bool:
         if parent is not None and parent < 0:
             event.parent_block_hash = parent & _MASK
         keys = event.block_keys
-        if event.parent_block_digest is not None or (keys and (len(keys) > limits.max_hashes or min(keys) < 0)):
+        if event.parent_block_digest is not None or (keys and min(keys) < 0):
             return False
+        for found in (keys, event.extra_keys, event.lookahead_token_ids):
+            if found is not None and len(found) > limits.max_hashes:
+                return False
     return event.block_digests is None

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.events import ExtraKey, Heartbeat
-from kvevents.wire.limits import WireLimits
+from kvevents.wire.limits import MAX_FREE_CONTAINERS, WireLimits
 from kvevents.wire.raw import NIL, REFUSED, declared, head_of, plain, refusal_of
 from kvevents.wire.rejected import RefusedError
 
@@ -30,18 +30,27 @@ _LOOKAHEAD: Final = _Decoder(list[list[int]])
 _EXTRA_KEYS: Final = _Decoder(list[tuple[ExtraKey, ...] | None])
 
 
-class FreeBytes:
-    """How many bytes of free form one batch may still have."""
+class FreeForm:
+    """How much of free form one batch may still have."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._left = limit
+        self._containers = MAX_FREE_CONTAINERS
 
     def take(self, name: str, size: int) -> None:
         """Count `size` bytes of the field `name`. Raises `RefusedError`."""
         if size > self._left:
             raise RefusedError("oversized", f"{name} has {size} bytes; the limit max_free_bytes of a batch is {self._limit}")
         self._left -= size
+
+    def enter(self, name: str) -> None:
+        """Count a list or a map in the field `name`. Raises `RefusedError`."""
+        if not self._containers:
+            raise RefusedError(
+                "oversized", f"{name} has more lists and maps than the {MAX_FREE_CONTAINERS} that a batch may have"
+            )
+        self._containers -= 1
 
 
 class FieldReader:
@@ -50,7 +59,7 @@ class FieldReader:
     All of them raise `RefusedError` when the field is not what it should be.
     """
 
-    def __init__(self, fields: dict[str, msgspec.Raw], limits: WireLimits, free: FreeBytes) -> None:
+    def __init__(self, fields: dict[str, msgspec.Raw], limits: WireLimits, free: FreeForm) -> None:
         self._fields = fields
         self._limits = limits
         self._free = free
@@ -104,7 +113,7 @@ class FieldReader:
         return found
 
     def _free_extra_keys(self, raw: msgspec.Raw) -> list[tuple[Any, ...] | None]:
-        values = plain(raw, "extra_keys", self._limits.max_nesting - 1)
+        values = plain(raw, "extra_keys", self._limits.max_nesting - 1, self._free.enter)
         if not isinstance(values, list) or not all(value is None or isinstance(value, list) for value in values):
             raise RefusedError("bad-field", "extra_keys is not a list of lists or nil")
         return [None if value is None else tuple(value) for value in values]
@@ -143,7 +152,7 @@ class FieldReader:
         for name, raw in self._fields.items():
             self._free.take(name[:64], len(memoryview(raw)))
         depth = self._limits.max_nesting - 1
-        return {name: plain(raw, name[:64], depth) for name, raw in self._fields.items()} or None
+        return {name: plain(raw, name[:64], depth, self._free.enter) for name, raw in self._fields.items()} or None
 
     def _read(self, name: str, decoder: _Decoder[Any]) -> Any:
         try:

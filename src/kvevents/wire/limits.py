@@ -33,6 +33,9 @@ class WireLimits:
 
 DEFAULT_WIRE_LIMITS: Final = WireLimits()
 
+MAX_FREE_CONTAINERS: Final = 50_000
+"""Lists and maps of a batch in fields of free form, but for extra keys as engines send them: each takes up to 2 us to read."""
+
 FAST_BYTES: Final = 1024 * 1024
 """Payloads above this are read with every length checked before it is allocated: one native call checks none, and makes 70 MiB
 of 1 MiB of empty lists."""

@@ -6,6 +6,7 @@ Arrays of integers, which msgpack permits as keys, can be picked to share one ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -43,7 +44,7 @@ def scalar(raw: msgspec.Raw, what: str) -> bool | int | float | str | None:
 def refusal_of(error: Exception, what: str) -> RefusedError:
     """Why msgspec refused `what`, in our words."""
     if isinstance(error, RecursionError):
-        return RefusedError("too-deep", f"{what} is nested deeper than the interpreter can follow")
+        return RefusedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
     is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
         error, msgspec.ValidationError
     )
@@ -118,26 +119,30 @@ def _name(raw: msgspec.Raw, what: str) -> str:
     return name
 
 
-def plain(raw: msgspec.Raw, what: str, depth: int) -> Any:
-    """A value of free form as Python has it, with at most `depth` levels of containers. Raises `RefusedError`."""
+def plain(raw: msgspec.Raw, what: str, depth: int, enter: Callable[[str], None]) -> Any:
+    """A value of free form as Python has it, with at most `depth` levels of containers. Raises `RefusedError`.
+
+    `enter` is told `what` for each container.
+    """
     view = memoryview(raw)
     try:
         if not is_array(view[0]) and not is_map(view[0]):
             return _decode_any(view)
         if depth <= 0:
             raise RefusedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
+        enter(what)
         if is_map(view[0]):
-            return {name: plain(value, what, depth - 1) for name, value in _decode_map(view).items()}
-        return _list(view, what, depth)
+            return {name: plain(value, what, depth - 1, enter) for name, value in _decode_map(view).items()}
+        return _list(view, what, depth, enter)
     except REFUSED as error:
         raise refusal_of(error, what) from error
 
 
-def _list(view: memoryview, what: str, depth: int) -> list[Any]:
+def _list(view: memoryview, what: str, depth: int, enter: Callable[[str], None]) -> list[Any]:
     try:
         return _decode_scalars(view)
     except msgspec.ValidationError:
-        return [plain(item, what, depth - 1) for item in _decode_list(view)]
+        return [plain(item, what, depth - 1, enter) for item in _decode_list(view)]
 
 
 # --- without recursion -----------------------------------------------------------------------------------------------------

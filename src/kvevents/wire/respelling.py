@@ -71,7 +71,10 @@ def _tokens(event: BlockStored) -> Any:
 
 
 def _extra_keys(event: BlockStored) -> list[Any] | None:
-    keys: list[Any] = [None if block is None else [_extra(key) for key in block] for block in event.extra_keys or ()]
+    if not event.token_ids:
+        return None  # no key is made
+    given = (event.extra_keys or ())[: len(event.block_hashes)]  # what lies behind is of no block
+    keys: list[Any] = [None if block is None else [_extra(key) for key in block] for block in given]
     items = (event.unrecognised or {}).get("mm_keys")
     if items:
         more = _items(items, len(event.block_hashes))
@@ -89,16 +92,21 @@ def _extra(key: Any) -> Any:
 _PLAIN: Final = (str, int, bytes)
 
 
+_MARK: Final = 16
+"""Bytes of what marks a block."""
+
+
 def _items(given: Any, blocks: int) -> list[list[Any]]:
     """TensorRT-LLM's `mm_keys` as extra keys: per block a list of `{"hash", "start_offset"}`, or of pairs of the two.
 
-    A list that is not one per block is of the only block. Anything else marks every block, so that none of them is credited.
+    A list that is not one per block is of the only block. Anything else marks every block, so that none of them is credited;
+    by its beginning, since it is written once for each.
     """
     if isinstance(given, list) and len(given) == blocks and all(block is None or isinstance(block, list) for block in given):
         return [[_extra(_item(item)) for item in block or ()] for block in given]
     if isinstance(given, list) and blocks == 1:
         return [[_extra(_item(item)) for item in given]]
-    return [[_encode(given)]] * blocks
+    return [[_encode(given)[:_MARK]]] * blocks
 
 
 def _item(item: Any) -> Any:

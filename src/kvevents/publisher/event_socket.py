@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import zmq
 import zmq.backend
@@ -18,43 +18,8 @@ from kvevents.publisher.kept import Numbered
 _SUBSCRIPTIONS_AT_ONCE: Final = 1000
 
 
-class Outlet(Protocol):
-    """For one sending thread, which alone calls `send`, `look_around` and `end`."""
-
-    bound: str
-    """The endpoint, with the port that the system chose; in connect mode, where it connects to."""
-
-    @property
-    def subscriptions(self) -> int:
-        """As of the last `look_around`; a consumer with two topics counts twice."""
-        ...
-
-    @property
-    def dropped(self) -> int | None:
-        """Batches that consumers were too far behind to be sent, each counted for each of them; None where nobody knows."""
-        ...
-
-    def send(self, topic: bytes, batches: Sequence[Numbered]) -> None:
-        """Send batches in order to whoever subscribed to what their topic begins with."""
-        ...
-
-    def look_around(self) -> None:
-        """To be called now and then."""
-        ...
-
-    def end(self, deadline: float | None) -> float:
-        """Send no more; what waits is flushed until `deadline` (monotonic seconds; None for no time). When it is given up."""
-        ...
-
-    def join(self) -> bool:
-        """Return when all is flushed or given up, behind `end`; whether nothing was."""
-        ...
-
-
-class ZmqOutlet:
-    """By libzmq, in any way that it can. See `Outlet`."""
-
-    dropped = None
+class EventSocket:
+    """An XPUB socket of one sending thread, which alone calls `send`, `look_around` and `end`."""
 
     def __init__(
         self,
@@ -68,6 +33,7 @@ class ZmqOutlet:
     ) -> None:
         """`affinity` is the one of its I/O threads. Raises `EndpointError`."""
         self.subscriptions = 0
+        """As of the last `look_around`; a consumer with two topics counts twice."""
         # XPUB is PUB that also tells who subscribed; to subscribers the two are the same.
         with sockets.opened(context, zmq.XPUB, admission, endpoint) as socket:
             socket.set_hwm(hwm)
@@ -75,13 +41,14 @@ class ZmqOutlet:
             socket.xpub_verboser = True
             self._connecting = None if bind else Connecting(socket, endpoint, "event")
             self.bound = sockets.bind(socket, endpoint, "event") if bind else endpoint
+            """The endpoint, with the port that the system chose; in connect mode, where it connects to."""
             self._socket = socket
         self._bulk = bulk()
         # The backend's own send: pyzmq's send_multipart costs six times as much for three frames.
         self._send: Callable[..., Any] = zmq.backend.Socket.send.__get__(socket)
 
     def send(self, topic: bytes, batches: Sequence[Numbered]) -> None:
-        """Of `Outlet`."""
+        """Send batches in order to each consumer that subscribed to a prefix of the topic."""
         if self._bulk is None:
             self._send_frames(topic, batches)
         elif (done := self._bulk.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
@@ -99,7 +66,7 @@ class ZmqOutlet:
             done = 0
 
     def look_around(self) -> None:
-        """Of `Outlet`."""
+        """Read subscriptions, and reconnect if that is due; to be called now and then."""
         if self._connecting is not None:
             self._connecting.look_after(monotonic())
         for _ in range(_SUBSCRIPTIONS_AT_ONCE):
@@ -108,11 +75,7 @@ class ZmqOutlet:
             self.subscriptions += {b"\1": 1, b"\0": -1}.get(self._socket.recv(zmq.DONTWAIT)[:1], 0)
 
     def end(self, deadline: float | None) -> float:
-        """Of `Outlet`."""
+        """Close the socket; libzmq flushes until `deadline` (monotonic seconds; None for no time). Returns when it gives up."""
         if self._connecting is not None:
             self._connecting.close()
         return sockets.close_by(self._socket, deadline)
-
-    def join(self) -> bool:
-        """Of `Outlet`: whoever ends the context waits, and learns it."""
-        return True

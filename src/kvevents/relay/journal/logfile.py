@@ -1,0 +1,314 @@
+"""The files of a journal: a header, then frames, each checked together with everything before it.
+
+::
+
+    header  magic 8, version u16, length u16, kind u8, zero u8, generation u64, incarnation u64, first u64, boot id 16,
+            CRC-32 of all this u32
+    state   u8, then committed u64, CRC-32 of committed u32
+    frame   length of the body u32, CRC-32 of length and body u32, body: a record as MessagePack
+
+All integers are little-endian. Each CRC continues from the one before it, the first one from the header's. So a missing, moved
+or foreign frame is found like a flipped bit.
+
+Only *state* and *committed* are ever overwritten. `committed` is the number of bytes that count. It is written after the frames
+and before they are acknowledged. So all bytes before it must be there and be valid, or the file is damaged; bytes behind it are
+of a write that was never acknowledged, and are ignored. The state says whether `committed` tells of everything that was sent:
+OPEN while the log is written, CLOSED behind an orderly end, CONTINUED when there is a later log, anything else where the disk
+refused what was sent last.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import BinaryIO, Final, NamedTuple, TypeAlias
+from zlib import crc32
+
+import msgspec
+
+from kvevents.relay.journal.files import TEMPORARY, UNKNOWN_BOOT, Disk, Folder, boot_id
+from kvevents.structs import prepared
+
+MAGIC: Final = b"kvejrnl\n"
+VERSION: Final = 2
+LOG: Final = 0
+SNAPSHOT: Final = 1
+SUFFIXES: Final = {LOG: "log", SNAPSHOT: "snapshot"}
+"""Of file names, by kind."""
+OPEN: Final = b"\x55"
+CLOSED: Final = b"\xaa"
+CONTINUED: Final = b"\x33"
+BROKEN: Final = b"\x00"
+
+_PROLOGUE: Final = struct.Struct("<8sHH")
+_HEADER: Final = struct.Struct("<8sHHBxQQQ16s")
+_CRC: Final = struct.Struct("<I")
+_COMMITTED: Final = struct.Struct("<Q")
+_FRAME: Final = struct.Struct("<II")
+_LENGTH: Final = struct.Struct("<I")
+HEADER_BYTES: Final = _HEADER.size + _CRC.size
+STATE_AT: Final = HEADER_BYTES
+COMMITTED_AT: Final = STATE_AT + 1
+FRAMES_AT: Final = COMMITTED_AT + _COMMITTED.size + _CRC.size
+TAIL_BATCHES: Final = 1_000
+TAIL_BYTES: Final = 8 << 20
+"""Bounds of one frame of batches in a snapshot. A single payload may be larger."""
+
+Positions: TypeAlias = dict[int, tuple[int, int]]
+"""By ordinal of an upstream: its incarnation, and the number of its newest batch in that; -1 before the first."""
+
+
+class Relayed(NamedTuple):
+    """A batch as it is sent under the relay's own number, and which batch of which upstream it is."""
+
+    number: int
+    upstream: int
+    incarnation: int
+    """Of the upstream."""
+    seq: int
+    """The upstream's number."""
+    payload: bytes
+
+
+class Origin(NamedTuple):
+    """A batch of an upstream as it came, from which batches with other bytes are made."""
+
+    incarnation: int
+    seq: int
+    digest: bytes
+    """SHA-256 of its payload."""
+
+
+class Skipped(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Numbers that no batch has: consumers see them as lost."""
+
+    first: int
+    last: int
+
+
+class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Batches numbered from `first` on, column by column."""
+
+    first: int
+    upstreams: list[int]
+    """Ordinals."""
+    incarnations: list[int]
+    """Of the upstreams."""
+    seqs: list[int]
+    """The upstreams' numbers."""
+    payloads: list[bytes]
+
+    def positions(self) -> Positions:
+        """How far each upstream is relayed behind these batches."""
+        return dict(zip(self.upstreams, zip(self.incarnations, self.seqs, strict=True), strict=True))
+
+    def rows(self) -> Iterator[Relayed]:
+        """Each batch by itself."""
+        numbers = range(self.first, self.first + len(self.payloads))
+        return map(Relayed, numbers, self.upstreams, self.incarnations, self.seqs, self.payloads)
+
+
+class UpstreamReset(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """An upstream began a new life."""
+
+    upstream: int
+    incarnation: int
+
+
+class Marked(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The relay's newest mark, of its own form."""
+
+    mark: bytes
+
+
+class OriginNoted(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The batch of an upstream from which those that follow are made."""
+
+    upstream: int
+    origin: Origin
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A piece of the state in a snapshot."""
+
+    payload: bytes
+
+
+class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The state in a snapshot is as of `number`; -1 for none. `partial` says that it does not hold all that was live."""
+
+    number: int
+    partial: bool
+
+
+class Standing(msgspec.Struct, array_like=True, tag=8):
+    """What is known behind the batches; the last record of a snapshot."""
+
+    next_number: int
+    mark: bytes | None
+    positions: Positions
+    origins: dict[int, Origin]
+
+
+Record: TypeAlias = Skipped | Batches | UpstreamReset | Marked | OriginNoted | Part | SnapshotHead | Standing
+
+
+@prepared
+class _Prepared(msgspec.Struct):
+    """Has msgspec look at all records when this module is imported."""
+
+    record: Record | None = None
+
+
+_decode: Final = msgspec.msgpack.Decoder(Record).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class DamagedError(Exception):
+    """A file does not hold what was written into it; the message says what is wrong."""
+
+
+class Header(NamedTuple):
+    """The beginning of a file."""
+
+    kind: int
+    generation: int
+    """Of the file. A snapshot has that of the log which continues it."""
+    incarnation: int
+    """Of the relay."""
+    first: int
+    """Number of the next batch when the file was begun."""
+    boot: bytes = UNKNOWN_BOOT
+    """Run of the machine in which the file was begun."""
+    check: int = 0
+    """CRC-32 with which the first frame continues."""
+    state: bytes = BROKEN
+    committed: int = 0
+    version: int = VERSION
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"{self.generation:016}.{SUFFIXES[self.kind]}"
+
+
+class Writer:
+    """A file that is written from its beginning on. Nothing counts until `commit`. Raises `OSError`."""
+
+    def __init__(self, disk: Disk, folder: Folder, name: str, header: Header) -> None:
+        self._disk = disk
+        data = _HEADER.pack(MAGIC, VERSION, HEADER_BYTES, *header[:4], boot_id())
+        self._check = crc32(data)
+        self.header: Final = header
+        self.size = FRAMES_AT
+        self.fd: Final = disk.create(name, folder.fd)
+        try:
+            disk.write(self.fd, (data, _CRC.pack(self._check), header.state, _committed(FRAMES_AT)))
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def append(self, record: Record) -> None:
+        """Write one frame."""
+        body = _encode(record)
+        length = _LENGTH.pack(len(body))
+        self._check = crc32(body, crc32(length, self._check))
+        self._disk.write(self.fd, (length, _CRC.pack(self._check), body))
+        self.size += _FRAME.size + len(body)
+
+    def commit(self) -> None:
+        """Have all that was appended count."""
+        self._disk.overwrite(self.fd, COMMITTED_AT, _committed(self.size))
+
+    def set_state(self, state: bytes) -> None:
+        """Write the state."""
+        self._disk.overwrite(self.fd, STATE_AT, state)
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # what it holds is there, or was given up
+            os.close(self.fd)
+
+
+def _committed(size: int) -> bytes:
+    data = _COMMITTED.pack(size)
+    return data + _CRC.pack(crc32(data))
+
+
+def read_header(file: BinaryIO) -> Header:
+    """The header of a file; of a later release's, only the version is known. Raises `DamagedError`."""
+    data = file.read(FRAMES_AT)
+    if len(data) < FRAMES_AT or not data.startswith(MAGIC):
+        raise DamagedError("its header is missing")
+    _, version, length = _PROLOGUE.unpack_from(data)
+    whole = (data + file.read(max(0, length - len(data))))[:length]
+    if len(whole) < max(length, _PROLOGUE.size + _CRC.size) or _CRC.pack(crc32(whole[: -_CRC.size])) != whole[-_CRC.size :]:
+        raise DamagedError("its header is invalid")
+    if version > VERSION:
+        return Header(LOG, 0, 0, 0, version=version)
+    if version != VERSION or length != HEADER_BYTES:
+        raise DamagedError(f"it is of version {version}")
+    _, _, _, kind, generation, incarnation, first, boot = _HEADER.unpack_from(data)
+    committed = data[COMMITTED_AT:]
+    (size,) = _COMMITTED.unpack_from(committed)
+    if committed != _committed(size):
+        raise DamagedError("its length is invalid")
+    if kind not in SUFFIXES:
+        raise DamagedError("its kind is unknown")
+    check, state = crc32(data[: _HEADER.size]), data[STATE_AT:COMMITTED_AT]
+    return Header(kind, generation, incarnation, first, boot, check, state, size)
+
+
+def read_records(file: BinaryIO, header: Header) -> Iterator[Record]:
+    """All records that count, in order. Raises `DamagedError` at the first one that is invalid."""
+    if os.fstat(file.fileno()).st_size < header.committed:
+        raise DamagedError("its end is missing")
+    file.seek(FRAMES_AT)
+    at, check = FRAMES_AT, header.check
+    while at < header.committed:
+        head = file.read(_FRAME.size)
+        length = _LENGTH.unpack_from(head.ljust(_FRAME.size, b"\0"))[0]
+        at += _FRAME.size + length
+        if len(head) < _FRAME.size or at > header.committed:
+            raise DamagedError("a frame is longer than the file")
+        body = file.read(length)
+        check = crc32(body, crc32(head[: _LENGTH.size], check))
+        if len(body) < length or head[_LENGTH.size :] != _CRC.pack(check):
+            raise DamagedError("a frame does not match its checksum")
+        try:
+            yield _decode(body)
+        except msgspec.MsgspecError as error:
+            raise DamagedError(f"a frame holds no record: {error}") from error
+
+
+def tail_records(rows: Iterable[tuple[int, bytes]], first: int, end: int, upstream: int) -> Iterator[Record]:
+    """Numbered payloads as records of all numbers from `first` to before `end`; those without a payload are skipped ones."""
+    run: list[bytes] = []
+    size = 0
+    for number, payload in rows:
+        if number > first + len(run) or len(run) == TAIL_BATCHES or size + len(payload) > TAIL_BYTES:
+            if run:
+                yield _run(first, run, upstream)
+            first, run, size = first + len(run), [], 0
+            if number > first:
+                yield Skipped(first, number - 1)
+                first = number
+        run.append(payload)
+        size += len(payload)
+    if run:
+        yield _run(first, run, upstream)
+    if first + len(run) < end:
+        yield Skipped(first + len(run), end - 1)
+
+
+def _run(first: int, payloads: list[bytes], upstream: int) -> Batches:
+    none = [0] * len(payloads)
+    return Batches(first, [upstream] * len(payloads), none, none, payloads)
+
+
+def generation_of(name: str) -> int | None:
+    """Of a file of ours, finished or not; None for any other file."""
+    stem, _, kind = name.removesuffix(TEMPORARY).partition(".")
+    return int(stem) if stem.isdecimal() and kind in SUFFIXES.values() else None
