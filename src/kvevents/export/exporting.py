@@ -13,10 +13,9 @@ from typing import Final, Self
 
 from kvevents.errors import ConfigError, RecordingError, UsageError
 from kvevents.export.limits import DEFAULT_EXPORT_LIMITS, ExportLimits
-from kvevents.export.ordering import Placed
-from kvevents.export.reading import RecordedStream, Streams
 from kvevents.export.residents import Moment, Residents, Salts
 from kvevents.export.tables import BATCHES, EVENTS, LIFETIMES, TABLES, WORKERS, Row, TableWriter
+from kvevents.recorded import Placed, RecordedStream, Streams
 from kvevents.recording import StrPath, read_recording
 from kvevents.wire import Rejected, decode_batch
 
@@ -152,7 +151,7 @@ class _Export:
     def read(self, path: StrPath, name: str) -> None:
         """Take one recording."""
         reader = read_recording(path)
-        streams = Streams(self._limits)
+        streams = Streams(self._limits.ordering)
         workers: dict[RecordedStream, _Worker] = {}
         for stream, placed in streams.read(reader):
             worker = workers.get(stream)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from kvevents.errors import ConfigError
+from kvevents.recorded import DEFAULT_ORDERING_LIMITS, OrderingLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,8 @@ class ExportLimits:
     """Rows of a table that are gathered before they are written, as a row group; about 50 MB of Python objects."""
     tokens: int = 1 << 20
     """Token ids that are gathered, where they are wanted: with them rows are long."""
-    held_batches: int = 4096
-    """Batches of one stream that wait for a missing one, which a replay further down may bring. It is where a recorder began to
-    listen late, or lost something, that there are any."""
-    held_bytes: int = 16 << 20
-    """Bytes of those batches."""
+    ordering: OrderingLimits = DEFAULT_ORDERING_LIMITS
+    """Batches that wait for a missing one."""
     resident_blocks: int = 4_000_000
     """Blocks of one export that are resident at the same time, about 700 bytes each; beyond, the oldest of the worker that
     stores are taken for gone. More than the device memory of a fleet of 100 engines holds."""
@@ -29,9 +27,9 @@ class ExportLimits:
     tokens in blocks of 16."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ConfigError(f"{field.name} is {getattr(self, field.name)}; it must be at least 1")
+        for name in ("rows", "tokens", "resident_blocks", "remembered_keys"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()

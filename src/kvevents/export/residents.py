@@ -8,21 +8,38 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, TokenId
-from kvevents.export.keys import ROOT, UNKNOWN, Before, Keyed, keys_of
 from kvevents.export.limits import ExportLimits
 from kvevents.export.reuse import ReuseDistances
 from kvevents.export.tables import Row
+from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.respelling import scope_of
 
-_MEDIA: Final[dict[str, tuple[str, ...]]] = {
-    "gpu": ("", "GPU", "HBM", "DEVICE"),
-    "cpu": ("CPU", "CPU_PINNED", "CPU_TIER1", "HOST"),
-    "disk": ("CPU_TIER2", "DISK", "SSD", "NVME", "FS", "STORAGE", "EXTERNAL", "REMOTE"),
-}
-TIERS: Final = {medium: tier for tier, media in _MEDIA.items() for medium in media}
-"""Tier by medium, as the index has it (`native/index/src/planes.rs`)."""
 _I63: Final = 1 << 63
 _SALT_DIGITS: Final = 16
+
+UNKEYED: Final = {
+    "other-group": "of a group that skips blocks, such as a sliding window, and of no hash that is resident with a key",
+    "no-tokens": "announced without tokens, and of no hash that is resident with a key",
+    "length-mismatch": "hashes and tokens do not fit each other",
+    "bad-token": "an invalid token id",
+    "parent-unknown": "the block before it is not resident, as far as the recording shows",
+    "parent-unkeyed": "the block before it has no key",
+}
+"""Why a block has no key."""
+
+
+class Before(NamedTuple):
+    """What a store continues."""
+
+    key: int | None
+    depth: int | None
+    """Blocks from the root; None if it is unknown."""
+    salt: int
+    """What the salt adds to the seed of local hashes; 0 for none."""
+
+
+_ROOT: Final = Before(None, 0, 0)
+_UNKNOWN: Final = Before(None, None, 0)
 
 
 class Place(NamedTuple):
@@ -75,11 +92,11 @@ class Salts:
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def digest(self, salt: str | None) -> str | None:
-        """16 hex digits; None for no salt."""
-        if salt is None:
+    def digest(self, salt: int) -> str | None:
+        """16 hex digits for what a salt adds to the seed of local hashes; None for no salt."""
+        if not salt:
             return None
-        return hashlib.blake2b(salt.encode(), key=self._key, digest_size=_SALT_DIGITS // 2).hexdigest()
+        return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._key, digest_size=_SALT_DIGITS // 2).hexdigest()
 
 
 class Residents:
@@ -148,17 +165,18 @@ class Residents:
 
     def _store(self, event: BlockStored, moment: Moment, position: int) -> list[Row]:
         before = self._before(event)
-        keyed = keys_of(event, before)
+        keyed = _keys_of(event, before)
         place = _place(event)
         medium = event.medium
         lora = event.lora_name if event.lora_name is not None else None if event.lora_id is None else str(event.lora_id)
-        salt = self._salts.digest(keyed.salt)
+        salt = before.salt if keyed.salt is None else keyed.salt
+        digest = self._salts.digest(salt)
         rows: list[Row] = []
         parent = event.parent_block_hash
         for index, value in enumerate(event.block_hashes):
-            block, unkeyed = self._announced(event, index, parent, before, keyed)
+            block, unkeyed = self._announced(event, index, parent, before._replace(salt=salt), keyed)
             key, depth, _ = block.before
-            facts = (value, block.parent, key, depth, block.tokens, place.tier, medium, *place[1:], lora, salt)
+            facts = (value, block.parent, key, depth, block.tokens, place.tier, medium, *place[1:], lora, digest)
             held = place in block.stays
             row = (self._worker, *moment[:2], position, index, self._step, moment.at, "stored", *facts, held, unkeyed)
             rows.append(row + self._token_ids(event, index))
@@ -170,29 +188,28 @@ class Residents:
 
     def _before(self, event: BlockStored) -> Before:
         if event.parent_block_hash is None:
-            return ROOT
+            return _ROOT
         parent = self._blocks.get(event.parent_block_hash)
-        return UNKNOWN if parent is None else parent.before
+        return _UNKNOWN if parent is None else parent.before
 
     def _announced(
-        self, event: BlockStored, index: int, parent: int | None, before: Before, keyed: Keyed
+        self, event: BlockStored, index: int, parent: int | None, before: Before, keyed: StoredKeys
     ) -> tuple[_Block, str | None]:
         """The block at a place of a store, with its old residencies, and why it has no key."""
         known = self._blocks.get(event.block_hashes[index])
-        if index >= len(keyed.keys) and known is not None and known.before.key is not None:
+        if not keyed.keys and known is not None and known.before.key is not None:
             return known, None  # a move between tiers, or another group: the same hash is the same block
-        key = keyed.keys[index] if index < len(keyed.keys) else None
-        dense = keyed.unkeyed not in {"other-group", "no-tokens", "length-mismatch"}
-        depth = before.depth + index + 1 if dense and before.depth is not None else None
-        if not dense and index > 0:
-            parent = None  # blocks between may be skipped
-        elif not dense:
-            parent = event.parent_block_hash
+        key = keyed.keys[index] if keyed.keys else None
+        # Blocks between may be skipped, and blocks that are announced by their keys may have lost their parents.
+        is_chain = keyed.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
+        depth = before.depth + index + 1 if is_chain and before.depth is not None else None
+        if not is_chain:
+            parent = event.parent_block_hash if index == 0 else None
         tokens = event.block_size if 0 < event.block_size < _I63 else None
-        block = _Block(Before(key, depth, keyed.salt), parent, tokens)
+        block = _Block(Before(key, depth, before.salt), parent, tokens)
         if known is not None:
             block.stays = known.stays
-        return block, keyed.unkeyed if key is None else None
+        return block, keyed.unkeyed
 
     def _come(self, value: int, block: _Block, place: Place, stay: _Stay) -> None:
         self._blocks[value] = block
@@ -250,7 +267,7 @@ class Residents:
     def _clear(self, event: AllBlocksCleared, moment: Moment, position: int) -> list[Row]:
         """Of everything, or of a tier or group only, as some engines can say."""
         scope = scope_of(event)
-        tier = _tier(scope["medium"]) if "medium" in scope else None
+        tier = tier_of(scope["medium"]) if "medium" in scope else None
         group = scope.get("group_idx")
         chosen = None if tier is None and group is None else (tier, group)
         self._end_all("cleared", moment.at, chosen)
@@ -291,14 +308,16 @@ class Residents:
         return row
 
 
+def _keys_of(event: BlockStored, before: Before) -> StoredKeys:
+    found = stored_keys(event, None if before.key is None else (before.key, before.salt))
+    if found.unkeyed == "parent-unknown" and before.depth is not None:
+        return found._replace(unkeyed="parent-unkeyed")
+    return found
+
+
 def _place(event: BlockStored | BlockRemoved) -> Place:
     group = event.group_idx or 0
-    return Place(_tier(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
-
-
-def _tier(medium: str | None) -> str:
-    upper = (medium or "").upper()
-    return TIERS.get(upper, upper)
+    return Place(tier_of(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
 
 
 def _chosen(place: Place, chosen: tuple[str | None, int | None] | None) -> bool:

@@ -7,7 +7,7 @@
     decision = router.route("request-1", token_ids)
     print(decision.worker, decision.why())
 
-`docs/routing.md` is the guide.
+`docs/routing.md` is the guide. Needs the compiled module, as `kvevents.index` does; `MissingDependencyError` without it.
 """
 
 from kvevents.routing.affinity import AffinitySettings, SessionAffinity
@@ -17,8 +17,8 @@ from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy,
 from kvevents.routing.ledger import MAX_IN_FLIGHT
 from kvevents.routing.policies import POLICIES, policy
 from kvevents.routing.router import Decision, NoWorkerError, Router
-from kvevents.routing.scoring import TIER_WEIGHTS, TRUST_WEIGHTS
-from kvevents.routing.turns import Turns
+from kvevents.routing.scoring import Ties
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 __all__ = [
     "MAX_IN_FLIGHT",
@@ -43,7 +43,7 @@ __all__ = [
     "RoundRobin",
     "Router",
     "SessionAffinity",
-    "Turns",
+    "Ties",
     "Worker",
     "policy",
 ]

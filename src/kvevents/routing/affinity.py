@@ -18,10 +18,12 @@ from typing import Final
 
 from kvevents.routing.blind import in_turn
 from kvevents.routing.choice import Candidate, Choice, Prompt, Worker
+from kvevents.routing.scoring import Ties
 from kvevents.routing.settings import check_count, check_range
-from kvevents.routing.turns import MAX_TURNS, Turns
 
 _MASK: Final = (1 << 64) - 1
+MAX_WORKERS: Final = 16_384
+"""Workers whose numbers are remembered: four times as many as a service follows by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class SessionAffinity:
     def __init__(self, seed: int | None = None, settings: AffinitySettings = AffinitySettings()) -> None:
         """`seed` is for prompts without a session only: where a session belongs is for all routers the same."""
         self.settings = settings
-        self._turns = Turns(Random(seed))  # noqa: S311 - spreads load, keeps no secret
+        self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """The highest worker of the session that is not full."""
         if prompt.session is None:
             fewest = min(one.load.requests for one in candidates)
             equal = [one for one in candidates if one.load.requests == fewest]
-            return Choice(in_turn(self._turns, equal), "the least loaded of {candidates}, since it has no session", len(equal))
+            return Choice(in_turn(self._ties, equal), "the least loaded of {candidates}, since it has no session", len(equal))
         session = _number(prompt.session.encode("utf-8", "surrogatepass"))
         ranked = sorted(candidates, key=lambda one: (_mixed(session ^ _number_of(one.worker)), one.worker), reverse=True)
         most = self.most_requests(sum(one.load.requests for one in candidates), len(candidates))
@@ -81,7 +83,7 @@ def _number(name: bytes) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
-@lru_cache(MAX_TURNS)
+@lru_cache(MAX_WORKERS)
 def _number_of(worker: Worker) -> int:
     source, rank = worker
     return _number(b"%d:%s" % (rank, source.encode("utf-8", "surrogatepass")))

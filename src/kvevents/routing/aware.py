@@ -25,12 +25,11 @@ from random import Random
 from typing import Final, get_args
 
 from kvevents.routing.blind import DECODING_WEIGHT, in_turn
-from kvevents.routing.choice import Candidate, Choice, Considered, Prompt
-from kvevents.routing.scoring import TIER_WEIGHTS, TRUST_WEIGHTS, State, TierWeights, best_of, relative_loads
+from kvevents.routing.choice import Candidate, Choice, Considered, Load, Prompt
+from kvevents.routing.scoring import TIES, Scorer, Ties
 from kvevents.routing.settings import check_count, check_name, check_range, check_weights
-from kvevents.routing.turns import TIES, Turns
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
 
-_UNBOUND: Final = float("inf")
 _BEST: Final = "the best of {candidates}"
 _WAYS: Final = {
     "rotate": "in turn from {equal} equally good ones of {candidates}",
@@ -88,16 +87,26 @@ class PrefixAware:
     def __init__(self, seed: int | None = None, settings: PrefixAwareSettings = PrefixAwareSettings()) -> None:
         self.settings = settings
         self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
-        self._turns = Turns(self._random)
-        self._tiers = TierWeights({**TIER_WEIGHTS, **settings.tiers})
+        self._ties = Ties(self._random)
+        tiers = {**TIER_WEIGHTS, **settings.tiers}
+        self._scorer = Scorer(tiers, settings.wait_weight, settings.load_weight, settings.guard, settings.guard_requests)
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """Of equal ones that which computes less, since work that is not done helps everybody; then by `tie`."""
-        considered = self._consider(prompt.length, self._drawn(candidates))
-        equal = best_of(considered)
-        chosen = in_turn(self._turns, [one.candidate for one in equal], self.settings.tie)
-        return Choice(chosen, _BEST if len(equal) == 1 else _WAYS[self.settings.tie], len(equal), considered)
+        drawn = self._drawn(candidates)
+        loads = [one.load for one in drawn]
+        scores, best = self._scorer.weigh(
+            prompt.length,
+            [one.tokens for one in drawn],
+            [one.tiers for one in drawn],
+            [self._trust.get(one.trust, 0.0) for one in drawn],
+            [self._work(load) for load in loads],
+            [load.requests for load in loads],
+        )
+        considered = [Considered(one, *score) for one, score in zip(drawn, scores, strict=True)]
+        chosen = in_turn(self._ties, [drawn[place] for place in best], self.settings.tie)
+        return Choice(chosen, _BEST if len(best) == 1 else _WAYS[self.settings.tie], len(best), considered)
 
     def _drawn(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if not 0 < self.settings.sample < len(candidates) - 1:
@@ -108,26 +117,9 @@ class PrefixAware:
         longest = max(range(len(order)), key=lambda place: order[place].tokens)
         return [order.pop(longest), *order[: self.settings.sample]]
 
-    def _consider(self, length: int, drawn: Sequence[Candidate]) -> list[Considered]:
-        trusted, saved_by, bound = self._trust.get, self._tiers.saved, self._bound(drawn)
-        work = self._work(drawn)
-        wait, load = self.settings.wait_weight / max(length, 1), self.settings.load_weight
-        found: list[Considered] = []
-        for one, tokens, relative in zip(drawn, work, relative_loads(work), strict=True):
-            uncached, weighted, hot = 1.0, wait * tokens + load * relative, one.load.requests > bound
-            if one.tokens and not hot:
-                uncached -= trusted(one.trust, 0.0) * saved_by(one.tokens, one.tiers, length)
-            found.append(Considered(one, uncached + weighted, uncached, weighted, hot))
-        return found
-
-    def _work(self, drawn: Sequence[Candidate]) -> list[float]:
-        request, token = self.settings.decoding_weight, self.settings.context_weight
-        loads = [one.load for one in drawn]
-        return [load.waiting_tokens + request * load.decoding + token * load.decoding_tokens for load in loads]
-
-    def _bound(self, drawn: Sequence[Candidate]) -> float:
-        """Requests above which a worker is hot: r > guard * (all - r) / (n - 1), solved for r."""
-        requests = sum([one.load.requests for one in drawn])
-        guard, others = self.settings.guard, len(drawn) - 1
-        relative = guard * requests / (others + guard) if others and guard < _UNBOUND else requests
-        return max(relative, self.settings.guard_requests)
+    def _work(self, load: Load) -> float:
+        return (
+            load.waiting_tokens
+            + self.settings.decoding_weight * load.decoding
+            + self.settings.context_weight * load.decoding_tokens
+        )

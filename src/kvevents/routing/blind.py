@@ -8,8 +8,8 @@ from random import Random
 from typing import Final
 
 from kvevents.routing.choice import Candidate, Choice, Considered, Load, Prompt
+from kvevents.routing.scoring import Ties
 from kvevents.routing.settings import check_count, check_name
-from kvevents.routing.turns import Turns
 
 DECODING_WEIGHT: Final = 256.0
 """Prompt tokens that one request being answered counts as.
@@ -53,11 +53,11 @@ class RoundRobin:
     asks_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._turns = Turns(Random(seed))  # noqa: S311 - as above
+        self._ties = Ties(Random(seed))  # noqa: S311 - as above
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
         """Begins at a random place, where no seed says otherwise."""
-        return Choice(in_turn(self._turns, candidates), "whose turn it was among {candidates}")
+        return Choice(in_turn(self._ties, candidates), "whose turn it was among {candidates}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class LeastLoaded:
     def __init__(self, seed: int | None = None, settings: LeastLoadedSettings = LeastLoadedSettings()) -> None:
         self.settings = settings
         self._random = Random(seed)  # noqa: S311 - as above
-        self._turns = Turns(self._random)
+        self._ties = Ties(self._random)
         self._measure = MEASURES[settings.by]
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
@@ -97,11 +97,11 @@ class LeastLoaded:
         least = min(loads)
         equal = [one for one, load in zip(drawn, loads, strict=True) if load == least]
         considered = [Considered(one, load, 1.0, load) for one, load in zip(drawn, loads, strict=True)]
-        return Choice(in_turn(self._turns, equal), reason, len(equal), considered)
+        return Choice(in_turn(self._ties, equal), reason, len(equal), considered)
 
 
-def in_turn(turns: Turns, equal: Sequence[Candidate], how: str = "rotate") -> Candidate:
+def in_turn(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Candidate:
     """One of several equal candidates, which then is the last to come next."""
-    chosen = equal[turns.pick(how, None, [one.worker for one in equal]) if len(equal) > 1 else 0]
-    turns.took(None, chosen.worker)
+    chosen = equal[ties.pick(how, [one.worker for one in equal]) if len(equal) > 1 else 0]
+    ties.took(chosen.worker)
     return chosen

@@ -44,25 +44,6 @@ class Candidate(Struct, frozen=True, gc=False):
     """State of its stream, as `kvevents.Trust` names it."""
 
 
-_FASTEST_FIRST = ("gpu", "cpu", "disk")
-
-
-def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Tiers with how far a prefix reaches down to them, without those that add nothing to a faster one."""
-    order = [*(tier for tier in _FASTEST_FIRST if tier in tiers), *sorted(tiers.keys() - set(_FASTEST_FIRST))]
-    found: list[tuple[str, int]] = []
-    for tier in order:
-        if tiers[tier] > (found[-1][1] if found else 0):
-            found.append((tier, tiers[tier]))
-    return found
-
-
-def describe_tiers(tiers: Mapping[str, int]) -> str:
-    """In words: `2,176 on gpu`, or `20 on gpu, 50 including cpu` where a prefix goes on in host memory."""
-    reached = tiers_by_reach(tiers)
-    return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reached))
-
-
 class Prompt(Struct, frozen=True, gc=False):
     """What is to be routed."""
 

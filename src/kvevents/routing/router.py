@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
-from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker, describe_tiers
+from kvevents.index import Namespace, PrefixIndex
+from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker
 from kvevents.routing.ledger import MAX_IN_FLIGHT, Ledger
-from kvevents.routing.scoring import distance_of, nearest
+from kvevents.routing.scoring import nearest
 from kvevents.routing.settings import check_range
-
-if TYPE_CHECKING:  # the index needs the native module, and most policies do not need the index
-    from kvevents.index import Namespace, PrefixIndex
+from kvevents.weights import describe_tiers, distance_of
 
 
 class NoWorkerError(UsageError):

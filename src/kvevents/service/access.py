@@ -32,7 +32,6 @@ class Role(IntEnum):
     NONE = 0
     READ = 1
     REGISTER = 2
-    ADMIN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Caller:
 class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One bearer token, from exactly one of `token`, `token_file` and `token_env`; else `ConfigError` is raised."""
 
-    role: Literal["read", "register", "admin"]
+    role: Literal["read", "register"]
     token: str | None = None
     token_file: str | None = None
     """File that holds it, read when the service starts; white space around it does not count."""
@@ -78,7 +77,7 @@ class AccessConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     tokens: tuple[TokenConfig, ...] = ()
     anonymous: Literal["none", "read"] | None = None
-    """What may be done without a token. When not given: everything where no tokens are configured, nothing where some are."""
+    """What callers without a token may do. When not given: everything if no tokens are configured, nothing if some are."""
 
 
 class Access:
@@ -113,6 +112,10 @@ class Access:
                 found = caller
         return found if scheme.lower() == b"bearer" else _STRANGER
 
+    def digests(self, role: Role) -> list[bytes]:
+        """Digests of the tokens that have a role."""
+        return [digest for digest, caller in self._known.items() if caller.role >= role]
+
     def __repr__(self) -> str:
         return f"<Access {len(self._known)} tokens, without one {self.anonymous.role.name}>"
 
@@ -122,7 +125,7 @@ _STRANGER: Final = Caller(Role.NONE, "unknown token")
 
 def _anonymous_role(config: AccessConfig) -> Role:
     if config.anonymous is None:
-        return Role.NONE if config.tokens else Role.ADMIN
+        return Role.NONE if config.tokens else Role.REGISTER
     return Role[config.anonymous.upper()]
 
 

@@ -1,7 +1,7 @@
 """Whether a service can start with its settings, beyond what the settings say of themselves: files, keys, names, folders.
 
-`serve` checks this before it starts, and `serve --check` checks nothing else, so both refuse the same with the same words. What
-may be so at the moment only is left out: a port in use, a state folder that the running service has, engines that are away.
+`serve` checks this before it starts, and `serve --check` checks beyond it only whether the service could listen, so both refuse
+the same with the same words. A state folder that the running service has, and engines that are away, are left out.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvevents.errors import ConfigError
+from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
-from kvevents.service.config import ServiceConfig, Tls
+from kvevents.service.config import EngineSources, ServiceConfig, Tls
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.tables import SourceTable
 from kvevents.service.errors import ConflictError
@@ -26,11 +27,13 @@ from kvevents.service.shards.peers import Peers
 
 
 def check_settings(config: ServiceConfig, watched: Path | None) -> None:
-    """Raise `ConfigError` for settings that `kvevents serve` cannot start with."""
+    """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
     Access(config.access)
     AllowList(config.allow)
     if config.tls is not None:
         _check_tls(config.tls)
+    if config.plane is not None:
+        check_connection(config.plane)
     if config.shard is not None:
         Peers(config.shard)
     if config.state_dir is not None:
@@ -38,7 +41,7 @@ def check_settings(config: ServiceConfig, watched: Path | None) -> None:
     check_engines(config, watched)
 
 
-def check_engines(config: ServiceConfig, watched: Path | None) -> None:
+def check_engines(config: EngineSources, watched: Path | None) -> None:
     """Raise `ConfigError` for engines that cannot be followed as they are named; `watched` is a file with more of them."""
     providers_of(config, watched)
     named: dict[Key, tuple[Registration, str]] = {}
@@ -53,7 +56,7 @@ def check_engines(config: ServiceConfig, watched: Path | None) -> None:
     _check_ranks([registration for registration, _ in named.values()])
 
 
-def _named(config: ServiceConfig, watched: Path | None) -> Iterator[tuple[Registration, str]]:
+def _named(config: EngineSources, watched: Path | None) -> Iterator[tuple[Registration, str]]:
     tables: list[tuple[Iterable[SourceTable], str]] = []
     try:
         if watched is not None:

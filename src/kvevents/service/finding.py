@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvevents.errors import ConfigError
-from kvevents.service.config import DnsTable, ServiceConfig
+from kvevents.service.config import DnsTable, EngineSources, Limits
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider
 from kvevents.service.discovery.merge import Discovered, Discovery
@@ -46,9 +46,14 @@ class Finder:
     """Runs what the configuration names, and keeps the fleet to it."""
 
     def __init__(
-        self, config: ServiceConfig, watched: Path | None, fleet: Followers, resume: Callable[[Key], Checkpoint | None]
+        self,
+        config: EngineSources,
+        watched: Path | None,
+        fleet: Followers,
+        resume: Callable[[Key], Checkpoint | None],
+        max_sources: int = Limits().max_sources,
     ) -> None:
-        self._config = config
+        self._max_sources = max_sources
         self._fleet = fleet
         self._resume = resume
         self._providers = providers_of(config, watched)
@@ -60,7 +65,7 @@ class Finder:
     async def run(self) -> None:
         """Until cancelled."""
         if self._providers:
-            await Discovery(self._providers, self._tell, max_sources=self._config.limits.max_sources).run()
+            await Discovery(self._providers, self._tell, max_sources=self._max_sources).run()
         else:
             await asyncio.Event().wait()
 
@@ -92,7 +97,7 @@ class Finder:
         return found
 
 
-def providers_of(config: ServiceConfig, watched: Path | None) -> list[Provider]:
+def providers_of(config: EngineSources, watched: Path | None) -> list[Provider]:
     """Those of a configuration, the most important first; `watched` is a file with other settings beside its sources."""
     found: list[Provider] = []
     if watched is not None:

@@ -10,23 +10,22 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.config import Curve
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
-from kvevents.service.alternation import Alternation
 from kvevents.service.announcing import Announcer
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.follower import Follower, Listener, published_at
-from kvevents.service.member import Member, Row
+from kvevents.service.member import Member, Revision, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Wall
 from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
 from kvevents.service.walls import Walls
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber import ALWAYS_RECEIVING, Subscriber, ZmqTransport
+from kvevents.subscriber import Subscriber
 from kvevents.wire import Rejected, decode_batch
 
 log = logging.getLogger(__name__)
@@ -41,6 +40,14 @@ LOOK_SECONDS: Final = 0.25
 """How often subscriber and index are asked about those of whom something came: blocks, orphans, what was set aside."""
 LOOKS_AT_ALL: Final = 8
 """Such looks in which everybody is asked about once, whatever came: to look keeps questions waiting."""
+
+
+Resume: TypeAlias = Callable[[Key], Checkpoint | None]
+"""Where to go on with a stream; None for its beginning."""
+
+
+def _from_the_beginning(_: Key) -> Checkpoint | None:
+    return None
 
 
 class Fleet(Listener):
@@ -74,6 +81,10 @@ class Fleet(Listener):
         """Keys towards engines that were registered without any. Not kept with registrations, which are written to the disk."""
         self._clock = clock
         self._lock = threading.Lock()
+        self.revision: Final = Revision()
+        """Another number whenever what answers say of members has changed."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when that may be so."""
         self._told: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
         self._walls = Walls()
@@ -85,9 +96,8 @@ class Fleet(Listener):
         """How many of them the next look is at."""
         self._look_due = 0.0
         self._judge_due = 0.0
-        transport = ZmqTransport(options=ALWAYS_RECEIVING)
-        self.alternation: Final = Alternation(transport.fileno())
-        self.follower = Follower(Subscriber(decode=False, transport=transport), index, self)
+        subscriber = Subscriber(decode=False)
+        self.follower = Follower(subscriber, index, self)
 
     def switch(self, follower: Follower, index: PrefixIndex) -> Follower:
         """Answer from another index from now on, which `follower` keeps. Returns the one before, which is to be stopped.
@@ -98,23 +108,29 @@ class Fleet(Listener):
         for member in list(self.members.values()):
             index.label(member.registration.key[0], member.registration.wall.name)
         before.listener = Listener()
-        self.alternation.news = -1
         self.index, self.follower = index, follower
         follower.listener = self
+        self.on_change()
         return before
 
     # --- membership
 
-    def register(self, registration: Registration, origin: str = HTTP, *, resume: Checkpoint | None = None) -> Future[None]:
-        """Follow one stream more. Raises `ConflictError` and `TooMuchError`; the future tells why the endpoint cannot be."""
+    def register(self, registration: Registration, origin: str = HTTP, *, resume: Resume = _from_the_beginning) -> Future[None]:
+        """Follow one stream more, from where `resume` returns, which is asked if the stream is followed.
+
+        Raises `ConflictError` and `TooMuchError`; the future tells why the endpoint cannot be.
+        """
         with self._lock:
             self._check(registration)
-            member = Member(registration, origin, self._clock())
+            checkpoint = resume(registration.key)
+            member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
             self._walls.add(registration.wall)
             self.version += 1
+            self.revision.advance()
             self._measure()
-        done = self.follower.order(lambda: self._follow(member, resume))
+        self.on_change()
+        done = self.follower.order(lambda: self._follow(member, checkpoint))
         done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
         return done
 
@@ -156,6 +172,7 @@ class Fleet(Listener):
                     f"{key[0].split(chr(31))[-1]} rank {key[1]} is not registered", "not-registered", "see /workers"
                 )
             self._drop(member)
+        self.on_change()
         return self.follower.order(lambda: self._leave(member))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
@@ -163,12 +180,14 @@ class Fleet(Listener):
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
+                self.on_change()
             if member.origin != HTTP:  # clients are told by the answer
                 self.refused[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
         self.version += 1
+        self.revision.advance()
         self._told.pop(member.registration.key, None)
         self._walls.drop(member.registration.wall)
 
@@ -190,9 +209,7 @@ class Fleet(Listener):
             return False
         return True
 
-    def replace(
-        self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None]
-    ) -> list[str]:
+    def replace(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
         """Make what one origin has registered be just this. Returns sentences about what could not be."""
         wanted = {registration.key: registration for registration in registrations}
         faults: list[str] = []
@@ -204,7 +221,7 @@ class Fleet(Listener):
         for key, registration in wanted.items():
             if (known := self.members.get(key)) is None or known.origin != origin:
                 try:
-                    self.register(registration, origin, resume=resume(key))
+                    self.register(registration, origin, resume=resume)
                 except (ConflictError, TooMuchError) as error:
                     faults.append(f"{error}; {error.hint}")
         return faults
@@ -247,13 +264,21 @@ class Fleet(Listener):
         """Tokens per block of those behind a wall, the smallest first."""
         return self._sizes.get(wall[:3], [])
 
+    @property
+    def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:
+        """The same by model, tenant and group."""
+        return self._sizes
+
     def _measure(self) -> None:
         found: dict[tuple[str, ...], set[int]] = {}
         for member in list(self.members.values()):
             declared = member.registration.block_size
             sizes = member.block_sizes or ([] if declared is None else [declared])
             found.setdefault(member.registration.wall[:3], set()).update(sizes)
-        self._sizes = {wall: sorted(sizes) for wall, sizes in found.items()}
+        ordered = {wall: sorted(sizes) for wall, sizes in found.items()}
+        if ordered != self._sizes:
+            self._sizes = ordered
+            self.revision.advance()
 
     def _rows(self, match: Match) -> list[Row]:
         members = self.members
@@ -283,10 +308,7 @@ class Fleet(Listener):
             with suppress(LookupError):  # it has left since it said that
                 if self.follower.subscriber.trust(*key) != Trust.EXACT:
                     self._judge_one(member, self._clock())
-
-    def applied(self) -> None:
-        """See `Listener`."""
-        self.alternation.answer()
+        self.on_change()
 
     def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """See `Listener`."""
@@ -308,6 +330,7 @@ class Fleet(Listener):
                 self._lost(member, loss, now)
         if losses:
             self._judge(now)
+        self.on_change()
 
     def _lost(self, member: Member, loss: Reset | Gap, now: float) -> None:
         what: Literal["gap", "reset"] = "gap"
@@ -348,6 +371,7 @@ class Fleet(Listener):
         if instant >= self._judge_due:
             self._judge_due = instant + JUDGE_SECONDS
             self._judge(now)
+        self.on_change()
 
     def look(self) -> None:
         """Know at once how all members stand. By order of the follower."""
@@ -356,15 +380,16 @@ class Fleet(Listener):
             self._look(key, now)
         self._measure()
         self._judge(now)
+        self.on_change()
 
     def failed(self, error: BaseException) -> None:
         """See `Listener`."""
-        self.alternation.news = -1
         self.failure = f"{type(error).__name__}: {error}"
         stale = Trust.STALE.because(f"the service follows nothing any more: {self.failure}")
         for member in list(self.members.values()):
             member.take(stale, (Reason.FAILED,), self._clock())
         self.state_version += 1
+        self.on_change()
 
     def _judge(self, now: float) -> None:
         for member in list(self.members.values()):

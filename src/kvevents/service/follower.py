@@ -24,6 +24,10 @@ T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.02
 """How long the thread waits for the network at most: orders, trust and rates are at most so old."""
+MIN_TURN_SECONDS: Final = 0.001
+"""Shortest time from the start of a turn that received something to the next turn. With hundreds of engines a turn then
+receives the batches of a dozen of them, which saves about a quarter of the CPU. An event that arrives alone is received at
+once (ADR 0015)."""
 RATE_SECONDS: Final = 10
 """Seconds over which the rate of batches is told."""
 
@@ -39,9 +43,6 @@ class Listener:
 
     def received(self, keys: Iterable[tuple[str, int]]) -> None:
         """Something has come of these streams, and is not in the index yet."""
-
-    def applied(self) -> None:
-        """What has come is in the index; `delivered` tells the rest, for which nobody waits."""
 
     def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """Deliveries that are in the index now: the newest batch of each stream, and every reset and gap."""
@@ -138,6 +139,7 @@ class Follower(threading.Thread):
         due = 0.0
         while not self._stopping:
             deliveries = self.subscriber.receive_many(timeout=TICK_SECONDS)
+            began = time.monotonic()
             if deliveries:
                 self._apply(deliveries)
             # Only now is nothing on its way from the subscriber to the index, so that an order sees both alike.
@@ -146,11 +148,12 @@ class Follower(threading.Thread):
             if now >= due:
                 due = now + TICK_SECONDS
                 self.listener.ticked()
+            if deliveries and (rest := began + MIN_TURN_SECONDS - now) > 0:
+                time.sleep(rest)
 
     def _apply(self, deliveries: Sequence[RawDelivery]) -> None:
         self.listener.received({(delivery.source, delivery.rank) for delivery in deliveries})
         outcomes = self._index.apply_many(deliveries)
-        self.listener.applied()
         newest: dict[tuple[str, int], RawBatch] = {}
         losses: list[Reset | Gap] = []
         count = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvevents.index import Namespace
 from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet import Fleet
 from kvevents.service.hot import HotNode, HotPrefixes
+from kvevents.service.http.workers import Run
 from kvevents.service.member import Row
 from kvevents.service.registration import Wall
 from kvevents.service.shapes import HotPrefix, Media, SelectRequest
@@ -18,14 +19,9 @@ from kvevents.service.shards.asking import Shards, packed
 from kvevents.service.shards.shapes import Expectation, Question, fields_of
 
 if TYPE_CHECKING:
+    from kvevents.service.data_plane import DataPlane
     from kvevents.service.metrics import Metrics
 
-T = TypeVar("T")
-
-Told: TypeAlias = Callable[[list[Row], str], T]
-"""Makes something of the rows of a prompt, and of why they are not of the whole fleet; empty where they are."""
-ToldMany: TypeAlias = Callable[[list[list[Row]], str], T]
-"""The same of several prompts."""
 MAX_UNCOUNTED: Final = 64
 """Lookups that are not counted yet, above which who looks something up counts them."""
 _NEITHER: Final = (None, None)
@@ -33,76 +29,89 @@ _ALONE: Final = Namespace()
 """Of prompts without LoRA and salt."""
 
 
+class Found(NamedTuple):
+    """Who holds how much of a prompt."""
+
+    rows: list[Row]
+    missing: str
+    """Why this is not of the whole fleet; empty if it is."""
+
+
+class FoundMany(NamedTuple):
+    """The same of several prompts, in their order."""
+
+    rows: list[list[Row]]
+    missing: str
+
+
+class Hottest(NamedTuple):
+    """The prefixes that prompts begin with most."""
+
+    sampled: int
+    """Prompts that were looked at."""
+    prefixes: list[HotPrefix]
+    missing: str
+    """Why their numbers of workers are not of the whole fleet; empty if they are."""
+
+
 class Lookups:
     """Looks prompts up, counts that, and knows which prefixes are asked for most.
 
-    What is found is given to a function that makes the answer, together with why it is not of the whole fleet, if it is not:
-    at once where all of the fleet is known here, later where other replicas must be asked.
+    If all of the fleet is known here, `run` calls what takes long; if not, other replicas are asked in the event loop.
 
     Lookups are counted, and their prompts looked at, behind their answers: by `count`.
     """
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, shards: Shards | None) -> None:
+    def __init__(self, fleet: Fleet, metrics: Metrics, shards: Shards | None, data_plane: DataPlane | None = None) -> None:
         self.hot: Final = HotPrefixes(clock=time.monotonic)
         self._fleet: Final = fleet
         self._metrics: Final = metrics
         self._shards: Final = shards
+        self._data_plane: Final = data_plane
         self._uncounted: Final[deque[tuple[Wall, Any, list[Row]]]] = deque()
 
-    def find(
+    async def find(
         self,
+        run: Run,
         wall: Wall,
         tokens: Any,
-        then: Told[T],
         *,
         mm: Sequence[Media] = (),
         expected: bool = False,
         whole_prompt: bool = False,
-    ) -> T | Awaitable[T]:
+    ) -> Found:
         """Who holds how much of a prompt; with `whole_prompt` its last token, which engines recompute, is looked up too."""
-        if self._shards is not None:
-            return self._find_everywhere(
-                self._shards, wall, [tokens], lambda found, missing: then(found[0], missing), mm, expected, whole_prompt
-            )
-        found = self._fleet.match(wall, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected)
-        self._note(wall, tokens, found)
-        return then(found, "")
+        (rows,), missing = await self.find_many(run, wall, [tokens], mm=mm, expected=expected, whole_prompt=whole_prompt)
+        return Found(rows, missing)
 
-    def find_many(
+    async def find_many(
         self,
+        run: Run,
         wall: Wall,
         prompts: Sequence[Any],
-        then: ToldMany[T],
         *,
         mm: Sequence[Media] = (),
         expected: bool = False,
         whole_prompt: bool = False,
-    ) -> T | Awaitable[T]:
+    ) -> FoundMany:
         """The same for several prompts."""
-        if self._shards is not None:
-            return self._find_everywhere(self._shards, wall, prompts, then, mm, expected, whole_prompt)
+        if self._shards is None:
+            return FoundMany(await run(self._match, wall, prompts, mm, expected, whole_prompt), "")
+        self._check_works()
+        looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
+        found, missing = await self._shards.find(Question(**fields_of(wall), mm=list(mm), expected=expected), looked_up)
+        for tokens, rows in zip(prompts, found, strict=True):
+            self._note(wall, tokens, rows)
+        return FoundMany(found, missing)
+
+    def _match(
+        self, wall: Wall, prompts: Sequence[Any], mm: Sequence[Media], expected: bool, whole_prompt: bool
+    ) -> list[list[Row]]:
         found = []
         for tokens in prompts:
             found.append(self._fleet.match(wall, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
             self._note(wall, tokens, found[-1])
-        return then(found, "")
-
-    async def _find_everywhere(
-        self,
-        shards: Shards,
-        wall: Wall,
-        prompts: Sequence[Any],
-        then: ToldMany[T],
-        mm: Sequence[Media],
-        expected: bool,
-        whole_prompt: bool,
-    ) -> T:
-        self._check_works()
-        looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
-        found, missing = await shards.find(Question(**fields_of(wall), mm=list(mm), expected=expected), looked_up)
-        for tokens, rows in zip(prompts, found, strict=True):
-            self._note(wall, tokens, rows)
-        return then(found, missing)
+        return found
 
     def _check_works(self) -> None:
         if self._fleet.failure is not None:
@@ -115,6 +124,9 @@ class Lookups:
 
     def count(self) -> None:
         """Count what has been looked up. Any thread may call it: behind an answer, and before what is counted is told."""
+        if self._data_plane is not None:
+            for sample in self._data_plane.samples():
+                self._look_hot(sample.wall, sample.tokens)
         while True:
             try:
                 wall, tokens, found = self._uncounted.popleft()
@@ -123,19 +135,15 @@ class Lookups:
             self._metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
             self._look_hot(wall, tokens)
 
-    def find_keys(self, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T | Awaitable[T]:
+    async def find_keys(self, run: Run, wall: Wall, keys: list[int], *, local: bool) -> Found:
         """The same by hashes: of each block alone, or rolling."""
-        if self._shards is not None:
-            return self._find_keys_everywhere(self._shards, wall, keys, then, local=local)
-        found = self._fleet.match_keys(wall, keys, local=local)
-        self._note(wall, (), found)
-        return then(found, "")
-
-    async def _find_keys_everywhere(self, shards: Shards, wall: Wall, keys: list[int], then: Told[T], *, local: bool) -> T:
-        self._check_works()
-        (found,), missing = await shards.find(Question(**fields_of(wall), keys=[keys], local=local), [])
-        self._note(wall, (), found)
-        return then(found, missing)
+        if self._shards is None:
+            rows, missing = await run(lambda: self._fleet.match_keys(wall, keys, local=local)), ""
+        else:
+            self._check_works()
+            (rows,), missing = await self._shards.find(Question(**fields_of(wall), keys=[keys], local=local), [])
+        self._note(wall, (), rows)
+        return Found(rows, missing)
 
     def expect(self, wall: Wall, worker: tuple[str, int], asked: SelectRequest) -> None:
         """Believe for a while that a worker will hold a prompt."""
@@ -152,23 +160,19 @@ class Lookups:
         if size and len(tokens) >= size[0]:
             self.hot.look(wall, tokens, size[0], _ALONE if wall[3:] == _NEITHER else Namespace(lora=wall.lora, salt=wall.salt))
 
-    def hottest(self, wall: Wall, limit: int, then: Callable[[int, list[HotPrefix], str], T]) -> T | Awaitable[T]:
-        """How many prompts were sampled, and the prefixes that they begin with most."""
-        self.count()
-        nodes, sampled = self.hot.top(wall, limit), self.hot.sampled(wall)
-        if self._shards is not None and nodes:
-            return self._hottest_everywhere(
-                self._shards, wall, nodes, lambda prefixes, missing: then(sampled, prefixes, missing)
-            )
-        found = [self._fleet.match_keys(wall, list(node.path)) for node in nodes]
-        return then(sampled, _prefixes(nodes, found), "")
+    async def hottest(self, run: Run, wall: Wall, limit: int) -> Hottest:
+        """The prefixes that prompts begin with most."""
+        nodes, sampled = await run(self._sampled, wall, limit)
+        paths = [list(node.path) for node in nodes]
+        if self._shards is None or not nodes:
+            found, missing = await run(lambda: [self._fleet.match_keys(wall, path) for path in paths]), ""
+        else:
+            found, missing = await self._shards.find(Question(**fields_of(wall), keys=paths), [])
+        return Hottest(sampled, _prefixes(nodes, found), missing)
 
-    async def _hottest_everywhere(
-        self, shards: Shards, wall: Wall, nodes: list[HotNode], then: Callable[[list[HotPrefix], str], T]
-    ) -> T:
-        question = Question(**fields_of(wall), keys=[list(node.path) for node in nodes])
-        found, missing = await shards.find(question, [])
-        return then(_prefixes(nodes, found), missing)
+    def _sampled(self, wall: Wall, limit: int) -> tuple[list[HotNode], int]:
+        self.count()
+        return self.hot.top(wall, limit), self.hot.sampled(wall)
 
 
 def usable(tokens: Any) -> Any:

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import count
 from typing import Final, NamedTuple, cast
 
-import msgspec
-
 from kvevents.index import WorkerInfo
-from kvevents.routing.scoring import LOST, distance_of
 from kvevents.service.reasons import ENDPOINT_FAULTS, Fault, Reason, reasons_of
 from kvevents.service.registration import Registration, Wall
-from kvevents.service.shapes import Gap, Held, SourceView, State, Trusted
+from kvevents.service.shapes import Gap, Held, SourceView, Trusted
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
+from kvevents.weights import LOST, State, distance_of
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_LEDGER: Final = 64
 """Gaps of one stream that are told one by one; all of them are counted."""
+
+
+class Revision:
+    """A number that is another one whenever what answers say of the fleet has changed, or is about to."""
+
+    __slots__ = ("_next", "number")
+
+    def __init__(self) -> None:
+        self._next = count(1)
+        self.number = 0
+
+    def advance(self) -> None:
+        """To be called before and after a change, so that whoever sees it sees another number too."""
+        self.number = next(self._next)
 
 
 class Member:
@@ -30,19 +43,14 @@ class Member:
         "faults",
         "gaps",
         "hidden",
-        "holds_nothing",
         "info",
         "instance",
-        "json_held",
-        "json_name",
-        "json_rank",
-        "json_score",
-        "json_state",
         "lag",
         "last_event",
         "origin",
         "registration",
         "reported",
+        "revision",
         "silent_until",
         "since",
         "status",
@@ -52,16 +60,15 @@ class Member:
         "worker",
     )
 
-    def __init__(self, registration: Registration, origin: str, now: float) -> None:
+    def __init__(self, registration: Registration, origin: str, now: float, revision: Revision | None = None) -> None:
         self.registration = registration
-        self.json_name = msgspec.json.encode(registration.instance)
-        """Parts of answers, which are written as bytes."""
+        self.revision = revision or Revision()
+        """That of the fleet."""
         self.instance = registration.instance
         self.worker = registration.instance, registration.rank
         """What clients call it, which is unique within a tenant and group."""
         self.hidden = False
         """Whether it has had no connection for so long that clients who may not look at trust are not told of it."""
-        self.json_rank = b'"%d"' % registration.rank
         self.origin = origin
         """Who named it: `http`, or a provider."""
         self.since = now
@@ -78,7 +85,6 @@ class Member:
         self.gaps: deque[Gap] = deque(maxlen=MAX_LEDGER)
         self.last_event: float | None = None
         self.lag: float | None = None
-        self._write_parts()
         self.evicted = 0
         """Blocks that the memory limit had cost it when its present life began, or it was last cleared."""
         self.blamed: tuple[Fault, ...] = ()
@@ -88,23 +94,10 @@ class Member:
         self.untold = 0
         """Losses since then."""
 
-    def _write_parts(self) -> None:
-        """Parts of answers that numbers are put into, with a name for each."""
-        name, rank = self.json_name.replace(b"%", b"%%"), self.json_rank
-        self.holds_nothing = Held(
-            instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trusted
-        )
+    @property
+    def holds_nothing(self) -> Held:
         """What answers say of it if it holds nothing of a prompt."""
-        self.json_state = b'"%b"' % self.trusted.state.encode("ascii")
-        self.json_score = b"%b:{%b:%%d}" % (name, rank)
-        """Tokens on the device."""
-        self.json_held = b'%b:{"longest_matched":%%d,"gpu":%%d,"dp":{%b:%%d},"cpu":%%d,"disk":%%d,"trust":{%b:%b}}' % (
-            name,
-            rank,
-            rank,
-            self.json_state,
-        )
-        """Tokens on any tier, on the device, there once more, and down to host and disk."""
+        return Held(instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trusted)
 
     def judge(self, trust: Trust, now: float) -> State | None:
         """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
@@ -129,9 +122,10 @@ class Member:
         former = self.trusted
         if (trust.name, trust.reason, reasons) == (former.state, former.reason, former.reason_codes):
             return None
+        self.revision.advance()
         self.trust = trust
         self.trusted = Trusted(cast("State", trust.name), trust.reason, reasons)
-        self._write_parts()
+        self.revision.advance()
         if trust.name == former.state:
             return None
         self.since = now
@@ -141,7 +135,10 @@ class Member:
         """Take over what subscriber and index say."""
         self.status, self.info = status, info
         self.blamed = self.complaints()
-        self.hidden = self.trust == Trust.STALE and self.since < hidden_before
+        is_hidden = self.trust == Trust.STALE and self.since < hidden_before
+        if is_hidden != self.hidden:
+            self.hidden = is_hidden
+            self.revision.advance()
 
     def complaints(self) -> tuple[Fault, ...]:
         """What the index has to say against this stream."""
@@ -176,7 +173,7 @@ class Member:
 
     @property
     def distance(self) -> int:
-        """How far it is from taking a request, as `kvevents.routing.scoring` counts."""
+        """How far it is from taking a request, as `kvevents.weights` counts."""
         state = self.trusted.state
         is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trusted.reason_codes)
         return LOST if is_known_dead else distance_of(state)

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from kvevents.service.http.connections import CLOSED, REFUSED, Connections
-from kvevents.service.http.connections import State as ConnectionState
 from kvevents.service.member import Member
 from kvevents.service.plane_metrics import write_plane, write_shards
-from kvevents.service.shapes import TIER_WEIGHTS, State, StatsAnswer
+from kvevents.service.shapes import StatsAnswer
 from kvevents.stream import StreamCounters
+from kvevents.weights import TIERS, State
 
 if TYPE_CHECKING:
+    from kvevents.service.data_plane import Counts, Histogram
     from kvevents.service.http.messages import Request
     from kvevents.service.service import Service
 
@@ -45,6 +45,10 @@ Samples: TypeAlias = Mapping[str, float | None]
 STATES: Final[tuple[State, ...]] = get_args(State)
 _SECONDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 _DEPTHS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+CLOSED: Final = ("full", "evicted", "silent", "idle", "unread", "unread-bytes", "not-closed", "left", "handshake", "draining")
+"""Why the data plane closes connections."""
+REFUSED: Final = ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients")
+"""Why it refuses requests before it knows them."""
 
 
 class Tally:
@@ -62,6 +66,14 @@ class Tally:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def plus(self, other: Histogram | None) -> Tally:
+        """One with the values of another histogram too, which has the same bounds."""
+        found = Tally(self._bounds)
+        counts = [0] * len(self._counts) if other is None else other.counts
+        found._counts = [one + more for one, more in zip(self._counts, counts, strict=True)]
+        found._sum = self._sum + (0.0 if other is None else other.sum)
+        return found
+
     def told(self) -> tuple[list[tuple[str, int]], float]:
         """Cumulative buckets, and the sum."""
         bounds = [*map(str, self._bounds), "+Inf"]
@@ -69,7 +81,10 @@ class Tally:
 
 
 class Metrics:
-    """Counts requests as they come, and asks the service for the rest when it is scraped."""
+    """Counts requests as they come, and asks the service, and its data plane, for the rest when it is scraped."""
+
+    SECONDS: Final = _SECONDS
+    DEPTHS: Final = _DEPTHS
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -123,32 +138,38 @@ class Metrics:
 
     def _write_requests(self, page: _Page) -> None:
         self._service.lookups.count()
-        page.counter("kvevents_lookups_total", "Prompts that were looked up", {"": self.lookups})
-        page.counter("kvevents_lookup_hits_total", "Of those, prompts of which somebody holds a beginning", {"": self.hits})
-        depth = {"": self.depth}
+        counts = self._service.data_plane.counts()
+        native = counts.answers
+        page.counter("kvevents_lookups_total", "Prompts that were looked up", {"": self.lookups + native.lookups})
+        hits = {"": self.hits + native.hits}
+        page.counter("kvevents_lookup_hits_total", "Of those, prompts of which somebody holds a beginning", hits)
+        depth = {"": self.depth.plus(native.depth)}
         page.histogram("kvevents_hit_depth_ratio", "Share of a looked up prompt's tokens that the best worker holds", depth)
-        requests = {labels(path=path, status=status): count for (path, status), count in dict(self.requests).items()}
         ignored = {labels(path=path): count for path, count in dict(self.ignored_fields).items()}
         page.counter("kvevents_http_ignored_fields_total", "Unknown fields of bodies that were ignored", ignored)
-        page.counter("kvevents_http_requests_total", "Requests by path and status", requests)
-        seconds = {labels(path=path): tally for path, tally in dict(self.seconds).items()}
-        page.histogram("kvevents_http_request_duration_seconds", "From a request's headers to the end of its answer", seconds)
-        _write_connections(page, self._service.connections)
+        requests = Counter(dict(self.requests))
+        seconds = dict(self.seconds)
+        for path, answered in native.requests.items():
+            requests.update({(path, status): count for status, count in answered.by_status.items()})
+            seconds[path] = seconds.get(path, Tally(_SECONDS)).plus(answered.seconds)
+        answers = {labels(path=path, status=status): count for (path, status), count in requests.items()}
+        page.counter("kvevents_http_requests_total", "Requests by path and status", answers)
+        tallies = {labels(path=path): tally for path, tally in seconds.items()}
+        page.histogram("kvevents_http_request_duration_seconds", "From a request's headers to the end of its answer", tallies)
+        _write_connections(page, counts, self._service.config.limits.max_clients)
 
 
-def _write_connections(page: _Page, connections: Connections) -> None:
-    states = Counter(each.state for each in connections.all())
-    open_ = {labels(state=state.value): states[state] for state in ConnectionState}
+def _write_connections(page: _Page, counts: Counts, max_clients: int) -> None:
+    open_ = {labels(state=state): count for state, count in counts.connections.items()}
     page.gauge("kvevents_http_connections", "Open connections by what they do", open_)
-    limit = {"": connections.limits.max_clients}
-    page.gauge("kvevents_http_connections_limit", "Connections above which only probes are answered", limit)
-    page.counter("kvevents_http_connections_opened_total", "Connections that clients have opened", {"": connections.opened})
-    closed = _by_reason(dict.fromkeys(CLOSED, 0) | connections.closed)
-    refused = _by_reason(dict.fromkeys(REFUSED, 0) | connections.refusals)
+    page.gauge("kvevents_http_connections_limit", "Connections above which only probes are answered", {"": max_clients})
+    page.counter("kvevents_http_connections_opened_total", "Connections that clients have opened", {"": counts.opened})
+    closed = _by_reason(dict.fromkeys(CLOSED, 0) | counts.closed)
+    refused = _by_reason(dict.fromkeys(REFUSED, 0) | counts.refusals)
     page.counter("kvevents_http_connections_closed_total", "Connections that the service closed, by reason", closed)
     page.counter("kvevents_http_refusals_total", "Errors that were sent before a request was known, by reason", refused)
-    page.gauge("kvevents_http_received_bytes", "Of requests that are held, beyond 64 KiB of each", {"": connections.received})
-    page.gauge("kvevents_http_unread_bytes", "Of answers that clients have not read yet", {"": connections.unread})
+    page.gauge("kvevents_http_received_bytes", "Of requests that are held, beyond 64 KiB of each", {"": counts.received})
+    page.gauge("kvevents_http_unread_bytes", "Of answers that clients have not read yet", {"": counts.unread})
 
 
 def _by_reason(counts: Mapping[str, int]) -> Samples:
@@ -370,7 +391,7 @@ def _numbers(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, f
 
 
 def _tiers(tiers: dict[str, int]) -> Samples:
-    known = {tier: tiers.get(tier, 0) for tier in TIER_WEIGHTS}
+    known = {tier: tiers.get(tier, 0) for tier in TIERS}
     known["other"] = sum(tiers.values()) - sum(known.values())
     return {labels(tier=tier): blocks for tier, blocks in known.items()}
 

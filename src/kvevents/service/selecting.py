@@ -1,25 +1,22 @@
-"""Which worker should take a prompt.
+"""Which worker should take a prompt, where the question was not answered by the data plane itself.
 
-Theory of operation. Candidates without a connection are left out while another one has one: a worker that is STALE, or where
-nothing listens, takes a prompt only if there is no other. The score of each of the rest is the share of the prompt that it
-must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
-of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
-computes less is taken, since work that is not done helps everybody. Those that are equal in that too take turns; each process
-begins at a random place, so that many routers do not send to one worker at once.
+`native/server/src/select.rs` chooses, there and here, and says by what theory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from kvevents.routing.choice import Worker, describe_tiers
-from kvevents.routing.scoring import TierWeights, best_of, distance_of, nearest, relative_loads
-from kvevents.routing.turns import Turns
+import msgspec
+
+from kvevents import _native
+from kvevents.routing import Ties, Worker
 from kvevents.service.errors import ServiceError
 from kvevents.service.reasons import Reason
-from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, Trusted, WorkerTrust
+from kvevents.service.shapes import Candidate, Held, Selected, SelectRequest, Trusted
+from kvevents.weights import TIERS, distance_of
 
 
 class Standing(NamedTuple):
@@ -27,7 +24,7 @@ class Standing(NamedTuple):
 
     trust: Trusted
     distance: int
-    """How far it is from taking a request, as `kvevents.routing.scoring` counts."""
+    """How far it is from taking a request, as `kvevents.weights` counts."""
 
     @classmethod
     def of(cls, trust: Trusted) -> Standing:
@@ -39,8 +36,9 @@ _UNFOLLOWED: Final = Standing(
     Trusted("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
 )
 """Of a worker that is not followed: nothing speaks against its connection, but one that is followed goes first."""
-_NOTHING: Final = Held(instance="", rank=0, tokens=0, tiers={}, trust=_UNFOLLOWED.trust)
 _DEFAULT: Final = SelectRequest(model="any", tokens=[])
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(Selected).decode
 
 
 class SelectError(ServiceError):
@@ -52,7 +50,7 @@ def select(
     candidates: Sequence[Candidate],
     held: Mapping[Worker, Held],
     standings: Mapping[Worker, Standing],
-    turns: Turns,
+    ties: Ties,
 ) -> Selected:
     """The candidate with the smallest score, and why.
 
@@ -62,21 +60,38 @@ def select(
     candidates, for one that is named twice, and for a load that is not finite.
     """
     _check(request, candidates)
-    reachable = nearest(candidates, [standings.get((one.instance, one.rank), _UNFOLLOWED).distance for one in candidates])
-    considered = _consider(request, reachable, held, standings)
-    equal = best_of(considered)
-    scope = (request.tenant, request.group, request.model)
-    chosen = equal[turns.pick(request.tie, scope, [(one.instance, one.rank) for one in equal])]
-    turns.took(scope, (chosen.instance, chosen.rank))
-    return Selected(
-        instance=chosen.instance,
-        rank=chosen.rank,
-        score=chosen.score,
-        trust=chosen.trust,
-        why=_why(request, chosen, len(reachable), len(equal), len(candidates) - len(reachable)),
-        considered=_ordered(considered, chosen) if request.explain else None,
-        unreachable=_left_out(candidates, reachable, standings) if request.explain else None,
-    )
+    question = {
+        "scope": [name or "" for name in (request.tenant, request.group, request.model)],
+        "prompt_tokens": len(request.tokens),
+        "tie": request.tie,
+        "explain": request.explain,
+        "terms": terms_of(request),
+        "candidates": [_candidate(one, held, standings) for one in candidates],
+    }
+    return _decode(_native.select(_encode(question), ties))
+
+
+def terms_of(request: SelectRequest = _DEFAULT) -> Mapping[str, Any]:
+    """What tiers, trust and loads are worth for a request, or by default."""
+    return {
+        "tiers": _DEFAULT.tiers | request.tiers,
+        "trust": _DEFAULT.trust | request.trust,
+        "load_weight": request.load_weight,
+    }
+
+
+def _candidate(one: Candidate, held: Mapping[Worker, Held], standings: Mapping[Worker, Standing]) -> Mapping[str, Any]:
+    worker = (one.instance, one.rank)
+    hit, standing = held.get(worker), standings.get(worker, _UNFOLLOWED)
+    return {
+        "instance": one.instance,
+        "rank": one.rank,
+        "load": one.load,
+        "trust": standing.trust,
+        "distance": standing.distance,
+        "tokens": 0 if hit is None else hit.tokens,
+        "tiers": None if hit is None else [hit.tiers.get(tier, 0) for tier in TIERS],
+    }
 
 
 def _check(request: SelectRequest, candidates: Sequence[Candidate]) -> None:
@@ -94,62 +109,3 @@ def _check(request: SelectRequest, candidates: Sequence[Candidate]) -> None:
 
 def _label(candidate: Candidate) -> str:
     return f"{candidate.instance!r} rank {candidate.rank}"
-
-
-def _consider(
-    request: SelectRequest, candidates: Sequence[Candidate], held: Mapping[Worker, Held], standings: Mapping[Worker, Standing]
-) -> list[Considered]:
-    tiers, belief = _DEFAULT.tiers | request.tiers, _DEFAULT.trust | request.trust
-    weights, whole = TierWeights(tiers), len(request.tokens)
-    found: list[Considered] = []
-    for one, load in zip(candidates, relative_loads([one.load for one in candidates]), strict=True):
-        worker = (one.instance, one.rank)
-        hit, trusted = held.get(worker, _NOTHING), standings.get(worker, _UNFOLLOWED).trust
-        uncached = 1.0 - belief[trusted.state] * (weights.saved(hit.tokens, hit.tiers, whole) if hit.tokens else 0.0)
-        weighted = request.load_weight * load
-        found.append(
-            Considered(
-                instance=one.instance,
-                rank=one.rank,
-                score=uncached + weighted,
-                uncached=uncached,
-                load=weighted,
-                tokens=hit.tokens,
-                tiers=hit.tiers,
-                trust=trusted,
-            )
-        )
-    return found
-
-
-def _ordered(considered: Sequence[Considered], chosen: Considered) -> list[Considered]:
-    return sorted(considered, key=lambda one: (one is not chosen, one.score, one.uncached, one.instance, one.rank))
-
-
-def _left_out(
-    candidates: Sequence[Candidate], reachable: Sequence[Candidate], standings: Mapping[Worker, Standing]
-) -> list[WorkerTrust]:
-    scored = {(one.instance, one.rank) for one in reachable}
-    return [
-        WorkerTrust(instance=one.instance, rank=one.rank, trust=standings.get((one.instance, one.rank), _UNFOLLOWED).trust)
-        for one in candidates
-        if (one.instance, one.rank) not in scored
-    ]
-
-
-def _why(request: SelectRequest, chosen: Considered, candidates: int, equal: int, left_out: int) -> str:
-    tiers = describe_tiers(chosen.tiers)
-    reason = f" ({chosen.trust.reason})" if chosen.trust.reason else ""
-    among = f"the best of {candidates}" if equal == 1 else f"of {equal} equally good ones taken {_WAYS[request.tie]}"
-    if left_out:
-        among += f"; {left_out} without a connection were left out"
-    elif distance_of(chosen.trust.state):
-        among += "; no candidate is connected"
-    return (
-        f"{chosen.instance} rank {chosen.rank} is {chosen.trust.state}{reason}, holds {chosen.tokens:,} of "
-        f"{len(request.tokens):,} tokens{f' ({tiers})' if tiers else ''}, must compute {chosen.uncached:.0%}, "
-        f"and its load counts {chosen.load:.2f}: score {chosen.score:.3f}, {among}."
-    )
-
-
-_WAYS: Final = {"rotate": "in turn", "random": "by chance", "first": "as the first"}

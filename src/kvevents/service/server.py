@@ -7,29 +7,27 @@ import ctypes
 import logging
 import signal
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import uvicorn
 import uvloop
 
 from kvevents.errors import ConfigError
 from kvevents.service.checking import check_settings
 from kvevents.service.config import ServiceConfig
+from kvevents.service.descriptors import fit_clients
 from kvevents.service.http.app import App
-from kvevents.service.http.connections import Connection, Entry
-from kvevents.service.http.lane import Lane
-from kvevents.service.http.protocol import Protocol
-from kvevents.service.http.turns import Turns, descriptor_of
 from kvevents.service.service import Service
 
 log = logging.getLogger(__name__)
 
 BACKLOG: Final = 1_024
+SEND_BYTES: Final = 1 << 18
+"""Of an answer that the system keeps for a client that does not read, which else are megabytes."""
 KEPT_BYTES: Final = 64 << 20
 """Freed memory that the process keeps for the next large request."""
 _M_TRIM_THRESHOLD: Final = -1
@@ -45,26 +43,36 @@ def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str],
     _keep_heap()
     listening = _listen(config.host, config.port)
     try:
-        server = _Server(Service(config, watched), announce, _url(config, listening))
+        limits, lowered = fit_clients(config.limits)
+        service = Service(msgspec.structs.replace(config, limits=limits), watched)
+        service.lowered = lowered
+        server = _Server(service, announce, _url(config, listening))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(server.run_at(listening))
     finally:
         listening.close()
 
 
+def check(config: ServiceConfig, watched: Path | None) -> None:
+    """Raise `ConfigError` for what `serve` refuses, but for a state folder that another process has."""
+    check_settings(config, watched)
+    _listen(config.host, config.port).close()
+
+
 class _Server(uvicorn.Server):
-    """uvicorn's, with signals that mean: no new connections, end what is under way, keep what is known."""
+    """uvicorn's, behind the data plane, with signals that mean: no new connections, end what is under way, keep what is known.
+
+    It listens nowhere: the data plane hands it connections.
+    """
 
     def __init__(self, service: Service, announce: Callable[[str], None], url: str) -> None:
         self._service = service
-        app = App(service)
-        config = uvicorn.Config(app, **_options(service.config))
-        config.load()
-        tls, config.ssl = config.ssl, None  # `Entry` does the handshake, so that it counts as a connection
-        config.http_protocol_class = _protocol(app, tls)
-        super().__init__(config)
+        self._app = App(service)
+        super().__init__(uvicorn.Config(self._app, **_OPTIONS))
         self._announce = announce
         self._url = url
+        self._listening: socket.socket | None = None
+        self._accepting: set[asyncio.Future[Any]] = set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -83,6 +91,7 @@ class _Server(uvicorn.Server):
         service = self._service
         grace = service.config.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
         service.is_ending = True
+        service.data_plane.refresh()
         if grace:
             log.info("not ready any more; ending in %g s", grace)
             asyncio.get_running_loop().call_later(grace, self._end)
@@ -93,46 +102,60 @@ class _Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
         self._service.fleet.announcer.close()
+        if self.force_exit:
+            self._service.data_plane.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
-        self._announce(self._url)
+        if self._listening is not None and not self.should_exit:
+            self._listening.listen(BACKLOG)
+            answers_queries = self._service.shards is None and not self._app.traces
+            self._service.data_plane.start(self._listening, self._accept, answers_queries=answers_queries)
+            self._listening.close()  # the data plane has it
+            self._announce(self._url)
+
+    def _accept(self, connection: socket.socket) -> None:
+        """Serve a connection that the data plane has made."""
+
+        def protocol() -> asyncio.Protocol:
+            kind: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            return made
+
+        connection.setblocking(False)
+        task = asyncio.ensure_future(asyncio.get_running_loop().connect_accepted_socket(protocol, connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
 
     async def run_at(self, listening: socket.socket) -> None:
         """Serve at a socket until a signal comes."""
-        loop = asyncio.get_running_loop()
-        self._service.fleet.alternation.questions = descriptor_of(loop)
+        self._listening = listening
         await self._service.start()
-        sweeping = loop.create_task(self._service.connections.run())
         try:
-            await self.serve(sockets=[listening])
+            await self.serve([])
         finally:
-            sweeping.cancel()
             await self._service.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what is in progress; connections that have not sent anything are no reason to wait."""
-        self._service.connections.close_silent()
+        await self._service.data_plane.drain(self._service.config.limits.drain_seconds)
         await super().shutdown(sockets)
-        self._service.connections.close_all()
+        await self._service.data_plane.close()
 
 
-def _protocol(app: App, tls: ssl.SSLContext | None) -> Any:
-    """What uvicorn makes for each connection: it reads requests in the fast lane, unless these need spans."""
-    service = app.service
-    turns = Turns(
-        service.config.awake_microseconds / 1e6, before=service.fleet.alternation.follow, behind=service.lookups.count
-    )
-
-    def protocol(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> Entry:
-        def make(connection: Connection) -> Any:
-            general = partial(Protocol, app, connection, config, server_state, app_state, _loop)
-            return general() if app.traces else Lane(app, turns, server_state.connections, general, connection)
-
-        return Entry(service.connections, make, tls)
-
-    return protocol
+_OPTIONS: Final[dict[str, Any]] = {
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+    "proxy_headers": False,
+    "ws": "none",
+    "lifespan": "off",
+    "interface": "asgi3",
+    "backlog": BACKLOG,
+    "timeout_keep_alive": 3_600,  # connections are the data plane's, which keeps those that it has use for
+    "timeout_graceful_shutdown": 1,  # it has waited before
+}
 
 
 def _keep_heap() -> None:
@@ -151,6 +174,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise _refused(host, port, error) from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         listening.bind((host, port))
     except OSError as error:
         listening.close()
@@ -166,22 +190,3 @@ def _url(config: ServiceConfig, listening: socket.socket) -> str:
     scheme = "http" if config.tls is None else "https"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{scheme}://{host}:{listening.getsockname()[1]}"
-
-
-def _options(config: ServiceConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "log_config": None,
-        "access_log": False,
-        "server_header": False,
-        "proxy_headers": False,
-        "ws": "none",
-        "lifespan": "off",
-        "interface": "asgi3",
-        "backlog": BACKLOG,
-        "timeout_graceful_shutdown": config.limits.drain_seconds,
-    }
-    if config.tls is not None:
-        options |= {"ssl_certfile": config.tls.certificate, "ssl_keyfile": config.tls.key}
-        if config.tls.client_ca is not None:
-            options |= {"ssl_ca_certs": config.tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    return options

@@ -11,29 +11,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Final
 
 from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
-from kvevents.routing import Turns
+from kvevents.routing import Ties
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.audit import AuditLog
 from kvevents.service.candidates import CandidateCache
 from kvevents.service.config import ServiceConfig
+from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.block_listings import BlockListings
-from kvevents.service.http.connections import Connections
-from kvevents.service.http.workers import MATCHING, Worker, Workers
+from kvevents.service.http.workers import MATCHING, Run, Worker, Workers
 from kvevents.service.keeping import Keeper
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
-from kvevents.service.registration import SEPARATOR, Key, Registration
+from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
 from kvevents.service.replica.replica import Replica
 from kvevents.service.shapes import ReadyAnswer, StatsAnswer
 from kvevents.service.shards.answering import Answering
@@ -73,15 +74,17 @@ class Service:
         self.shards = _shards(config, self.fleet, self.replica, self.workers[MATCHING])
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics(self)
-        self.connections = Connections(config.limits)
-        self.candidates = CandidateCache(self.fleet, self.shards, lambda: self._finder.adapters)
+        self.candidates = CandidateCache(self.fleet, self.shards, lambda: self.adapters)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
-        self.turns = Turns()
-        self.lookups = Lookups(self.fleet, self.metrics, self.shards)
+        self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
+        self.data_plane = DataPlane(self)
+        self.lookups = Lookups(self.fleet, self.metrics, self.shards, self.data_plane)
         self.snapshot_at: float | None = None
         self.snapshot_fault: str | None = None
         self.lost: list[str] = []
         """What the process before had kept and this one could not use."""
+        self.lowered = ""
+        """Which limit the process cannot have."""
         self._is_remembered = True
         self._remembering = asyncio.Lock()
         self._changes = 0
@@ -89,7 +92,7 @@ class Service:
         self._remembered = 0
         """Of those, how many the file of registrations has."""
         self._checkpoints: dict[Key, Checkpoint] = {}
-        self._finder = Finder(config, watched, self.fleet, self._resume)
+        self._finder = Finder(config, watched, self.fleet, self._resume, config.limits.max_sources)
         self._prober = Prober(self.fleet, self.allowed, config.probe)
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = clock
@@ -98,6 +101,11 @@ class Service:
         self.is_ending = False
         """Whether the process has been asked to end: it answers, and is not ready."""
         self._expects_engines = _names_engines(config, watched)
+
+    @property
+    def adapters(self) -> frozenset[Wall]:
+        """LoRA adapters that engines list as models of their own."""
+        return self._finder.adapters
 
     @property
     def index(self) -> PrefixIndex:
@@ -112,6 +120,7 @@ class Service:
         self.fleet.follower.start()
         self._register_remembered()
         work = [self._prober.run(), self._finder.run()] if self.replica is None else [self.replica.run()]
+        work.append(self.data_plane.run())
         if self.shards is not None:
             work.append(self.shards.run())
         if self.keeper is not None:
@@ -170,7 +179,7 @@ class Service:
             try:
                 # What may be named may have changed since.
                 self.allowed.check(registration.endpoint, bind=registration.bind)
-                self.fleet.register(registration, HTTP, resume=self._resume(registration.key))
+                self.fleet.register(registration, HTTP, resume=self._resume)
             except ServiceError as error:
                 self._tell_lost(f"{registration.label} is not followed again: {error}")
 
@@ -225,7 +234,7 @@ class Service:
         self._check_follows()
         await check_allowed(self.allowed, registration)
         try:
-            await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume(registration.key)))
+            await asyncio.wrap_future(self.fleet.register(registration, HTTP, resume=self._resume))
         except (ConfigError, EndpointError) as error:
             raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
         await self._remember()
@@ -264,6 +273,10 @@ class Service:
 
     # --- answers
 
+    def runner(self, run: Run, workers: int) -> Run:
+        """How the steps of an answer about so many workers are called: as `run` says, and in a thread if they are many."""
+        return self.workers[MATCHING].run if workers > self.config.limits.inline_candidates else run
+
     def check_tokens(self, count: int) -> None:
         """Raises `TooMuchError` for more tokens, or hashes, than one request may have."""
         if count > (limit := self.config.limits.max_tokens):
@@ -271,6 +284,10 @@ class Service:
 
     def members(self) -> Mapping[Key, Member]:
         """The whole fleet: those that are known here, and those of other replicas."""
+        self.data_plane.publish()  # what is told here must not be newer than what queries are answered from
+        return self._members()
+
+    def _members(self) -> Mapping[Key, Member]:
         own = dict(self.fleet.members)
         return own if self.shards is None else {**self.shards.members, **own}
 
@@ -286,7 +303,7 @@ class Service:
 
     def warnings(self) -> list[str]:
         """What an operator should know."""
-        found = [*self.lost]
+        found = [*self.lost, *filter(None, (self.lowered,))]
         if self.config.is_open:
             found.append(
                 f"everybody who reaches {self.config.host} may ask and register: set access.tokens, or listen at 127.0.0.1"
@@ -296,26 +313,32 @@ class Service:
         if self.snapshot_fault is not None:
             found.append(self.snapshot_fault)
         if self.replica is not None:
-            found += [each for each in (self.replica.fault, self.replica.snapshot_fault) if each]
-        if self.fleet.failure is not None:
-            found.append(f"nothing is followed any more: {self.fleet.failure}")
+            found += [each for each in (self.replica.fault, self.replica.snapshot_fault, *self.replica.passed_over) if each]
+        if self._failure:
+            found.append(self._failure)
         return found
 
+    @property
+    def _failure(self) -> str:
+        """Why the process must be restarted, as a sentence; empty if it works."""
+        return "" if self.fleet.failure is None else f"nothing is followed any more: {self.fleet.failure}"
+
     def readiness(self) -> ReadyAnswer:
-        """Whether enough is known to be asked. Once ready, it stays so until it ends: later doubts are in answers' trust."""
-        members = list(self.members().values())
+        """Whether enough is known to be asked. Once ready, it stays so until it ends or fails: later doubts are in trust."""
+        members = list(self._members().values())
         exact = sum(member.trust == Trust.EXACT for member in members)
         caught_up = sum(member.is_caught_up for member in members)
         why = "" if self._is_ready else self._obstacle(len(members), exact, caught_up)
         self._is_ready = self._is_ready or not why
-        if self.is_ending:
-            why = "the service is ending"
+        ends = "the service is ending" if self.is_ending else self._failure
+        if ends:
+            why = ends
         elif not why:
             why = self._summary(len(members), exact, caught_up)
             if self._is_late and self._shortfall(len(members), exact, caught_up):
                 why += f"; the deadline of {self.config.ready.deadline_seconds:g} s has passed"
         return ReadyAnswer(
-            ready=self._is_ready and not self.is_ending,
+            ready=self._is_ready and not ends,
             why=why,
             exact=exact,
             sources=len(members),
@@ -358,7 +381,7 @@ class Service:
         """The service in numbers."""
         self.lookups.count()
         members = list(self.fleet.members.values())
-        stats = self.index.stats()
+        stats, answers = self.index.stats(), self.data_plane.counts().answers
         tiers: Counter[str] = Counter()
         blocks = 0
         for info in [member.info for member in members if member.info is not None]:
@@ -376,8 +399,8 @@ class Service:
             memory_limit=self.config.memory_limit,
             orphans=stats.orphans,
             evicted=stats.evicted,
-            lookups=self.metrics.lookups,
-            hits=self.metrics.hits,
+            lookups=self.metrics.lookups + answers.lookups,
+            hits=self.metrics.hits + answers.hits,
             batches=self.fleet.follower.batches,
             batches_per_second=self.fleet.follower.rate,
             snapshot_seconds=None if self.keeper is None else self.config.snapshot_seconds,

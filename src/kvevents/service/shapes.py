@@ -9,31 +9,52 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from kvevents.routing import scoring
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.structs import prepared
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
-State: TypeAlias = scoring.State
-TIER_WEIGHTS: Final = scoring.TIER_WEIGHTS
-TRUST_WEIGHTS: Final = scoring.TRUST_WEIGHTS
 MAX_MEDIA: Final = 1_024
 """Images and other items of one request: they are read in Python, some microseconds each."""
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """Every error is this."""
+    """Every error is this: the problem details of RFC 9457, with members of ours behind `detail`.
 
-    error: str
+    `native/server/src/problems.rs` writes the same about connections.
+    """
+
+    type: str
+    """`urn:kvevents:problem:` and the reason."""
+    title: str
+    """The reason in words."""
+    status: int
+    """That of HTTP."""
+    detail: str
     """What happened, as a sentence."""
     reason: str
     """The same for programs, such as `unknown-model`."""
     hint: str
     """What to do."""
+    error: str
+    """`detail` once more: clients of Dynamo's indexer read it here."""
+
+    @classmethod
+    def of(cls, status: int, reason: str, detail: str, hint: str) -> Problem:
+        """With everything that follows from these."""
+        return cls(
+            type=f"urn:kvevents:problem:{reason}",
+            title=reason.replace("-", " ").capitalize(),
+            status=status,
+            detail=detail,
+            reason=reason,
+            hint=hint,
+            error=detail,
+        )
 
 
 class Trusted(Struct, frozen=True):
@@ -306,6 +327,8 @@ class BlocksAnswer(Struct, frozen=True, kw_only=True):
     blocks: list[BlockView]
     next: str | None
     """The `cursor` of the next page; None on the last one."""
+    trust: Trusted
+    """How far the worker could be trusted at that moment."""
 
 
 class HotPrefix(Struct, frozen=True, kw_only=True):

@@ -113,18 +113,18 @@ def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None
     return None
 
 
-def scope_parameters(parameters: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+def scope_parameters(parameters: Mapping[str, str], known: Iterable[str], *, beside: str = "") -> dict[str, str]:
     """Parameters of a query string, with those that say whose a prompt is under their names of `/v1`.
 
     `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one: a tenant that is
-    ignored would be answered with what others hold.
+    ignored would be answered with what others hold. `beside` says in the hint why there are none.
     """
     accepted = {_CANONICAL.get(name, name) for name in known}
     found: dict[str, str] = {}
     for given, value in parameters.items():
         name = _CANONICAL.get(given, given)
         if name not in accepted:
-            takes = f"it takes {', '.join(sorted(accepted))}" if accepted else "it takes none"
+            takes = f"it takes {', '.join(sorted(accepted))}" if accepted else f"it takes none{beside}"
             raise RefusedError(f"unknown parameter {given[:MAX_COMPARED]!r}", "unknown-field", takes)
         if found.setdefault(name, value) != value:
             raise RefusedError(f"{name} is given twice, with different values", "contradiction", f"give {name} alone")

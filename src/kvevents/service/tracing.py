@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from kvevents.service.http.routing import TABLE
 from kvevents.service.member import Row
@@ -20,13 +21,13 @@ from kvevents.service.registration import Wall
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from kvevents.service.lookups import Lookups, Told, ToldMany
+    from kvevents.service.http.workers import Run
+    from kvevents.service.lookups import Found, FoundMany, Lookups
     from kvevents.service.service import Service
 
 Http: TypeAlias = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 """An ASGI application of HTTP alone."""
 
-T = TypeVar("T")
 NAME: Final = "kvevents.service"
 MAX_PATH: Final = 256
 """Characters of a path that a span keeps: clients write it."""
@@ -87,6 +88,22 @@ def _with_spans(tracer: Tracer, http: Http) -> Http:
         path = scope["path"]
         if path in _UNTRACED:
             return await http(scope, receive, send)
+        asked = http
+        if any(name == b"kvevents-announced" for name, _ in scope["headers"]):
+            # The head alone: unless that is refused, the whole request comes next.
+            messages: list[dict[str, Any]] = []
+
+            async def keep(message: dict[str, Any]) -> None:
+                messages.append(message)
+
+            async def repeat(_scope: dict[str, Any], _receive: Any, send: Any) -> None:
+                for message in messages:
+                    await send(message)
+
+            await http(scope, receive, keep)
+            if messages and messages[0].get("status") == HTTPStatus.NO_CONTENT:
+                return await repeat(scope, receive, send)
+            asked = repeat
         status = 0
 
         async def sending(message: dict[str, Any]) -> None:
@@ -101,7 +118,7 @@ def _with_spans(tracer: Tracer, http: Http) -> Http:
         try:
             with tracer.start_as_current_span(name, context, kind=SpanKind.SERVER, attributes=attributes) as span:
                 try:
-                    await http(scope, receive, sending)
+                    await asked(scope, receive, sending)
                 finally:
                     span.set_attributes(noted.attributes())
                 if status:  # else the client has left
@@ -143,29 +160,28 @@ class _NotingLookups:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lookups, name)
 
-    def find(self, wall: Wall, tokens: Sequence[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
+    async def find(self, run: Run, wall: Wall, tokens: Sequence[int], **more: Any) -> Found:
         """As `Lookups`."""
-        count = len(tokens)
-        return self._lookups.find(wall, tokens, lambda found, missing: then(_note(wall, count, found), missing), **more)
+        found = await self._lookups.find(run, wall, tokens, **more)
+        _note(wall, len(tokens), found.rows)
+        return found
 
-    def find_many(self, wall: Wall, prompts: Sequence[Any], then: ToldMany[T], **more: Any) -> T | Awaitable[T]:
+    async def find_many(self, run: Run, wall: Wall, prompts: Sequence[Any], **more: Any) -> FoundMany:
         """As `Lookups`."""
+        found = await self._lookups.find_many(run, wall, prompts, **more)
+        for tokens, rows in zip(prompts, found.rows, strict=True):
+            _note(wall, len(tokens), rows)
+        return found
 
-        def noted(found: list[list[Row]], missing: str) -> T:
-            for tokens, rows in zip(prompts, found, strict=True):
-                _note(wall, len(tokens), rows)
-            return then(found, missing)
-
-        return self._lookups.find_many(wall, prompts, noted, **more)
-
-    def find_keys(self, wall: Wall, keys: list[int], then: Told[T], **more: Any) -> T | Awaitable[T]:
+    async def find_keys(self, run: Run, wall: Wall, keys: list[int], **more: Any) -> Found:
         """As `Lookups`."""
-        return self._lookups.find_keys(wall, keys, lambda found, missing: then(_note(wall, 0, found), missing), **more)
+        found = await self._lookups.find_keys(run, wall, keys, **more)
+        _note(wall, 0, found.rows)
+        return found
 
 
-def _note(wall: Wall, tokens: int, found: list[Row]) -> list[Row]:
+def _note(wall: Wall, tokens: int, found: list[Row]) -> None:
     if (noted := _noted.get()) is not None:
         noted.model = wall.model
         noted.tokens += tokens
         noted.longest = max([noted.longest, *[row.tokens for row in found]])
-    return found

@@ -11,10 +11,11 @@ import msgspec
 from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.describe import QUESTIONS, Description, Models, read_models
-from kvevents.service.discovery.fetch import DEFAULT_HTTP, AskError, BaseUrl, HttpClient
+from kvevents.service.discovery.fetch import DEFAULT_HTTP, HttpClient
 from kvevents.service.discovery.places import Place
 from kvevents.service.discovery.provider import Fault, Finding
 from kvevents.service.discovery.tables import ANY, Template
+from kvevents.service.discovery.urls import AskError, BaseUrl
 from kvevents.service.registration import Wall
 
 ASK_SECONDS: Final = 15.0

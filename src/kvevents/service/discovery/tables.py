@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
-
-import msgspec
+from typing import Annotated, Any, Final
 
 from kvevents.config import Curve
 from kvevents.endpoints import offset_endpoint_port, port_collision, split_tcp
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.fetch import BaseUrl
 from kvevents.service.discovery.places import Place, at_host, check_endpoint
+from kvevents.service.discovery.urls import BaseUrl
 from kvevents.service.registration import DEFAULT_GROUP, Registration
+from kvevents.settings import Range, Settings, convert
 from kvevents.structs import prepared
 
 MAX_RANKS: Final = 1_024
 """Data-parallel ranks of one engine, whoever claims them; the largest known deployments have a few hundred."""
 
 
-class Template(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is said of an engine beside where it is; all addresses of one DNS name share one."""
 
     model: str | None = None
     """Needed where the engine is not asked for it."""
-    ranks: int = 1
+    ranks: Annotated[int, Range(1, MAX_RANKS)] = 1
     """Data-parallel ranks: ports count up from the first one's. An engine that is asked must have at least these."""
-    rank: int = 0
+    rank: Annotated[int, Range()] = 0
     """Of the first one."""
     replay_endpoint: str | None = None
     """A wildcard host, as in `tcp://*:5558`, stands for the engine's own."""
@@ -38,12 +37,6 @@ class Template(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     curve: Curve | None = None
     lora_name: str | None = None
     salt: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ranks <= MAX_RANKS:
-            raise ConfigError(f"ranks is {self.ranks}; it is a number from 1 to {MAX_RANKS}")
-        if self.rank < 0:
-            raise ConfigError(f"rank is {self.rank}; ranks count from 0")
 
     def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
         """All ranks of an engine whose first one publishes at `endpoint`. Raises `ConfigError` that names the field."""
@@ -125,8 +118,4 @@ def to_table(number: int, fields: Any) -> SourceTable:
     """A parsed table, the `number`th of its kind. Raises `ConfigError` that names the table and the field."""
     name = fields.get("instance") if isinstance(fields, dict) else None
     label = f"[[sources]] {number}" + (f" ({name})" if isinstance(name, str) and name else "")
-    try:
-        return msgspec.convert(fields, SourceTable)
-    except msgspec.ValidationError as error:
-        known = f"; known fields: {', '.join(SourceTable.__struct_fields__)}" if "unknown field" in str(error) else ""
-        raise ConfigError(f"{label}: {error}{known}") from error
+    return convert(fields, SourceTable, label)

@@ -27,17 +27,11 @@ def dynamo(rows: Iterable[Row]) -> bytes:
     scores: list[bytes] = []
     instances: list[bytes] = []
     for ranks in _by_instance(rows).values():
-        if len(ranks) == 1:
-            member, gpu, cpu, disk, longest = ranks[0]
-            if gpu:
-                scores.append(member.json_score % gpu)
-            instances.append(member.json_held % (longest, gpu, gpu, cpu, disk))
-            continue
-        name = ranks[0].member.json_name
-        held = b",".join([b"%b:%d" % (each.member.json_rank, each.gpu) for each in ranks if each.gpu])
+        name = _encode(ranks[0].member.instance)
+        held = b",".join([b'"%d":%d' % (each.member.registration.rank, each.gpu) for each in ranks if each.gpu])
         if held:
             scores.append(b"%b:{%b}" % (name, held))
-        device = b",".join([b"%b:%d" % (each.member.json_rank, each.gpu) for each in ranks])
+        device = b",".join([b'"%d":%d' % (each.member.registration.rank, each.gpu) for each in ranks])
         instances.append(
             b'%b:{"longest_matched":%d,"gpu":%d,"dp":{%b},"cpu":%d,"disk":%d,"trust":{%b}}'
             % (name, *_longest(ranks), device, max(each.cpu for each in ranks), max(each.disk for each in ranks), _trust(ranks))
@@ -50,9 +44,9 @@ def mooncake(tenant: str, rows: Iterable[Row]) -> bytes:
     instances = [
         b'%b:{"longest_matched":%d,"GPU":%d,"DP":{%b},"CPU":%d,"DISK":%d,"trust":{%b}}'
         % (
-            ranks[0].member.json_name,
+            _encode(ranks[0].member.instance),
             *_longest(ranks),
-            b",".join([b"%b:%d" % (each.member.json_rank, each.tokens) for each in ranks]),
+            b",".join([b'"%d":%d' % (each.member.registration.rank, each.tokens) for each in ranks]),
             max(each.cpu for each in ranks),
             max(each.disk for each in ranks),
             _trust(ranks),
@@ -68,4 +62,4 @@ def _longest(ranks: list[Row]) -> tuple[int, int]:
 
 
 def _trust(ranks: list[Row]) -> bytes:
-    return b",".join([b"%b:%b" % (each.member.json_rank, each.member.json_state) for each in ranks])
+    return b",".join([b'"%d":%b' % (each.member.registration.rank, _encode(each.member.trusted.state)) for each in ranks])

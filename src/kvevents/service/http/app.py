@@ -10,13 +10,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from inspect import iscoroutinefunction
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Caller, Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
-from kvevents.service.http.connections import CLOSE
-from kvevents.service.http.messages import Headers, Request, Response, Streamed, problem
+from kvevents.service.http.messages import RAW, Headers, Request, Response, Streamed, problem
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import TABLE, Endpoint
 from kvevents.service.http.workers import MATCHING
@@ -24,6 +24,7 @@ from kvevents.service.spellings import scope_parameters
 from kvevents.service.tracing import traced
 
 if TYPE_CHECKING:
+    from kvevents.service.http.routing import AsyncHandler, Handler
     from kvevents.service.service import Service
 
 Scope: TypeAlias = dict[str, Any]
@@ -32,6 +33,8 @@ Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 _NOT_FOUND: Final = "see /openapi.json for what there is"
+ADMITTED: Final = Response(status=204)
+"""What the data plane hears about a request whose body it may receive now."""
 _HEADERS: Final[dict[int, tuple[tuple[bytes, bytes], ...]]] = {
     401: ((b"www-authenticate", b"Bearer"),),
 }
@@ -42,7 +45,11 @@ class GoneError(Exception):
 
 
 class App:
-    """What the server calls."""
+    """What the server calls, for what the data plane forwards.
+
+    A request with a body comes twice: first its head alone, with the header `kvevents-announced`, which is answered as the
+    request would be if that does not take its body, and with `ADMITTED` if it does.
+    """
 
     def __init__(self, service: Service) -> None:
         self.service, self._answer = traced(service, self._http)
@@ -59,20 +66,6 @@ class App:
                 await self._answer(scope, receive, send)
         else:  # no websockets here
             await send({"type": "websocket.close"})
-
-    async def probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI 3, for a connection above the limit: probes are answered, everything else is 503."""
-        methods = TABLE.get(scope["path"], {})
-        if any(endpoint.probe for endpoint in methods.values()):
-            await self(scope, receive, send)
-            return
-        limits = self.service.config.limits
-        sentence = f"{limits.max_clients} clients are connected, and each has a request in progress"
-        error = UnavailableError(sentence, "too-many-clients", "ask again in a second, or raise limits.max_clients")
-        self.service.connections.refusals[error.reason] += 1
-        await _send(problem(error, (CLOSE, (b"retry-after", b"1"))), send, body=scope["method"] != "HEAD")
-        if methods:
-            self.service.metrics.request(scope["path"], error.code, 0.0)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = perf_counter()
@@ -92,7 +85,7 @@ class App:
                 response.release()
         else:
             await _send(response, send, body=method != "HEAD")
-        if endpoint is not None:
+        if endpoint is not None and response is not ADMITTED:
             status = response.status if isinstance(response, Response) else 200
             self.service.metrics.request(path, status, perf_counter() - began)
         self.service.lookups.count()
@@ -102,54 +95,33 @@ class App:
     ) -> Response | Streamed:
         path = scope["path"]
         if methods is None:
-            return _before_body(problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404)), scope)
+            return problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404))
         if endpoint is None:
-            return _before_body(_not_allowed(scope["method"], path, methods), scope)
-        body: bytes | None = None
+            return _not_allowed(scope["method"], path, methods)
         try:
-            headers, peer = Headers(scope["headers"]), _peer(scope)
+            headers = Headers(scope["headers"])
             caller = self.service.access.caller(headers.authorization)
             try:
                 self._authorize(endpoint, headers, caller)
             except ServiceError as error:
                 self.service.audit.refused(
-                    f"{endpoint.method} {endpoint.path}", caller=caller.name, peer=peer, reason=error.sentence
+                    f"{endpoint.method} {endpoint.path}", caller=caller.name, peer=headers.peer, reason=error.sentence
                 )
                 raise
-            if not endpoint.probe:  # an answer that says whether the process lives waits for nothing
-                body = await self._body(receive, scope["headers"])
-            given = body or b""
-            request = Request(scope["method"], path, scope["query_string"], headers, given, caller=caller.name, peer=peer)
-            if endpoint.method == "GET" and endpoint.role is not None:
-                request.wanted = scope_parameters(request.parameters, [each.name for each in endpoint.parameters])
-            response = await self._handle(endpoint, request)
-            return _before_body(response, scope) if body is None and isinstance(response, Response) else response
+            limit = self.service.config.limits.max_body_bytes
+            if headers.announced is not None:
+                _check_announced(headers.announced, limit)
+                return ADMITTED
+            body = await _complete(receive, limit)
+            request = Request(
+                scope["method"], path, scope["query_string"], headers, body, caller=caller.name, peer=headers.peer
+            )
+            _read_parameters(endpoint, request)
+            return await self._handle(endpoint, request)
         except GoneError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
-            response = _refusal(endpoint, error)
-            return _before_body(response, scope) if body is None else response
-
-    def answer(self, endpoint: Endpoint, request: Request) -> Response | Awaitable[Response]:
-        """Answer an admitted request to a quick endpoint, whose body is complete: at once, unless other replicas are asked.
-
-        A large body is handled in a thread.
-        """
-        if len(request.body) > endpoint.inline_bytes:
-            return _finished(endpoint, cast("Awaitable[Response]", self._handle(endpoint, request)))
-        try:
-            response = endpoint.handler(self.service, request)
-        except Exception as error:  # noqa: BLE001 - as above
             return _refusal(endpoint, error)
-        return response if isinstance(response, Response) else _finished(endpoint, cast("Awaitable[Response]", response))
-
-    def admits(self, endpoint: Endpoint, headers: Headers) -> bool:
-        """Whether a request with these headers may be sent at all, before its body is read."""
-        try:
-            self._authorize(endpoint, headers, self.service.access.caller(headers.authorization))
-        except ServiceError:
-            return False
-        return True
 
     def _authorize(self, endpoint: Endpoint, headers: Headers, caller: Caller) -> None:
         if not endpoint.probe:
@@ -162,29 +134,27 @@ class App:
         hint = f"it takes the role {endpoint.role.name.lower()}"
         raise UnauthorizedError("this token may not do this", "forbidden", hint, status=403)
 
-    async def _body(self, receive: Receive, headers: list[tuple[bytes, bytes]]) -> bytes:
-        limit = self.service.config.limits.max_body_bytes
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise _too_large(limit)
-        return await _complete(receive, limit)  # the connection has a deadline for it
-
     async def _handle(self, endpoint: Endpoint, request: Request) -> Response | Streamed:
         worker = endpoint.worker
-        if endpoint.quick and len(request.body) > endpoint.inline_bytes:
+        if endpoint.inline_bytes is not None and len(request.body) > endpoint.inline_bytes:
             worker = MATCHING
         if worker:
-            result = await self.service.workers[worker].run(endpoint.handler, self.service, request)
-        else:
-            result = endpoint.handler(self.service, request)
-        return result if isinstance(result, (Response, Streamed)) else await result
+            request.run = self.service.workers[worker].run
+        if iscoroutinefunction(endpoint.handler):
+            return await cast("AsyncHandler", endpoint.handler)(self.service, request)
+        return await request.run(cast("Handler", endpoint.handler), self.service, request)
 
 
-async def _finished(endpoint: Endpoint, response: Awaitable[Response]) -> Response:
-    try:
-        return await response
-    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
-        return _refusal(endpoint, error)
+def _read_parameters(endpoint: Endpoint, request: Request) -> None:
+    """Take the parameters of the query string. Raises `RefusedError` for those that would be ignored.
+
+    Where everybody may ask, nothing is asked of the query string.
+    """
+    if not request.query or endpoint.role is None:
+        return
+    has_body = endpoint.takes is not None and not (endpoint.raw and request.kind == RAW)
+    names = () if has_body else [each.name for each in endpoint.parameters]
+    request.wanted = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 
 def _refusal(endpoint: Endpoint, error: Exception) -> Response:
@@ -193,23 +163,6 @@ def _refusal(endpoint: Endpoint, error: Exception) -> Response:
         return problem(error, _HEADERS.get(error.code, ()))
     log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
     return problem(ServiceError("the service has failed here", "internal", "see its log, and report it", status=500))
-
-
-def _before_body(response: Response, scope: Scope) -> Response:
-    """An answer that does not wait for the request's body: the connection ends behind it, unless there is none."""
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if length.strip(b"0") or any(name == b"transfer-encoding" for name, _ in scope["headers"]):
-        response.headers += (CLOSE,)
-    return response
-
-
-def _peer(scope: Scope) -> str:
-    """The client's address and port for the log."""
-    client = scope.get("client")
-    if client is None:
-        return "an unknown address"
-    host, port = client
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _complete(receive: Receive, limit: int) -> bytes:
@@ -226,6 +179,11 @@ async def _complete(receive: Receive, limit: int) -> bytes:
         if not message.get("more_body"):
             return b"".join([*pieces, piece]) if pieces else piece
         pieces.append(piece)
+
+
+def _check_announced(length: bytes, limit: int) -> None:
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
 
 
 def _too_large(limit: int) -> TooMuchError:

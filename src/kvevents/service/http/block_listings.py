@@ -17,13 +17,13 @@ from typing import Final
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
 from kvevents.service.registration import Key
-from kvevents.service.shapes import BlocksAnswer, BlockView
+from kvevents.service.shapes import BlocksAnswer, BlockView, Trusted
 
 
 class _Listing:
     """The blocks of one worker at one moment."""
 
-    def __init__(self, key: Key, blocks: Iterable[Block]) -> None:
+    def __init__(self, key: Key, blocks: Iterable[Block], trust: Callable[[], Trusted]) -> None:
         self.key: Final = key
         self.used_at = 0.0
         self._numbers: Final = array("Q")
@@ -36,6 +36,7 @@ class _Listing:
                 place = places[block.tier] = len(places)
                 self._tiers.append(block.tier)
             self._numbers.extend((block.key, block.hash, place << 32 | block.group, block.copies))
+        self.trust: Final = trust()  # behind the blocks: trust is less before they are
 
     def __len__(self) -> int:
         return len(self._numbers) // 4
@@ -72,9 +73,9 @@ class BlockListings:
     def __len__(self) -> int:
         return len(self._listings)
 
-    def first(self, key: Key, blocks: Iterable[Block], limit: int) -> BlocksAnswer:
-        """The first page of a worker's blocks."""
-        listing = _Listing(key, blocks)
+    def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], Trusted]) -> BlocksAnswer:
+        """The first page of a worker's blocks, which can be trusted as far as `trust` returns when they were read."""
+        listing = _Listing(key, blocks, trust)
         self._expire()
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
@@ -96,7 +97,7 @@ class BlockListings:
             while len(self._listings) > 1 and sum(map(len, self._listings.values())) > self._max_blocks:
                 del self._listings[next(iter(self._listings))]
         blocks = listing.page(start, limit)
-        return BlocksAnswer(total=len(listing), blocks=blocks, next=f"{name}.{end}" if more else None)
+        return BlocksAnswer(total=len(listing), blocks=blocks, next=f"{name}.{end}" if more else None, trust=listing.trust)
 
     def _expire(self) -> None:
         oldest = self._clock() - self._seconds

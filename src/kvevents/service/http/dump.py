@@ -6,7 +6,7 @@ client has read the one before.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,8 @@ from kvevents.service.http.listings import id_of
 from kvevents.service.http.messages import JSON, Request, Streamed
 from kvevents.service.member import Member
 from kvevents.service.registration import Key
+from kvevents.service.shapes import Trusted
+from kvevents.stream.trust import rank_of
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
@@ -67,7 +69,7 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
             while piece := await service.workers.dumping.run(_encode, member, blocks):
                 yield comma + piece
                 comma = b","
-        yield b"]}"
+        yield b'],"trust":%b}' % msgspec.json.encode(_trusts(member for _, member in members))
         before = b","
     yield b"}" if groups else b"{}"
 
@@ -77,6 +79,17 @@ def _blocks(service: Service, key: Key) -> Iterator[tuple[int, Block]]:
         return enumerate(service.fleet.index.blocks(key))
     except LookupError:  # nothing has come yet
         return enumerate(())
+
+
+def _trusts(members: Iterable[Member]) -> dict[str, dict[str, Trusted]]:
+    """How far each worker can be trusted, behind its blocks: also of one that has none.
+
+    Of workers that have one name in several tenants, the one that can be trusted least counts.
+    """
+    found: dict[str, dict[str, Trusted]] = {}
+    for member in sorted(members, key=lambda each: rank_of(each.trusted.state), reverse=True):
+        found.setdefault(member.instance, {})[str(member.registration.rank)] = member.trusted
+    return found
 
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:

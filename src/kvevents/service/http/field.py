@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -19,8 +18,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.answers import dynamo, mooncake
 from kvevents.service.http.messages import Body, Request, Response, answer
-from kvevents.service.http.workers import MATCHING, Found, by_thread
-from kvevents.service.lookups import Told
+from kvevents.service.lookups import Found
 from kvevents.service.member import Row
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
 from kvevents.service.shapes import LoraId
@@ -28,8 +26,6 @@ from kvevents.service.spellings import GROUP, LORA, MODEL, SALT, TENANT, pick, w
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
-
-T = TypeVar("T")
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"
@@ -231,62 +227,58 @@ async def unregister(service: Service, request: Request) -> Response:
             f"instance {instance} is registered with another LoRA or salt", "other-scope", "name those, or none"
         )
     service.metrics.ignored(request)
-    await asyncio.gather(*(service.dismiss(registration.key) for registration in found))
-    for each in found:
+    outcomes = await asyncio.gather(*(service.dismiss(registration.key) for registration in found), return_exceptions=True)
+    # Another client may have unregistered some of them meanwhile.
+    ended = [each for each, outcome in zip(found, outcomes, strict=True) if not isinstance(outcome, BaseException)]
+    for each in ended:
         what = f"unregistered {each.label} of tenant {each.tenant}"
         service.audit.changed(what, caller=request.caller, peer=request.peer)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failures and (not ended or not all(isinstance(failure, NotFoundError) for failure in failures)):
+        raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
     if asked.model_name is not None:
         return Response(b'{"status":"ok"}')
-    removed = [f"{each.instance}|{each.tenant}|{each.rank}" for each in found]
+    removed = [f"{each.instance}|{each.tenant}|{each.rank}" for each in ended]
     return answer({"status": "unregistered successfully", "removed_instances": removed})
 
 
 # --- questions
 
 
-def query(service: Service, request: Request) -> Response | Awaitable[Response]:
+async def query(service: Service, request: Request) -> Response:
     """Who holds how much of a prompt."""
-    asked, tokens = QUERY.read_tokens(request, "token_ids", service.config.limits)
+    asked, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
     service.metrics.ignored(request)
     wall = service.candidates.resolve(wall_of(asked))
-
-    def find(then: Told[T]) -> T | Awaitable[T]:
-        return service.lookups.find(wall, tokens, then, whole_prompt=asked.whole_prompt)
-
-    return _answered(service, asked, wall, find)
+    run = service.runner(request.run, len(service.candidates.of(wall).members))
+    found = await service.lookups.find(run, wall, tokens, whole_prompt=asked.whole_prompt)
+    return await run(_answered, service, asked, wall, found)
 
 
-def query_by_hash(service: Service, request: Request) -> Response | Awaitable[Response]:
+async def query_by_hash(service: Service, request: Request) -> Response:
     """The same by hashes of its blocks."""
+    asked, keys = await request.run(_hashes, service, request)
+    service.metrics.ignored(request)
+    wall = service.candidates.resolve(wall_of(asked))
+    run = service.runner(request.run, len(service.candidates.of(wall).members))
+    # A salt, and the LoRA of events that name theirs, are in the hashes.
+    found = await service.lookups.find_keys(run, wall, keys, local=asked.block_hashes is not None)
+    return await run(_answered, service, asked, wall, found)
+
+
+def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[int]]:
     asked: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
     given = [hashes for hashes in (asked.block_hashes, asked.seq_hashes, asked.block_hash) if hashes is not None]
     if len(given) != 1:
         raise ServiceError("one of block_hashes and seq_hashes is wanted", "bad-shape", _MISSING, status=422)
     if len(given[0]) > (most := service.config.limits.max_hashes):
         raise TooMuchError(f"{len(given[0])} hashes were sent", "too-many-hashes", f"limits.max_hashes allows {most}")
-    keys = [_unsigned(each) for each in given[0]]
-    service.metrics.ignored(request)
-    wall, local = service.candidates.resolve(wall_of(asked)), asked.block_hashes is not None
-
-    def find(then: Told[T]) -> T | Awaitable[T]:
-        # A salt, and the LoRA of events that tell theirs, are in the hashes.
-        return service.lookups.find_keys(wall, keys, then, local=local)
-
-    return _answered(service, asked, wall, find)
+    return asked, [_unsigned(each) for each in given[0]]
 
 
-def _answered(service: Service, asked: Asked, wall: Wall, find: Found[list[Row]]) -> Response | Awaitable[Response]:
-    def told(rows: list[Row], missing: str) -> Response:
-        return _told(service, asked, wall, rows, missing)
-
-    if len(service.candidates.of(wall).members) > service.config.limits.inline_candidates:
-        return by_thread(service.workers[MATCHING], find, told)
-    answered: Response | Awaitable[Response] = find(told)
-    return answered
-
-
-def _told(service: Service, asked: Asked, wall: Wall, rows: list[Row], missing: str) -> Response:
+def _answered(service: Service, asked: Asked, wall: Wall, found: Found) -> Response:
+    rows, missing = found
     if doubtful := service.candidates.of(wall).doubtful:  # they may hold more than is known, and their trust says so
         holders = {row.member.worker for row in rows}
         rows = rows + [Row(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]

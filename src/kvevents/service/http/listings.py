@@ -115,5 +115,9 @@ def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for member in members:
         ranks = found.setdefault(member.registration.instance, {})
-        ranks[str(member.registration.rank)] = {"endpoint": member.registration.endpoint, "blocks": member.blocks}
+        ranks[str(member.registration.rank)] = {
+            "endpoint": member.registration.endpoint,
+            "blocks": member.blocks,
+            "trust": member.trusted,
+        }
     return found

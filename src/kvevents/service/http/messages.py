@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
 
@@ -13,17 +12,20 @@ import msgspec
 from kvevents.index import lift_tokens
 from kvevents.service.config import Limits
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
+from kvevents.service.http.workers import Run, at_once
 from kvevents.service.shapes import Problem
 from kvevents.service.spellings import check_unknown
 
 T = TypeVar("T")
 
 JSON: Final = b"application/json"
+PROBLEM: Final = b"application/problem+json"
+"""Of errors (RFC 9457), whatever a request accepts."""
 MSGPACK: Final = b"application/msgpack"
 RAW: Final = b"application/octet-stream"
 MAX_PARAMETERS: Final = 32
-MAX_ERROR: Final = 1_000
-"""Characters of an error's sentence, which may repeat what was sent."""
+MAX_ERROR: Final = 800
+"""Characters of an error's sentence, which may repeat what was sent, and is there twice."""
 ESCAPED: Final = re.compile(rb"\\u00[567]")
 """A letter or an underscore that is escaped, as no encoder does: it may be in the name of a field that is there twice."""
 
@@ -34,24 +36,28 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 class Headers:
     """What is asked of a request's headers, whose names are in lower case; of several with one name the first one counts."""
 
-    __slots__ = ("accept", "authorization", "fetch_mode", "fetch_site", "host", "kind", "origin")
+    __slots__ = ("accept", "announced", "authorization", "fetch_mode", "fetch_site", "host", "kind", "origin", "peer")
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        told = dict(reversed(list(headers)))
-        self.authorization: Final = told.get(b"authorization")
-        self.accept: Final = told.get(b"accept")
-        self.kind: Final = told.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        fields = dict(reversed(list(headers)))
+        self.authorization: Final = fields.get(b"authorization")
+        self.accept: Final = fields.get(b"accept")
+        self.kind: Final = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
         """Media type of the body, without parameters; empty where none is given."""
-        self.host: Final = told.get(b"host")
-        self.origin: Final = told.get(b"origin")
-        self.fetch_site: Final = told.get(b"sec-fetch-site")
-        self.fetch_mode: Final = told.get(b"sec-fetch-mode")
+        self.host: Final = fields.get(b"host")
+        self.origin: Final = fields.get(b"origin")
+        self.fetch_site: Final = fields.get(b"sec-fetch-site")
+        self.fetch_mode: Final = fields.get(b"sec-fetch-mode")
+        self.announced: Final = fields.get(b"kvevents-announced")
+        """Length of a body that the data plane has not received yet."""
+        self.peer: Final = fields.get(b"kvevents-peer", b"an unknown address").decode("latin-1")
+        """The client's address and port for the log, as the data plane knows them."""
 
 
 class Request:
     """One request, its body complete."""
 
-    __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query", "wanted")
+    __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query", "run", "wanted")
 
     def __init__(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes, *, caller: str = "", peer: str = ""
@@ -67,7 +73,9 @@ class Request:
         self.ignored: tuple[str, ...] = ()
         """Unknown fields of the body that were left out."""
         self.wanted: Mapping[str, str] = {}
-        """Of a request to read, the parameters of the query string that its endpoint has, under their names of `/v1`."""
+        """Parameters of the query string, all of which the endpoint has, under their names of `/v1`."""
+        self.run: Run = at_once
+        """How steps that may take long are called: in a thread if the body is large."""
         self._parameters: dict[str, str] | None = None
 
     @property
@@ -111,15 +119,6 @@ class Response:
         self.kind = kind
         self.headers = headers
 
-    def written(self) -> bytes:
-        """All of it as HTTP/1.1 has it on the wire."""
-        extra = b"".join([b"%b: %b\r\n" % header for header in self.headers])
-        head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n"
-        return head % (_STATUS_LINES[self.status], self.kind, len(self.body), extra) + self.body
-
-
-_STATUS_LINES: Final = {int(status): b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode("ascii")) for status in HTTPStatus}
-
 
 class Streamed:
     """An answer that is sent piece by piece; `release` is called at its end, whatever ends it."""
@@ -146,8 +145,8 @@ def encoded(value: Any, request: Request) -> msgspec.Raw:
 
 def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
     """An error as clients see it."""
-    told = Problem(error=_shortened(error.sentence), reason=error.reason, hint=_shortened(error.hint))
-    return Response(_encode(told), status=error.code, headers=headers)
+    problem = Problem.of(error.code, error.reason, _shortened(error.sentence), _shortened(error.hint))
+    return Response(_encode(problem), status=error.code, kind=PROBLEM, headers=headers)
 
 
 def _shortened(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.service.http.field import FURTHER
+from kvevents.service.http.messages import PROBLEM
 from kvevents.service.http.routing import ENDPOINTS, Endpoint
 from kvevents.service.shapes import Problem, Scoped
 from kvevents.version import version
@@ -17,10 +18,14 @@ _ERRORS: Final = {
     401: "a token is required",
     403: "the token may not do this",
     404: "there is no such thing",
+    408: "the request was not complete in time",
     409: "it contradicts what is registered",
     413: "above a named limit",
     415: "a body of another kind",
+    421: "the service does not know this host name",
     422: "the body has another shape",
+    431: "the headers are too large",
+    500: "the service has failed here",
     503: "not now",
 }
 
@@ -89,7 +94,7 @@ def _responses(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
         str(status): {"description": description, "content": content}
         for status, description in ((endpoint.status, "the answer"), *endpoint.also)
     }
-    told = {"application/json": {"schema": by_kind[id(Problem)]}}
+    problem = {PROBLEM.decode(): {"schema": by_kind[id(Problem)]}}
     for status, description in _ERRORS.items():
-        found.setdefault(str(status), {"description": description, "content": told})
+        found.setdefault(str(status), {"description": description, "content": problem})
     return found

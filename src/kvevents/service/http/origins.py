@@ -36,9 +36,10 @@ class OriginPolicy:
     """
 
     def __init__(self, host: str, names: Sequence[str], *, checks_host: bool) -> None:
+        self.names: Final = tuple(names)
         self._names: Final = HostPatterns(names, "allowed_hosts")
         self._host: Final = host.lower()
-        self._checks_host: Final = checks_host
+        self.checks_host: Final = checks_host
         self._is_loopback: Final = is_loopback(host)
 
     @classmethod
@@ -54,7 +55,7 @@ class OriginPolicy:
 
         `is_read` says that the request changes nothing, so that a link on another site may open it in a browser.
         """
-        if self._checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
+        if self.checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
             hint = "use an address of this service, or add the name to allowed_hosts"
             raise ServiceError(f"unknown host {_shown(headers.host)!r}", "unknown-host", hint, status=421)
         if headers.origin is not None and not self._is_own_origin(headers.origin, headers.host):

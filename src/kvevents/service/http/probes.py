@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
+def health_answer(service: Service) -> tuple[int, HealthAnswer]:
+    """Status and body of the answer."""
+    failure = service.fleet.failure
+    return 503 if failure else 200, HealthAnswer(status="failed" if failure else "ok", warnings=service.warnings())
+
+
 def health(service: Service, request: Request) -> Response:
     """Whether engines are followed; 503 when this process has to be restarted."""
-    failure = service.fleet.failure
-    told = HealthAnswer(status="failed" if failure else "ok", warnings=service.warnings())
-    return answer(told, request, status=503 if failure else 200)
+    status, told = health_answer(service)
+    return answer(told, request, status=status)
 
 
 def live(service: Service, request: Request) -> Response:

@@ -18,7 +18,10 @@ from kvevents.service.shards import shapes as parts
 if TYPE_CHECKING:
     from kvevents.service.service import Service
 
-Handler: TypeAlias = "Callable[[Service, Request], Response | Streamed | Awaitable[Response | Streamed]]"
+Handler: TypeAlias = "Callable[[Service, Request], Response | Streamed]"
+"""Answers a request; it is called by `Request.run`."""
+AsyncHandler: TypeAlias = "Callable[[Service, Request], Awaitable[Response | Streamed]]"
+"""Answers a request, and calls those of its steps that may take long by `Request.run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Endpoint:
 
     method: str
     path: str
-    handler: Handler
+    handler: Handler | AsyncHandler
     role: Role | None
     """Who may ask; None for everybody."""
     tag: str
@@ -51,17 +54,16 @@ class Endpoint:
     """Other statuses of answers of this type, and when they come."""
     raw: bool = False
     """Whether token ids may also come as raw 32-bit numbers."""
-    quick: bool = False
-    """Whether its handler answers at once, or as soon as other replicas have, so that the fast lane may call it."""
-    inline_bytes: int = 1 << 20
-    """Of a body that is handled between two others; for a larger one a quick endpoint takes a thread of `MATCHING`, so that
-    no request keeps all others waiting. Token ids are read by native code, and so may be more."""
+    inline_bytes: int | None = None
+    """Of a body that is handled between two others; for a larger one it takes a thread of `MATCHING`, so that no request keeps
+    all others waiting. Token ids are read by native code, and so may be more."""
     probe: bool = False
     """Whether orchestrators ask it, under whatever host name, and also when there is no room for other clients."""
     worker: str = ""
     """Threads that do it, by their name in `Workers`, since it may take longer than a match."""
     parameters: tuple[Parameter, ...] = field(default=())
-    """Of the query string. An endpoint to read refuses every other one, unless everybody may ask it."""
+    """Of the query string; those of an endpoint with a body are for raw ones. Every other one is refused, unless everybody may
+    ask."""
     media: str = "application/json"
     """Of the answer."""
 
@@ -89,8 +91,10 @@ _FIELD_FILTERS: Final = (
 _RAW: Final = (
     Parameter("model", "of a raw body: name of the model", schema=_NAME),
     *(Parameter(name, "of a raw body", schema=_NAME) for name in ("tenant", "group", "lora", "salt")),
-    Parameter("expected", "of a raw body", schema={"type": "boolean"}),
+    Parameter("lora_id", "of a raw body", schema={"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}),
+    *(Parameter(name, "of a raw body", schema={"type": "boolean"}) for name in ("expected", "whole_prompt")),
 )
+_PROMPT_BYTES: Final = 1 << 20
 _FEW_BYTES: Final = 1 << 16
 """Two thousand candidates or three thousand hashes, which are read in Python."""
 _FAILED: Final = ((503, "the process has to be restarted"),)
@@ -113,7 +117,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         also=((200, "the answer in Mooncake's spelling"),),
     ),
     Endpoint("POST", "/unregister", contract.unregister, Role.REGISTER, "field", contract.UnregisterRequest),
-    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, quick=True),
+    Endpoint("POST", "/query", contract.query, Role.READ, "field", contract.QueryRequest, inline_bytes=_PROMPT_BYTES),
     Endpoint(
         "POST",
         "/query_by_hash",
@@ -121,7 +125,6 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         Role.READ,
         "field",
         contract.HashQueryRequest,
-        quick=True,
         inline_bytes=_FEW_BYTES,
     ),
     Endpoint(
@@ -154,7 +157,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         shapes.MatchAnswer,
         raw=True,
         parameters=_RAW,
-        quick=True,
+        inline_bytes=_PROMPT_BYTES,
     ),
     Endpoint(
         "POST",
@@ -174,7 +177,6 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "v1",
         shapes.SelectRequest,
         shapes.Selected,
-        quick=True,
         inline_bytes=_FEW_BYTES,
     ),
     Endpoint(
@@ -232,7 +234,6 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         "shard",
         parts.Question,
         parts.Part,
-        quick=True,
         inline_bytes=_FEW_BYTES,
     ),
     Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members, worker=FLEET),

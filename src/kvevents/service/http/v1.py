@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer, encoded
-from kvevents.service.http.workers import MATCHING, by_thread
-from kvevents.service.lookups import Told
+from kvevents.service.lookups import Found, FoundMany, Hottest
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
 from kvevents.service.selecting import SelectError, Standing
@@ -21,7 +20,6 @@ from kvevents.service.shapes import (
     Candidate,
     Held,
     HotAnswer,
-    HotPrefix,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
@@ -40,8 +38,6 @@ from kvevents.structs import prepared
 
 if TYPE_CHECKING:
     from kvevents.service.service import Service
-
-T = TypeVar("T")
 
 MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)
@@ -84,31 +80,32 @@ def _trusts(service: Service, wall: Wall) -> list[WorkerTrust]:
 # --- prompts
 
 
-def match(service: Service, request: Request) -> Response | Awaitable[Response]:
+async def match(service: Service, request: Request) -> Response:
     """Who holds how long a prefix of one prompt.
 
     The prompt is JSON or msgpack as `MatchRequest`, or raw: token ids as unsigned 32-bit little-endian numbers of
     `application/octet-stream`, and everything else in the query string.
     """
+    asked, tokens = await request.run(_prompt, service, request)
+    wall = service.candidates.resolve(wall_of(asked))
+    run = service.runner(request.run, len(service.candidates.of(wall).members))
+    found = await service.lookups.find(run, wall, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
+    return await run(_matched, service, request, wall, len(tokens), found)
+
+
+def _prompt(service: Service, request: Request) -> tuple[Scoped, Any]:
     if request.kind == RAW:
         tokens, asked = _raw(request)
     else:
         asked, tokens = MATCH.read_tokens(request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
+    return asked, tokens
 
-    wall = service.candidates.resolve(wall_of(asked))
 
-    def told(found: list[Row], missing: str) -> Response:
-        holders = {row.member.worker for row in found}
-        others = [member.holds_nothing for member in service.candidates.of(wall).members if member.worker not in holders]
-        return answer(MatchAnswer(prompt_tokens=len(tokens), workers=_held(found) + others, missing=missing), request)
-
-    def find(then: Told[T]) -> T | Awaitable[T]:
-        return service.lookups.find(wall, tokens, then, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
-
-    if len(service.candidates.of(wall).members) > service.config.limits.inline_candidates:
-        return by_thread(service.workers[MATCHING], find, told)
-    return find(told)
+def _matched(service: Service, request: Request, wall: Wall, length: int, found: Found) -> Response:
+    holders = {row.member.worker for row in found.rows}
+    others = [member.holds_nothing for member in service.candidates.of(wall).members if member.worker not in holders]
+    return answer(MatchAnswer(prompt_tokens=length, workers=_held(found.rows) + others, missing=found.missing), request)
 
 
 @prepared
@@ -122,7 +119,7 @@ def _raw(request: Request) -> tuple[Any, Scoped]:
             f"a raw body of {len(request.body)} bytes is not one of 32-bit numbers", "malformed-body", "send 4 bytes a token"
         )
     try:
-        asked = msgspec.convert(dict(request.parameters), _RawScope, strict=False)
+        asked = msgspec.convert(dict(request.wanted), _RawScope, strict=False)
     except msgspec.ValidationError as error:
         raise ServiceError(
             f"the query string has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422
@@ -130,29 +127,29 @@ def _raw(request: Request) -> tuple[Any, Scoped]:
     return memoryview(request.body).cast("I"), asked
 
 
-def match_many(service: Service, request: Request) -> Response | Awaitable[Response]:
+async def match_many(service: Service, request: Request) -> Response:
     """The same for several prompts of one namespace."""
-    asked: MatchManyRequest = MATCH_MANY.read(request, service.config.limits)
+    asked: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
     service.check_tokens(sum(map(len, asked.prompts)))
-
     wall = service.candidates.resolve(wall_of(asked))
-
-    def told(found: list[list[Row]], missing: str) -> Response:
-        # Each is encoded alone, since nothing else runs while Python encodes.
-        matches: list[Any] = [
-            encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
-            for tokens, rows in zip(asked.prompts, found, strict=True)
-        ]
-        return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, wall), missing=missing), request)
-
-    return service.lookups.find_many(
-        wall, asked.prompts, told, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+    found = await service.lookups.find_many(
+        request.run, wall, asked.prompts, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
     )
+    return await request.run(_matched_many, service, request, wall, asked, found)
 
 
-def select(service: Service, request: Request) -> Response | Awaitable[Response]:
+def _matched_many(service: Service, request: Request, wall: Wall, asked: MatchManyRequest, found: FoundMany) -> Response:
+    # Each is encoded alone, since nothing else runs while Python encodes.
+    matches: list[Any] = [
+        encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
+        for tokens, rows in zip(asked.prompts, found.rows, strict=True)
+    ]
+    return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, wall), missing=found.missing), request)
+
+
+async def select(service: Service, request: Request) -> Response:
     """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
-    asked, tokens = SELECT.read_tokens(request, "tokens", service.config.limits)
+    asked, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
     wall = service.candidates.resolve(wall_of(asked))
     asked = msgspec.structs.replace(asked, tokens=tokens, model=wall.model, tenant=wall.tenant, group=wall.group)
@@ -163,24 +160,12 @@ def select(service: Service, request: Request) -> Response | Awaitable[Response]
         raise TooMuchError(
             f"{count} candidates were sent", "too-many-candidates", f"limits.max_candidates allows {limits.max_candidates}"
         )
-
-    def find(then: Told[T]) -> T | Awaitable[T]:
-        return service.lookups.find(wall, tokens, then, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
-
-    def told(chosen: Selected) -> Response:
-        if asked.expect_seconds > 0:
-            service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
-        return answer(chosen, request)
-
-    def choose(found: list[Row], missing: str) -> Selected:
-        return _selected(service, wall, asked, found, missing)
-
-    async def later() -> Response:
-        return told(await by_thread(service.workers[MATCHING], find, choose))
-
-    if count > limits.inline_candidates:
-        return later()
-    return find(lambda found, missing: told(choose(found, missing)))
+    run = service.runner(request.run, count)
+    found = await service.lookups.find(run, wall, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
+    chosen = await run(_selected, service, wall, asked, found.rows, found.missing)
+    if asked.expect_seconds > 0:
+        service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
+    return answer(chosen, request)
 
 
 def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
@@ -201,7 +186,7 @@ def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Ro
                 "leave `candidates` out, or see /v1/sources",
             )
     held = {(each.instance, each.rank): each for each in _held(found)}
-    chosen = select_worker(asked, candidates, held, standings, service.turns)
+    chosen = select_worker(asked, candidates, held, standings, service.ties)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 
@@ -224,7 +209,7 @@ def stats(service: Service, request: Request) -> Response:
     return answer(service.stats(), request)
 
 
-def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
+async def hot(service: Service, request: Request) -> Response:
     """Prefixes that prompts begin with most, as a tree."""
     wanted = request.wanted
     model = wanted.get("model")
@@ -234,11 +219,15 @@ def hot(service: Service, request: Request) -> Response | Awaitable[Response]:
     scope = Wall(model, tenant, group, wanted.get("lora") or None, wanted.get("salt") or None)
     wall = service.candidates.resolve(scope)
 
-    def told(sampled: int, prefixes: list[HotPrefix], missing: str) -> Response:
-        workers = _trusts(service, wall)
-        return answer(HotAnswer(model=model, sampled=sampled, prefixes=prefixes, workers=workers, missing=missing), request)
+    found = await service.lookups.hottest(request.run, wall, _number(wanted, "limit", 100, MAX_HOT))
+    return await request.run(_hottest, service, request, wall, model, found)
 
-    return service.lookups.hottest(wall, _number(wanted, "limit", 100, MAX_HOT), told)
+
+def _hottest(service: Service, request: Request, wall: Wall, model: str, found: Hottest) -> Response:
+    workers = _trusts(service, wall)
+    return answer(
+        HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers, missing=found.missing), request
+    )
 
 
 def _number(wanted: Any, name: str, default: int, most: int) -> int:
@@ -269,7 +258,7 @@ def blocks(service: Service, request: Request) -> Response:
         held: Iterable[Block] = service.fleet.index.blocks(key)
     except LookupError:  # no event has come yet
         held = ()
-    return answer(service.block_listings.first(key, held, limit), request)
+    return answer(service.block_listings.first(key, held, limit, lambda: member.trusted), request)
 
 
 def _member(service: Service, wanted: Any) -> Member:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kvevents.service.errors import UnavailableError
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 LISTING: Final = "listing"
 """The blocks of whole workers are read."""
@@ -48,15 +47,17 @@ class Worker:
         self._count -= 1
 
 
-Found: TypeAlias = Callable[[Callable[[R, str], Any]], Any]
-"""Gives what is found, and why it is not all, to a function, and returns what that returns, or an awaitable of it."""
+class Run(Protocol):
+    """How the steps of a request that may take long are called: in a thread, or at once."""
+
+    def __call__(self, call: Callable[..., T], *given: Any) -> Awaitable[T]:
+        """What a call returns."""
+        ...
 
 
-async def by_thread(worker: Worker, found: Found[R], then: Callable[[R, str], T]) -> T:
-    """What `then` makes of what is found; both in a thread, so that no other client waits for it."""
-    pair = await worker.run(found, lambda rows, missing: (rows, missing))
-    rows, missing = pair if isinstance(pair, tuple) else await pair  # other replicas are asked in the event loop
-    return await worker.run(then, rows, missing)
+async def at_once(call: Callable[..., T], *given: Any) -> T:
+    """What a call returns, without a thread."""
+    return call(*given)
 
 
 class Workers:

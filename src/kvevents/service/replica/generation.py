@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
@@ -72,6 +72,9 @@ class Generation:
         self._snapshots: Final = snapshots
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._begun_at: dict[int, float] = {}
+        self._unread: dict[int, dict[str, str]] = {}
+        """By lane, the snapshots that are newer than the one that it was begun with, and why each could not be read."""
+        self._logged: Final = set[str]()
         self.follower.start()
 
     async def end(self) -> None:
@@ -90,6 +93,11 @@ class Generation:
     def hole(self) -> str:
         """Why a lane cannot be shown: pages are gone that no snapshot stands for."""
         return next((ledger.hole for ledger in self.subscriber.ledgers.values() if ledger.hole), "")
+
+    @property
+    def passed_over(self) -> list[str]:
+        """By lane that was begun without them, why its newest snapshots could not be read; until there are others."""
+        return [next(iter(sentences.values())) for sentences in list(self._unread.values())]
 
     # --- lanes
 
@@ -131,9 +139,9 @@ class Generation:
                 try:
                     ledger, doubts = await self._snapshots.load(kept, self.index, Path(folder))
                 except (SnapshotError, PlaneError) as error:
-                    if isinstance(error, PlaneError) and error.fault != "missing":
+                    if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
                         raise
-                    log.warning("%s", error)
+                    self._pass_over(kept, str(error))
                     continue
             self.newest[lane] = kept
             if not _is_gone(ledger.position, state):
@@ -141,15 +149,24 @@ class Generation:
                 return ledger, doubts
             self._forget(ledger.streams)
         if _is_gone(0, state):
-            return Ledger.behind(state.first - 1, f"pages of lane {lane} are gone that no snapshot stands for"), {}
+            why = "; ".join(self._unread.get(lane, {}).values())
+            hole = f"pages of lane {lane} are gone that no snapshot stands for" + (f", and {why}" if why else "")
+            return Ledger.behind(state.first - 1, hole), {}
         return Ledger(), {}
+
+    def _pass_over(self, kept: Kept, why: str) -> None:
+        self._unread.setdefault(kept.lane, {})[kept.name] = why
+        if why not in self._logged:  # a lane with a hole is begun again and again
+            self._logged.add(why)
+            log.warning("%s", why)
 
     async def _drop(self, lane: int) -> None:
         reading = self._reading.pop(lane)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await self._order(lambda: self._forget(self.subscriber.drop_lane(lane)))
-        for known in (self.made, self.began_with, self.newest, self._begun_at):
+        known: dict[int, Any]
+        for known in (self.made, self.began_with, self.newest, self._begun_at, self._unread):
             known.pop(lane, None)
 
     def _forget(self, keys: Collection[Key]) -> None:
@@ -199,6 +216,8 @@ class Generation:
         """That a snapshot of a lane counts."""
         if kept.lane in self.made:
             self.newest[kept.lane] = kept
+            if kept.name not in self._unread.get(kept.lane, ()):
+                self._unread.pop(kept.lane, None)
 
     async def take(self, lane: int, path: Path) -> tuple[Taken, int]:
         """A snapshot of a lane at `path`, and about how many blocks it has.

@@ -107,6 +107,11 @@ class Replica:
         return self._taking.fault
 
     @property
+    def passed_over(self) -> list[str]:
+        """Why the newest snapshots could not be read, of lanes that were begun without."""
+        return [] if self._generation is None else self._generation.passed_over
+
+    @property
     def disagreements(self) -> int:
         """How often another replica held something else at the same place."""
         return self._comparing.disagreements
@@ -147,7 +152,7 @@ class Replica:
                     async with opened(self.plane, name=f"kvevents replica {self.name}") as client:
                         await require_jetstream(client)
                         await self._replicate(client)
-                except (PlaneError, SnapshotError) as error:
+                except (PlaneError, SnapshotError, ConfigError) as error:  # the last of files that were replaced meanwhile
                     self._tell(str(error))
                     await asyncio.sleep(AGAIN_SECONDS)
         finally:

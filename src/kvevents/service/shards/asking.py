@@ -26,12 +26,12 @@ from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Wall
-from kvevents.service.shapes import State
 from kvevents.service.shards.answering import Answering, Rows
 from kvevents.service.shards.peers import AwayError, Peers
 from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question
 from kvevents.service.spellings import wall_of
 from kvevents.stream import Trust
+from kvevents.weights import State
 
 log = logging.getLogger(__name__)
 
@@ -202,14 +202,13 @@ class Shards:
         finally:
             for task in [*self._expecting, *self._refreshing.values()]:
                 task.cancel()
-            self.peers.close()
+            await self.peers.close()
 
     async def refresh(self) -> None:
         """Ask for all engines of other replicas, once."""
         layout = self.answering.layout()
         if layout is None:
             return
-        self.peers.forget({each.url for each in self._present().values()})
         left = set(range(layout.lanes)) - self.answering.shown()
         for _ in range(MAX_ROUNDS):
             asked, _ = plan(self._name, left, self._holding(self._present(), {}, away=False))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Collection
 from http import HTTPStatus
 from typing import Final, TypeVar
 
@@ -15,12 +13,18 @@ import msgspec
 from kvevents.errors import ConfigError, PeerError
 from kvevents.service.access import token_of_file
 from kvevents.service.config import ShardSettings
-from kvevents.service.shards.lines import LineError, Lines
+from kvevents.service.http_client import Bounds, HttpConnections, HttpError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MSGPACK: Final = "application/msgpack"
+MAX_CONNECTIONS: Final = 64
+"""To one replica at one time; more questions wait for one of them, within their time."""
+IDLE_SECONDS: Final = 60.0
+"""For which an idle one is used again: less than the service keeps it, so that it is seldom closed under a question."""
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""Of one answer; a hundred thousand ranks with all that is told of each."""
 MAX_SHOWN: Final = 200
 """Bytes of an answer that is an error."""
 
@@ -37,11 +41,16 @@ class Peers:
         self.failures = 0
         """Questions without an answer that could be used."""
         self.settings: Final = settings
-        self._headers: Final = {"content-type": MSGPACK, "accept": MSGPACK, **_authorization(settings)}
+        self._headers: Final = {
+            "content-type": MSGPACK,
+            "accept": MSGPACK,
+            "accept-encoding": "identity",
+            **_authorization(settings),
+        }
         self._tls: Final = _tls(settings)
         self._failed: dict[str, float] = {}
-        self._lines: dict[str, Lines] = {}
-        """By URL."""
+        self._bounds: Final = Bounds(settings.ask_seconds, MAX_ANSWER_BYTES)
+        self._connections: HttpConnections | None = None
 
     def is_away(self, name: str) -> bool:
         """Whether it has failed just now."""
@@ -49,16 +58,13 @@ class Peers:
 
     async def ask(self, name: str, url: str, path: str, question: msgspec.Struct, kind: type[T]) -> T:
         """What replica `name` answers at `url`. Raises `AwayError`."""
-        lines = self._lines.get(url)
-        if lines is None:
-            lines = self._lines[url] = Lines(url, self._headers, self._tls)
+        if self._connections is None:
+            self._connections = HttpConnections(self._bounds, tls=self._tls, kept=IDLE_SECONDS, most=MAX_CONNECTIONS)
         try:
-            async with asyncio.timeout(self.settings.ask_seconds):
-                status, body = await lines.post(path, msgspec.msgpack.encode(question))
-        except TimeoutError as error:
-            raise self._away(name, f"no answer within {self.settings.ask_seconds:g} s") from error
-        except (LineError, OSError) as error:
-            raise self._away(name, str(error)) from error
+            status, body, _ = await self._connections.post(url + path, self._headers, msgspec.msgpack.encode(question))
+        except HttpError as error:
+            late = error.trouble == "timeout"
+            raise self._away(name, f"no answer within {self.settings.ask_seconds:g} s" if late else str(error)) from error
         if status != HTTPStatus.OK:
             raise self._away(name, f"it answers {status}: {body[:MAX_SHOWN].decode(errors='replace')}")
         try:
@@ -77,14 +83,11 @@ class Peers:
         self._failed[name] = time.monotonic()
         return error
 
-    def forget(self, urls: Collection[str]) -> None:
-        """Keep no connections but those to some URLs."""
-        for url in [url for url in self._lines if url not in urls]:
-            self._lines.pop(url).close()
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all connections."""
-        self.forget(())
+        if self._connections is not None:
+            await self._connections.close()
+            self._connections = None
 
 
 def _authorization(settings: ShardSettings) -> dict[str, str]:

@@ -9,8 +9,9 @@ from msgspec import Meta, Struct, field
 
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Wall
-from kvevents.service.shapes import Name, Rank, Scoped, SourceView, State
+from kvevents.service.shapes import Name, Rank, Scoped, SourceView
 from kvevents.structs import prepared
+from kvevents.weights import State
 
 Lane: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
 LaneList: TypeAlias = Annotated[list[Lane], Meta(max_length=256)]

@@ -1,0 +1,265 @@
+"""The native HTTP server that clients are connected to, as the control plane sees it.
+
+Theory of operation. The data plane answers queries and probes without the interpreter, from the index and from a *routing
+table*: what `DataPlane.publish` writes about the fleet, all of it at once, whenever anything in it has changed. Other requests
+are forwarded to `kvevents.service.http.app`, and so are those that the data plane does not understand completely: there is one
+author of refusals. With shards or spans all queries are forwarded, which is decided once, at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvevents import _native
+from kvevents.service.access import Role
+from kvevents.service.fleet import Fleet
+from kvevents.service.hot import MAX_DEPTH, PER_SECOND
+from kvevents.service.http.origins import OriginPolicy
+from kvevents.service.http.probes import health_answer
+from kvevents.service.http.routing import ENDPOINTS
+from kvevents.service.member import Member
+from kvevents.service.registration import Wall
+from kvevents.service.selecting import terms_of
+
+if TYPE_CHECKING:
+    from kvevents.service.service import Service
+
+REFRESH_SECONDS: Final = 0.25
+"""How old the answers of probes can be, and how long samples of prompts wait to be counted."""
+MAX_THREADS: Final = 8
+"""Threads of the data plane: the machine's CPUs, up to so many."""
+CLOSE_SECONDS: Final = 1.0
+"""For clients to take the last answers once the control plane has ended."""
+
+
+class Histogram(msgspec.Struct):
+    """Values by bucket."""
+
+    counts: list[int]
+    sum: float
+
+
+class PathCounts(msgspec.Struct):
+    """What was answered at one path."""
+
+    by_status: dict[int, int]
+    seconds: Histogram
+
+
+class Answers(msgspec.Struct):
+    """What was answered by the data plane itself."""
+
+    lookups: int = 0
+    hits: int = 0
+    depth: Histogram | None = None
+    requests: dict[str, PathCounts] = {}
+
+
+class Counts(msgspec.Struct):
+    """Counters of the data plane."""
+
+    answers: Answers = msgspec.field(default_factory=Answers)
+    connections: dict[str, int] = {}
+    opened: int = 0
+    closed: dict[str, int] = {}
+    refusals: dict[str, int] = {}
+    received: int = 0
+    unread: int = 0
+
+
+_decode_counts = msgspec.json.Decoder(Counts).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSample:
+    """The beginning of a prompt that was looked up."""
+
+    wall: Wall
+    tokens: memoryview = field(repr=False)
+
+
+class DataPlane:
+    """The server of one service. Before `start` and after `close` every method does nothing; any thread may call them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service: Final = service
+        self._native: _native.DataPlane | None = None
+        self._upstream: socket.socket | None = None
+        self._lock: Final = threading.Lock()
+        self._published: tuple[Any, ...] | None = None
+        self._answers_queries = False
+
+    def start(self, listening: socket.socket, accept: Callable[[socket.socket], None], *, answers_queries: bool) -> None:
+        """Serve at a socket that listens; in the event loop.
+
+        `accept` is called with each connection over which requests are forwarded, for the control plane's HTTP application.
+        """
+        self._answers_queries = answers_queries
+        upstream, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        upstream.setblocking(False)
+        with sender:
+            native = _native.DataPlane(_encode(self._settings()), listening.fileno(), sender.fileno())
+        self._native = native
+        self._upstream = upstream
+        asyncio.get_running_loop().add_reader(upstream, _accept_all, upstream, accept)
+        self._service.fleet.on_change = self.publish
+        self.publish()
+        self.refresh()
+
+    def _settings(self) -> Mapping[str, Any]:
+        service = self._service
+        config, access = service.config, service.access
+        policy = OriginPolicy.of(config, access)
+        paths: dict[str, list[str]] = {}
+        for endpoint in ENDPOINTS:
+            paths.setdefault(endpoint.path, []).append(endpoint.method)
+        return {
+            "limits": config.limits,
+            "tokens": [digest.hex() for digest in access.digests(Role.READ)],
+            "has_tokens": bool(config.access.tokens),
+            "is_open": access.anonymous.role >= Role.READ,
+            "checks_host": policy.checks_host,
+            "host": config.host,
+            "names": [name for name in policy.names if "*" not in name and "/" not in name],
+            "answers_queries": self._answers_queries,
+            "select": terms_of(),
+            "paths": paths,
+            "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe],
+            "seconds": service.metrics.SECONDS,
+            "depths": service.metrics.DEPTHS,
+            "sample_blocks": MAX_DEPTH,
+            "samples": PER_SECOND,
+            "threads": max(1, min(MAX_THREADS, _cpus())),
+            "tls": config.tls,
+        }
+
+    # --- what the control plane says
+
+    def publish(self) -> None:
+        """Answer from the fleet as it is now, if it has changed."""
+        native = self._native
+        if native is None:
+            return
+        with self._lock:
+            fleet = self._service.fleet
+            # Read before the fleet is, so that what changes meanwhile is published next.
+            version = (fleet.revision.number, self._service.adapters, fleet.failure, fleet.index)
+            if version == self._published:
+                return
+            self._published = version
+            if self._answers_queries:
+                native.replace_table(fleet.index, _encode(_table(fleet, self._service.adapters)))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Answer probes by what is so now."""
+        if self._native is None:
+            return
+        status, health = health_answer(self._service)
+        ready = self._service.readiness()
+        self._native.replace_probes((status, _encode(health)), (200 if ready.ready else 503, _encode(ready)))
+
+    async def run(self) -> None:
+        """Keep the answers of probes up to date: part of them is a matter of time."""
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            self.publish()
+            self.refresh()
+            self._service.lookups.count()
+
+    # --- what the data plane says
+
+    def counts(self) -> Counts:
+        """What it has counted."""
+        return Counts() if self._native is None else _decode_counts(self._native.metrics())
+
+    def samples(self) -> list[PromptSample]:
+        """Prompts that were looked up since the last call: as many of each scope as are of use."""
+        if self._native is None:
+            return []
+        return [
+            PromptSample(Wall(model, tenant, group, number if name is None else name, salt), memoryview(tokens).cast("I"))
+            for (model, tenant, group, name, number, salt), tokens in self._native.samples()
+        ]
+
+    # --- its end
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more connections, and wait until those that there are have their answers."""
+        if self._native is not None:
+            await asyncio.to_thread(self._native.drain, seconds)
+
+    async def close(self) -> None:
+        """End all connections."""
+        native, self._native = self._native, None
+        upstream, self._upstream = self._upstream, None
+        if native is not None:
+            await asyncio.to_thread(native.drain, CLOSE_SECONDS)
+            await asyncio.to_thread(native.close)
+        if upstream is not None:
+            asyncio.get_running_loop().remove_reader(upstream)
+            _accept_all(upstream, socket.socket.close)
+            upstream.close()
+
+    def abort(self) -> None:
+        """End all connections at once."""
+        if self._native is not None:
+            self._native.close()
+
+
+def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]) -> None:
+    """Take the connections whose descriptors the data plane has sent."""
+    with suppress(BlockingIOError, ConnectionResetError):
+        while number := upstream.recv(ctypes.sizeof(ctypes.c_int)):
+            accept(socket.socket(fileno=int.from_bytes(number, sys.byteorder)))
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- the routing table
+
+
+def _table(fleet: Fleet, adapters: frozenset[Wall]) -> Mapping[str, Any]:
+    members = list(fleet.members.values())
+    models = {member.registration.wall[:3] for member in members}
+    bases: dict[tuple[str, str, str], set[str]] = {}
+    for wall in {*(member.registration.wall for member in members), *adapters}:
+        if isinstance(wall.lora, str) and wall[:3] in models:
+            bases.setdefault((wall.lora, wall.tenant, wall.group), set()).add(wall.model)
+    return {
+        "has_failed": fleet.failure is not None,
+        "workers": [_worker(member) for member in members],
+        "block_sizes": [(*wall, sizes) for wall, sizes in fleet.all_block_sizes.items()],
+        "bases": [(*scope, sorted(found)) for scope, found in bases.items()],
+    }
+
+
+def _worker(member: Member) -> Mapping[str, Any]:
+    registration = member.registration
+    source, rank = registration.key
+    wall = registration.wall
+    return {
+        "source": source,
+        "rank": rank,
+        "instance": registration.instance,
+        "scope": wall._asdict(),
+        "label": wall.name,
+        "trust": member.trusted,
+        "is_hidden": member.hidden,
+        "distance": member.distance,
+        "block_size": registration.block_size,
+    }
