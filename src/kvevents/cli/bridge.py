@@ -4,117 +4,60 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from kvevents.cli import logs, nats, options
-from kvevents.cli.command import OK, Command
+from kvevents.cli import logs
+from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.serve import add_check, add_config, add_sources, port, size
+from kvevents.cli.serve import LOGIN, add_check, add_sources, following
+from kvevents.cli.settings import Form, Given
 from kvevents.errors import MissingDependencyError
-from kvevents.plane.settings import PlaneSettings
+
+if TYPE_CHECKING:
+    from kvevents.cli.bridge_config import BridgeConfig
 
 log = logging.getLogger("kvevents.bridge")
-
-
-class _Option(NamedTuple):
-    """A flag that is a setting."""
-
-    flag: str
-    table: str
-    field: str
-    help: str
-    type: Callable[[str], Any] = str
-    metavar: str | None = None
-
-    @property
-    def place(self) -> str:
-        """Where argparse leaves it."""
-        return f"{self.table}_{self.field}"
-
-
-def _reserve(text: str) -> float:
-    return 0.0 if text.strip() == "0" else options.seconds(text)
-
-
-_PLANE: Final = (
-    _Option("--lanes", "plane", "lanes", "streams of JetStream to spread engines over, of a new plane", options.count, "N"),
-    _Option("--copies", "plane", "copies", "servers that keep each lane of a new plane: 1, 3 or 5", options.count, "N"),
-    _Option("--lane-size", "plane", "lane_bytes", "room of each lane of a new plane, such as 8GiB", size, "SIZE"),
-)
-_SELF: Final = (
-    _Option("--name", "bridge", "name", "of this bridge, which no other may have (default: the host's)", metavar="BRIDGE"),
-    _Option(
-        *("--reserve", "bridge", "hold_back", "write only what no other bridge has written after S seconds (default: 0)"),
-        *(_reserve, "S"),
-    ),
-    _Option(
-        *("--dead-seconds", "bridge", "dead_seconds"),
-        *("an engine that no bridge reaches for S seconds leaves the log (default: 30)", options.seconds, "S"),
-    ),
-)
-_SEEN: Final = (
-    _Option("--metrics-port", "bridge", "metrics_port", "where Prometheus may scrape (default: nowhere)", port, "PORT"),
-    _Option("--metrics-host", "bridge", "metrics_host", "at which address (default: 127.0.0.1)", metavar="ADDRESS"),
-    _Option("--status-seconds", "bridge", "status_seconds", "tell figures every S seconds", options.seconds, "S"),
-)
-_DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(PlaneSettings)}
-_UNITS: Final[dict[str, Callable[[Any], str]]] = {"lane_bytes": lambda value: f"{value >> 30}GiB"}
-
-
-def _add(group: options.Group, found: _Option) -> None:
-    default = _DEFAULTS.get(found.field) if found.table == "plane" else None
-    told = "" if default is None else f" (default: {_UNITS.get(found.field, str)(default)})"
-    group.add_argument(found.flag, dest=found.place, type=found.type, metavar=found.metavar, help=found.help + told)
-
-
-def _given(args: Namespace) -> dict[str, dict[str, Any]]:
-    """The flags by the table of the setting that each is."""
-    found: dict[str, dict[str, Any]] = {"plane": {}, "bridge": {}}
-    found["plane"] |= nats.table_of(args)
-    for each in (*_PLANE, *_SELF, *_SEEN):
-        if (value := getattr(args, each.place)) is not None:
-            found[each.table][each.field] = value
-    return found
 
 
 def run(args: Namespace) -> int:
     """Write until SIGTERM or Ctrl-C."""
     try:
         from kvevents.cli import bridging  # noqa: PLC0415 - late, for what else this program does
+        from kvevents.service.checking import check_engines  # noqa: PLC0415 - as above
     except ImportError as error:
         name = error.name or str(error)
         raise MissingDependencyError(f"a bridge needs {name}: pip install 'kvevents[plane,service]'") from error
-    settings = bridging.read_settings(args, _given(args))
+    given: Given[BridgeConfig] = args.form.read(args)
+    if "plane.servers" not in given:
+        raise CommandLineError("no server is named; write --to nats://HOST:4222, or servers in [plane] of --config")
+    config = following(given, args)
+    if args.config is None and not (config.sources or config.source_files or config.dns):
+        raise CommandLineError("there is nothing to follow; name engines by --worker, --engine, --dns, --sources or --config")
+    check_engines(config, args.config)
     if args.check:
+        bridging.check(config)
         Console().note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
-    if any("@" in server for server in args.plane_servers or ()):
+    if given.origin("plane.servers") == "--to" and any("@" in server for server in config.plane.servers):
         log.warning("everybody on this machine sees a login in --to; use --creds, --nkey, or [plane] of --config")
-    bridging.run(settings)
+    bridging.run(config, args.config)
     return OK
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Flags go before the file, setting by setting; sources of both count."""
-    add_config(parser)
-    plane = parser.add_argument_group("where to")
-    nats.add_servers(plane, "--to", "NATS server")
-    nats.add_name(plane)
-    for each in _PLANE:
-        _add(plane, each)
-    nats.add_login(plane)
-    add_sources(parser.add_argument_group("what"))
-    how = parser.add_argument_group("how")
-    for each in _SELF:
-        _add(how, each)
-    seen = parser.add_argument_group("what operators see")
-    for each in _SEEN:
-        _add(seen, each)
+    """Declare the options of this command."""
+    from kvevents.cli.bridge_config import BridgeConfig  # noqa: PLC0415 - late, for what else this program does
+
+    form = Form(BridgeConfig, "bridge", flags={"plane.servers": "--to"}, tables={"bridge": ""})
+    where = parser.add_argument_group("where to")
+    form.add(where, "plane.servers", "plane.name", "plane.lanes", "plane.copies", "plane.lane_bytes", *LOGIN)
+    add_sources(parser.add_argument_group("what"), form)
+    form.add(parser.add_argument_group("how"), "bridge.name", "bridge.hold_back", "bridge.dead_seconds")
+    seen = ("bridge.metrics_port", "bridge.metrics_host", "bridge.status_seconds")
+    form.add(parser.add_argument_group("what operators see"), *seen)
     logs.add_arguments(parser)
+    form.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)
 
 

@@ -1,4 +1,4 @@
-"""One small HTTP client of a service, for the commands that ask one.
+"""A client of the service, for the commands that ask one.
 
 Each request has a connection of its own: these commands ask a few times a second at most, and what went away and came back is
 then no special case.
@@ -6,21 +6,22 @@ then no special case.
 
 from __future__ import annotations
 
+import asyncio
 import os
-import socket
 import ssl
-import time
 from argparse import Namespace
 from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
 from kvevents.errors import ConfigError, PeerError
 from kvevents.service.shapes import Problem
+
+if TYPE_CHECKING:
+    from kvevents.service.http_client import Answer, HttpError, Trouble
 
 T = TypeVar("T")
 
@@ -31,7 +32,6 @@ MAX_TOKEN_BYTES: Final = 4096
 """Of a bearer token, as the service has it."""
 _JSON: Final = '[{"'
 """What JSON begins with, and no bearer token."""
-_PIECE: Final = 1 << 16
 _MAX_QUOTED: Final = 80
 """Characters of an answer nobody understands that are shown."""
 OK: Final = 200
@@ -58,26 +58,27 @@ class ServiceClient:
         parts = urlsplit(url)
         self.url = url
         self._timeout = timeout
-        self._base = parts.path.rstrip("/")
-        self._host, self._port = parts.hostname or "", parts.port
+        self._host = parts.hostname or ""
         self._tls = _tls(ca_file) if parts.scheme == "https" else None
-        self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, status: int = OK) -> T:
         """The answer to GET, as `kind`; one with `status` is as good as one with 200."""
         target = f"{path}?{urlencode(parameters)}" if parameters else path
-        return self._ask("GET", target, None, kind, status)
+        return self._ask(target, None, kind, status)
 
     def post(self, path: str, body: dict[str, Any], kind: type[T]) -> T:
         """The answer to POST, as `kind`."""
-        return self._ask("POST", path, msgspec.json.encode(body), kind, OK)
+        return self._ask(path, msgspec.json.encode(body), kind, OK)
 
-    def _ask(self, method: str, target: str, body: bytes | None, kind: type[T], status: int) -> T:
+    def _ask(self, target: str, body: bytes | None, kind: type[T], status: int) -> T:
+        from kvevents.service.http_client import HttpError  # noqa: PLC0415 - aiohttp takes 0.1 s to import
+
         try:
-            answered, content = self._exchange(method, target, body)
-        except (OSError, HTTPException, UnicodeError) as error:
+            answered, content, _ = asyncio.run(self._exchange(target, body))
+        except HttpError as error:
             raise self._unreachable(error) from error
         if answered not in {OK, status}:
             raise self._refused(answered, content)
@@ -94,59 +95,31 @@ class ServiceClient:
                 answered,
             ) from error
 
-    def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        until = time.monotonic() + self._timeout
-        connection = self._connection()
-        try:
-            connection.request(method, self._base + target, body, self._headers)
-            response = connection.getresponse()
-            return response.status, self._read(response, until)
-        finally:
-            connection.close()
+    async def _exchange(self, target: str, body: bytes | None) -> Answer:
+        from kvevents.service.http_client import Bounds, HttpConnections  # noqa: PLC0415 - as above
 
-    def _connection(self) -> HTTPConnection:
-        if self._tls is None:
-            return HTTPConnection(self._host, self._port, timeout=self._timeout)
-        return HTTPSConnection(self._host, self._port, timeout=self._timeout, context=self._tls)
+        url = self.url.rstrip("/") + target
+        async with HttpConnections(Bounds(self._timeout, MAX_ANSWER_BYTES), tls=self._tls) as connections:
+            if body is None:
+                return await connections.get(url, self._headers)
+            return await connections.post(url, self._headers, body)
 
-    def _read(self, response: HTTPResponse, until: float) -> bytes:
-        pieces: list[bytes] = []
-        left = MAX_ANSWER_BYTES
-        while piece := response.read1(_PIECE):
-            pieces.append(piece)
-            left -= len(piece)
-            if left < 0:
-                raise AskError(
-                    f"the answer of {self.url} has more than {MAX_ANSWER_BYTES >> 20} MiB",
-                    "too-large",
-                    "is this a kvevents service?",
-                )
-            if time.monotonic() > until:
-                raise TimeoutError
-        return b"".join(pieces)
-
-    def _unreachable(self, error: Exception) -> AskError:
-        trouble = next(trouble for trouble in _TROUBLES if isinstance(error, trouble.kind))
-        detail = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        sentence = trouble.sentence.format(url=self.url, host=self._host, seconds=f"{self._timeout:g}", detail=detail)
-        return AskError(sentence, trouble.reason, trouble.hint)
+    def _unreachable(self, error: HttpError) -> AskError:
+        sentence, hint = _TROUBLES[error.trouble]
+        text = sentence.format(
+            url=self.url, host=self._host, seconds=f"{self._timeout:g}", detail=error, most=MAX_ANSWER_BYTES >> 20
+        )
+        return AskError(text, error.trouble, hint)
 
     def _refused(self, status: int, content: bytes) -> AskError:
         try:
-            told = msgspec.json.decode(content, type=Problem)
+            problem = msgspec.json.decode(content, type=Problem)
         except msgspec.MsgspecError:
             quoted = content[:_MAX_QUOTED].decode(errors="replace").strip()
             sentence = f"{self.url} answered with status {status}" + (f": {quoted}" if quoted else "")
             return AskError(sentence, "not-kvevents", _STRANGE.get(status // 100, ""), status)
-        hint = f"set {TOKEN_VARIABLE}, or name a file with --token-file" if status == 401 else told.hint
-        return AskError(told.error, told.reason, hint, status)
-
-
-class _Trouble(NamedTuple):
-    kind: type[Exception]
-    reason: str
-    sentence: str
-    hint: str
+        hint = f"set {TOKEN_VARIABLE}, or name a file with --token-file" if status == 401 else problem.hint
+        return AskError(problem.detail, problem.reason, hint, status)
 
 
 _STRANGE: Final = {
@@ -155,28 +128,21 @@ _STRANGE: Final = {
     5: "is this a proxy whose service is down? See its log",
 }
 _OTHER_PORT: Final = "is this another port, or should it be https://?"
-# The first that fits; the order matters, for some are kinds of others, and what ends without an answer is of two.
-_TROUBLES: Final[tuple[_Trouble, ...]] = (
-    _Trouble(
-        ssl.SSLCertVerificationError,
-        "untrusted",
+# Sentence and hint.
+_TROUBLES: Final[dict[Trouble, tuple[str, str]]] = {
+    "untrusted": (
         "the certificate of {url} is not trusted: {detail}",
         "name the authority that signed it with --ca-file",
     ),
-    _Trouble(ssl.SSLError, "no-tls", "{url} does not speak TLS as we do: {detail}", "should this be http://?"),
-    _Trouble(socket.gaierror, "unknown-host", "the host name {host} is not known: {detail}", "check the name"),
-    _Trouble(UnicodeError, "unknown-host", "{host} is no host name: {detail}", "check the name"),
-    _Trouble(TimeoutError, "timeout", "{url} does not answer within {seconds} s", "see its log, or give it more --timeout"),
-    _Trouble(
-        ConnectionRefusedError,
-        "refused",
-        "nothing listens at {url}",
-        "start one with `kvevents serve`, or name another with --service",
-    ),
-    _Trouble(ConnectionError, "closed", "{url} closes the connection: {detail}", _OTHER_PORT),
-    _Trouble(HTTPException, "not-http", "{url} does not answer in HTTP: {detail}", _OTHER_PORT),
-    _Trouble(Exception, "unreachable", "{url} cannot be reached: {detail}", "check address, routes and firewalls between"),
-)
+    "no-tls": ("{url} does not speak TLS as we do: {detail}", "should this be http://?"),
+    "unknown-host": ("the host name {host} is not known: {detail}", "check the name"),
+    "timeout": ("{url} does not answer within {seconds} s", "see its log, or give it more --timeout"),
+    "refused": ("nothing listens at {url}", "start one with `kvevents serve`, or name another with --service"),
+    "closed": ("{url} closes the connection: {detail}", _OTHER_PORT),
+    "not-http": ("{url} does not answer in HTTP: {detail}", _OTHER_PORT),
+    "too-large": ("the answer of {url} has more than {most} MiB", "is this a kvevents service?"),
+    "unreachable": ("{url} cannot be reached: {detail}", "check address, routes and firewalls between"),
+}
 
 
 def _tls(ca_file: Path | None) -> ssl.SSLContext:

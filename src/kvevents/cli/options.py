@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
@@ -12,20 +14,24 @@ from urllib.parse import urlsplit
 from kvevents.certificates import key_bytes, read_public_keys
 from kvevents.cli.command import CommandLineError
 from kvevents.config import Curve
-from kvevents.endpoints import split_tcp, validate_endpoint
+from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
 from kvevents.errors import ConfigError
+from kvevents.stream import Source
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """How long `--wait-for-subscriber` waits unless told otherwise."""
 MAX_RANKS: Final = 1024
 """More ranks than any engine has; without a bound a slip of the finger opens thousands of sockets."""
 FOREVER: Final = float("inf")
+SMALLEST: Final = math.ulp(0.0)
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 ANSWER_SECONDS: Final = 5.0
 """How long a service has for an answer unless told otherwise; it takes milliseconds."""
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 
 
@@ -43,20 +49,62 @@ def endpoint(text: str) -> str:
     return text
 
 
+def engine(text: str) -> Source:
+    """`[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]`; an engine without a name is called by its address."""
+    head, separator, places = text.rpartition("=")
+    name, colon, rank = head.rpartition(":")
+    first, _, replay = places.partition(",")
+    if not colon:
+        name, rank = head, "0"
+    if (separator and not name) or not rank.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,tcp://HOST:REPLAY_PORT"
+        )
+    name = name or first.removeprefix("tcp://")
+    return Source(endpoint(first), endpoint(replay) if replay else None, name=name, rank=int(rank))
+
+
 def seconds(text: str) -> float:
     """A duration above 0."""
-    return _positive(text, "seconds")
+    return number(text, "a number of seconds above 0")
+
+
+def duration(text: str) -> float:
+    """A duration of 0 or more."""
+    return number(text, "a number of seconds, 0 or more", least=0.0)
+
+
+def size(text: str) -> int:
+    """Bytes, perhaps with a unit: `8GiB`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 512MiB, or 8GiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 takes any free one."""
+    if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; it is a number from 0 to {MAX_PORT}")
+    return int(text)
 
 
 def rate(text: str) -> float:
     """Batches per second, above 0."""
-    return _positive(text, "batches per second")
+    return number(text, "a number of batches per second above 0")
 
 
 def count(text: str) -> int:
     """A whole number above 0."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
     return int(text)
 
 
@@ -94,13 +142,14 @@ def _ranks(text: str) -> int:
     return count(text)
 
 
-def _positive(text: str, unit: str) -> float:
+def number(text: str, what: str, least: float = SMALLEST) -> float:
+    """A number that is to be `what`, such as `a factor above 0`."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0.0 < value < FOREVER:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of {unit} above 0")
+        value = -1.0
+    if not least <= value < FOREVER:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
     return value
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from kvevents.cli.command import Command
 from kvevents.cli.console import writing
+from kvevents.errors import KVEventsError
 
 
 class HelpFormatter(RawDescriptionHelpFormatter):
@@ -33,15 +35,30 @@ class CommandParser(ArgumentParser):
         settings.setdefault("formatter_class", HelpFormatter)
         super().__init__(*args, **settings)
         self._commands: Any = None
+        self._fill: Callable[[ArgumentParser], None] | None = None
 
-    def add_subparsers(self, **settings: Any) -> Any:
-        """As of any parser. The commands check their own options."""
-        self._commands = super().add_subparsers(**settings)
-        return self._commands
+    def add_commands(self, commands: Iterable[Command], dest: str) -> None:
+        """Have one of these commands chosen, and left at `dest`.
+
+        A command declares its options when it was chosen. It may import its settings for that: other commands, and platforms
+        without the native module, do without.
+        """
+        self._commands = self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
+        for command in commands:
+            about = {"help": command.summary, "description": command.description, "epilog": f"examples:\n{command.examples}"}
+            parser: CommandParser = self._commands.add_parser(command.name, **about)
+            parser._fill = command.add_arguments
+            parser.set_defaults(**{dest: command})
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
         """As of any parser."""
         given = sys.argv[1:] if args is None else args
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            try:
+                fill(self)
+            except KVEventsError as error:
+                self.error(str(error))
         if self._commands is None:
             self._check_options(takewhile(lambda word: word != "--", given))
         else:

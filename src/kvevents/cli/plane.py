@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvevents.cli import nats
 from kvevents.cli.command import COULD_NOT_LOOK, FAILED, OK, Command
 from kvevents.cli.console import Console, Span
-from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.settings import PlaneSettings
+from kvevents.cli.serve import LOGIN
+from kvevents.cli.settings import Form, Given
+from kvevents.errors import PlaneError
 
 if TYPE_CHECKING:
+    from kvevents.plane.settings import PlaneSettings
     from kvevents.plane.snapshots import Kept
     from kvevents.plane.status import PlaneView
 
 DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
 _LEASES: Final = {
-    "bridge.": "the name of bridge {}",
     "replica.": "the name of replica {}",
     "lease.snapshot.": "snapshots of lane {}",
 }
@@ -31,19 +31,19 @@ _LEASES: Final = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What to ask, and where."""
+    from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - late, for what else this program does
+
+    form = Form(PlaneSettings, "plane", flags={"servers": "--at"}, defaults={"servers": [DEFAULT_SERVER]}, within="plane")
     parser.add_argument("what", choices=["status"], help="lanes, lag, snapshots, leases, shares, and whether replicas agree")
-    nats.add_servers(parser, "--at", f"NATS server (default: {DEFAULT_SERVER})")
-    nats.add_name(parser)
-    nats.add_login(parser)
+    form.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN))
+    form.add_rest(parser, "TOML file with a table [plane], as of a bridge or a service")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: Namespace) -> int:
     """Ask once. 1 where something is wrong."""
-    try:
-        settings = msgspec.convert({"servers": [DEFAULT_SERVER], **nats.table_of(args)}, PlaneSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error).removesuffix(" - at `$`")) from error
+    given: Given[PlaneSettings] = args.form.read(args)
+    settings = given.settings()
     view = asyncio.run(_ask(settings))
     console = Console()
     if args.json:

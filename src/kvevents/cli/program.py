@@ -88,16 +88,7 @@ def _parser() -> ArgumentParser:
     parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"kvevents {version()}")
     parser.set_defaults(command=None)
-    table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in COMMANDS:
-        sub = table.add_parser(
-            command.name,
-            help=command.summary,
-            description=command.description,
-            epilog=f"examples:\n{command.examples}",
-        )
-        command.add_arguments(sub)
-        sub.set_defaults(command=command)
+    parser.add_commands(COMMANDS, "command")
     return parser
 
 

@@ -17,10 +17,10 @@ from kvevents.cli.console import Console, Part, Span, Style, printable
 from kvevents.cli.lines import plural, trust_style
 from kvevents.cli.prompt import add_prompt, prompt_of
 from kvevents.errors import ConfigError
-from kvevents.routing.choice import tiers_by_reach
 from kvevents.service.registration import DEFAULT_GROUP
 from kvevents.service.shapes import Considered, Held, MatchAnswer, Selected, SourcesAnswer, SourceView, Trusted
 from kvevents.stream import Trust
+from kvevents.weights import tiers_by_reach
 
 Cells: TypeAlias = list[list[Part]]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvevents.errors import PeerError
-from kvevents.index import PrefixIndex
+from kvevents.index import Applied, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.audit import Audit
-from kvevents.stream import Doubt, RawBatch, RawDelivery, Source
+from kvevents.stream import Batch, Doubt, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 
 PAUSE: Final = 0.02
@@ -38,7 +38,7 @@ class Follower:
 
     def follow(self, sources: Iterable[Source]) -> None:
         """Begin; once only. Raises `ConfigError` and `EndpointError` as a subscriber does."""
-        subscriber = self._subscriber = Subscriber(sources, decode=False)
+        subscriber = self._subscriber = Subscriber(sources, decode=False, sink=self)
         self._look(subscriber)
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="kvevents-follower", daemon=True)
         self._thread.start()
@@ -74,15 +74,19 @@ class Follower:
         try:
             with subscriber:
                 while not self._stop.is_set():
-                    for delivery in subscriber.receive_many(AT_ONCE, PAUSE):
-                        self._take(subscriber, delivery)
+                    # One by one, since the audit of the next one asks whether the stream is exact.
+                    timeout = PAUSE
+                    for _ in range(AT_ONCE):
+                        if subscriber.receive(timeout) is None:
+                            break
+                        timeout = 0.0
                     self._look(subscriber)
         except BaseException as error:  # noqa: BLE001 - told to whoever runs the fleet, by `check`
             self._failure = error
 
-    def _take(self, subscriber: Subscriber[RawBatch], delivery: RawDelivery) -> None:
-        applied = self.audit.apply(delivery, self._life(delivery) if isinstance(delivery, RawBatch) else None)
-        subscriber.report(delivery, applied.findings)
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
+        """Audit deliveries, and bring them into the index: for the subscriber, whose sink this is."""
+        return [self.audit.apply(each, self._life(each) if isinstance(each, RawBatch) else None) for each in deliveries]
 
     def _life(self, batch: RawBatch) -> int:
         worker = (batch.source, batch.rank)

@@ -184,11 +184,17 @@ class LiveFleet:
         self._closing.close()
 
     def _wait_for_subscriber(self) -> None:
-        """What is sent before a connection stands is replayed, but a run should not begin with that."""
+        """What is sent before a connection stands, or before the question for history is answered, is replayed.
+
+        A run should not begin with that.
+        """
         until = time.monotonic() + CONNECT_SECONDS
-        while self.sockets.subscribers() < 1 and time.monotonic() < until:
+        while not self._is_followed() and time.monotonic() < until:
             self.follower.check()
             time.sleep(POLL)
+
+    def _is_followed(self) -> bool:
+        return self.sockets.subscribers() > 0 and {"CONNECTING", "REPLAYING"}.isdisjoint(self.follower.trust.values())
 
     def _settle(self) -> None:
         """End the network's faults, and wait until all that was published has arrived, or cannot be waited for.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-import msgspec
+from typing import Annotated, Final
 
 from kvevents.config import resolve_dialect
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
+from kvevents.settings import Name, Positive, Range, Settings, Unit
 from kvevents.sim.cache import SPELLINGS, CacheSize, Spelling, check_size
 from kvevents.sim.costs import CostModel, cost_model
 from kvevents.sim.engine import Batching
@@ -20,35 +19,39 @@ MAX_WORKERS: Final = 4_096
 """Engines times ranks; each worker with a socket of its own takes some file descriptors and a thread."""
 
 
-class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines that are all alike. Raises `ConfigError`, which names the field, for what cannot be."""
 
-    engines: int = 8
-    ranks: int = 1
-    """Data-parallel ranks of each engine: each has a cache, a scheduler and a stream of its own."""
-    preset: str = DEFAULT_PRESET
-    """Name of a cost model (`kvevents.sim.costs.PRESETS`), or a JSON file with one."""
-    block_size: int = 16
-    blocks: int | None = None
-    """GPU blocks of each rank; None for as many as the preset has memory for."""
+    engines: Positive = 8
+    """Engines, all alike."""
+    ranks: Positive = 1
+    """Data-parallel ranks of each engine, each with a cache, a scheduler and a stream of its own."""
+    preset: Name = DEFAULT_PRESET
+    """How fast engines are and what they have room for: qwen3-32b-2xh100, llama-3.1-8b-h100, llama-3.1-8b-a100,
+    llama-3.1-70b-4xh100, or a JSON file of your own."""
+    block_size: Positive = 16
+    """Tokens of a block."""
+    blocks: Positive | None = None
+    """GPU blocks of each rank (default: as many as the preset has memory for)."""
     host_blocks: int = 0
     """Blocks of each rank in host memory."""
-    window: int | None = None
-    """Tokens of the sliding window of a second KV cache group; None for full attention alone."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    dialect: str = "vllm-latest"
-    """Whose bytes the engines send, such as `vllm-0.24` or `sglang-0.5.22`."""
-    event_delay: float = 0.001
+    window: Positive | None = None
+    """Tokens of the sliding window, for a model with a second KV cache group (default: full attention alone)."""
+    max_num_seqs: Positive = 256
+    """Sequences that run side by side on a rank."""
+    max_num_batched_tokens: Positive = 8192
+    """Tokens that a step computes at most."""
+    dialect: Name = "vllm-latest"
+    """Engine and release whose bytes are sent, such as vllm-0.24 or sglang-0.5.22."""
+    event_delay: Annotated[float, Unit.SECONDS, Range()] = 0.001
     """Seconds from the end of a step until its events are in the index, in virtual time."""
-    overlay: float = 0.0
+    overlay: Annotated[float, Unit.SECONDS, Range()] = 0.0
     """Seconds for which the router believes that a prompt is cached where it was just sent; 0 waits for the events."""
     seed: int = 0
+    """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        for name, least in (("engines", 1), ("ranks", 1), ("block_size", 1), ("event_delay", 0), ("overlay", 0)):
-            if not least <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is a number from {least} on")
+        Settings.__post_init__(self)
         if self.engines * self.ranks > MAX_WORKERS:
             raise ConfigError(f"{self.engines} engines of {self.ranks} ranks are more than {MAX_WORKERS} workers")
         room = self.costs.cache_tokens

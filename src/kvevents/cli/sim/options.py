@@ -2,95 +2,32 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection
-from typing import Any, Final
 
-import msgspec
-
-from kvevents.cli.options import FOREVER, count
+from kvevents.cli.options import count, number
+from kvevents.cli.settings import Form, Given
 from kvevents.cli.sim.traffic import DEFAULT_REQUESTS, TRACE, TrafficChoice
-from kvevents.sim.costs import PRESETS
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import WORKLOADS
-
-HELP: Final = {
-    "engines": "engines, all alike",
-    "ranks": "data-parallel ranks of each engine, each with a cache of its own",
-    "preset": f"how fast they are and what they have room for: {', '.join(PRESETS)}, or a .json file of your own",
-    "block_size": "tokens of a block",
-    "blocks": "GPU blocks of each rank; as many as the preset has memory for when not given",
-    "host_blocks": "blocks of each rank in host memory",
-    "window": "tokens of a sliding window, of a model that has such layers as well",
-    "max_num_seqs": "sequences that run side by side on a rank",
-    "max_num_batched_tokens": "tokens that a step computes at most",
-    "dialect": "whose bytes the engines send, such as vllm-0.24 or sglang-0.5.22",
-    "event_delay": "seconds from the end of a step until its events are in the index",
-    "overlay": "seconds for which a prompt is believed to be cached where it was sent; 0 waits for the events",
-    "seed": "of everything that is left to chance",
-}
-"""What each setting of a fleet is."""
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
-    return int(text)
-
-
-def _span(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < FOREVER:
-        raise ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
-    return value
 
 
 def above(unit: str) -> Callable[[str], float]:
     """What reads a number above 0 and says that it must be `unit`, such as `a factor`."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0.0
-        if not 0.0 < value < FOREVER:
-            raise ArgumentTypeError(f"{text!r} must be {unit} above 0")
-        return value
-
-    return parse
-
-
-_KINDS: Final[dict[Any, tuple[str, Callable[[str], Any]]]] = {
-    int: ("N", count),
-    int | None: ("N", count),
-    float: ("S", _span),
-    str: ("NAME", str),
-}
-"""Of a field's type: what help calls a value, and what reads one."""
+    return lambda text: number(text, f"{unit} above 0")
 
 
 def add_fleet(parser: ArgumentParser, *, without: Collection[str] = ()) -> None:
     """What the fleet is made of; settings in `without` mean nothing to the command."""
-    group = parser.add_argument_group("the fleet")
-    for field in msgspec.structs.fields(FleetSettings):
-        if field.name in without:
-            continue
-        metavar, kind = _KINDS[field.type]
-        group.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            metavar=metavar,
-            type=_whole if kind is count and field.default == 0 else kind,  # what is 0 unless told otherwise may be 0
-            default=field.default,
-            help=HELP[field.name] + ("" if field.default is None else " (default: %(default)s)"),
-        )
+    form = Form(FleetSettings, "sim", without=without)
+    form.add(parser.add_argument_group("the fleet"), *form.settings)
+    form.add_rest(parser, "TOML file of settings of the fleet")
 
 
 def fleet_of(args: Namespace) -> FleetSettings:
-    """The fleet that the options mean. Raises `ConfigError` and `UnknownDialectError`."""
-    return FleetSettings(**{name: value for name, value in vars(args).items() if name in FleetSettings.__struct_fields__})
+    """The fleet that is asked for. Raises `ConfigError`."""
+    given: Given[FleetSettings] = args.form.read(args)
+    return given.settings()
 
 
 def add_traffic(parser: ArgumentParser) -> None:
@@ -120,5 +57,6 @@ def add_traffic(parser: ArgumentParser) -> None:
 
 
 def traffic_of(args: Namespace) -> TrafficChoice:
-    """The requests that the options mean. Raises `ConfigError`."""
-    return TrafficChoice(**{name: getattr(args, name) for name in TrafficChoice.__struct_fields__})
+    """The requests that the options mean, with the seed of the fleet. Raises `ConfigError`."""
+    named = {name: getattr(args, name) for name in TrafficChoice.__struct_fields__ if name != "seed"}
+    return TrafficChoice(seed=fleet_of(args).seed, **named)

@@ -6,7 +6,8 @@ begins at the root, so ancestors and chain together are the beginning of a promp
 - several blocks below it, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
   compute in chunks;
 - anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
-Everything is known by stream and life; a clear, and a number not above the last one, begin a life.
+Everything is known by stream and life: `kvevents.recorded` says where a life begins, and a clear begins one too. Nothing waits
+for what is missing, since requests of all streams come in one order, that of the recording.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.recording import RecordedFrame, RecordingReader, StrPath, read_recording
+from kvevents.recorded import OrderingLimits, Placed, RecordedStream, Streams
+from kvevents.recording import RecordingReader, StrPath, read_recording
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.workloads.mooncake import ANSWERS
 from kvevents.sim.workloads.sessions import Sessions
-from kvevents.wire import Live, decode_batch, parse_live
+from kvevents.wire import decode_batch
 
 ANSWER_GAP: Final = 30.0
 """Seconds between two blocks of one answer, at most: 64 tokens at two a second."""
@@ -33,6 +35,7 @@ MAX_BLOCKS: Final = 500_000
 """Blocks whose tokens are remembered, about 500 bytes each; the ones not used for longest are forgotten first."""
 MAX_OPEN: Final = 10_000
 """Requests whose answers may still go on; at more of them the oldest is taken as it is."""
+_NOTHING_WAITS: Final = OrderingLimits(held_batches=0)
 _WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
@@ -50,9 +53,13 @@ class _Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Stream:
-    life: int
-    seq: int = -1
+class _Life:
+    """Of one rank of a stream."""
+
+    number: int
+    """Another one after each clear."""
+    recorded: int
+    """As `Placed.life` has it."""
     group: int | None = None
 
 
@@ -104,21 +111,24 @@ def from_recording(path: StrPath, run: str | None = None, endpoint: str | None =
 
 
 def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None, endpoint: str | None) -> Iterator[Request]:
-    for frame in reader:
-        if frame.socket == "pub" and run in (None, frame.run) and endpoint in (None, frame.endpoint):
-            rebuilding.feed(frame)
-            yield from rebuilding.finished()
+    of_run = (frame for frame in reader if run in (None, frame.run))
+    frames = (
+        frame for frame in of_run if frame.socket == "meta" or (frame.socket == "pub" and endpoint in (None, frame.endpoint))
+    )
+    for stream, placed in Streams(_NOTHING_WAITS).read(frames):
+        rebuilding.feed(stream, placed)
+        yield from rebuilding.finished()
     yield from rebuilding.finished(at_end=True)
 
 
 class _Rebuilding:
-    """Feed it the frames of PUB sockets; after each, take what is finished."""
+    """Feed it batches that were sent live; after each, take what is finished."""
 
     def __init__(self, max_blocks: int) -> None:
         self.skipped = 0
         self._max_blocks = max_blocks
         self._blocks: dict[_Key, _Block] = {}
-        self._streams: dict[tuple[str, str | None, int | None], _Stream] = {}
+        self._streams: dict[tuple[RecordedStream, int | None], _Life] = {}
         self._lives = count()
         self._open: deque[_Open] = deque()
         self._ends: dict[_Key, list[_Open]] = {}
@@ -127,15 +137,12 @@ class _Rebuilding:
         self._now = 0.0
         self._number = 0
 
-    def feed(self, frame: RecordedFrame) -> None:
-        """Take in one message; what is no batch is left out."""
-        live = parse_live(frame.frames)
-        if not isinstance(live, Live):
-            return
-        batch = decode_batch(live.payload).batch
-        self._tick(batch.ts if frame.t is None else frame.t)
-        stream = self._stream(frame, batch.data_parallel_rank, live.seq)
-        for chain in self._chains(stream, batch):
+    def feed(self, stream: RecordedStream, placed: Placed) -> None:
+        """Take in one batch."""
+        batch = decode_batch(placed.batch.payload).batch
+        self._tick(batch.ts if placed.batch.t is None else placed.batch.t)
+        life = self._life(stream, batch.data_parallel_rank, placed.life)
+        for chain in self._chains(life, batch):
             self._place(chain)
 
     def finished(self, *, at_end: bool = False) -> Iterator[Request]:
@@ -158,34 +165,32 @@ class _Rebuilding:
             self._now += max(clock - self._clock, 0.0)
         self._clock = clock
 
-    def _stream(self, frame: RecordedFrame, rank: int | None, seq: int) -> _Stream:
-        name = (frame.run, frame.endpoint, rank)
-        stream = self._streams.get(name)
-        if stream is None or seq <= stream.seq:
-            stream = self._streams[name] = _Stream(next(self._lives))
-        stream.seq = seq
-        return stream
+    def _life(self, stream: RecordedStream, rank: int | None, recorded: int) -> _Life:
+        life = self._streams.get((stream, rank))
+        if life is None or life.recorded != recorded:
+            life = self._streams[stream, rank] = _Life(next(self._lives), recorded)
+        return life
 
     # --- chains of new blocks
 
-    def _chains(self, stream: _Stream, batch: KVEventBatch) -> list[list[_Key]]:
+    def _chains(self, life: _Life, batch: KVEventBatch) -> list[list[_Key]]:
         """The new blocks of a batch, each chain from its first block to its last; events that go on from each other are one."""
         chains: list[list[_Key]] = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                stream.life = next(self._lives)
-            elif isinstance(event, BlockStored) and self._is_told(stream, event):
-                self._remember(stream.life, event, chains)
+                life.number = next(self._lives)
+            elif isinstance(event, BlockStored) and self._is_told(life, event):
+                self._remember(life.number, event, chains)
         return chains
 
-    def _is_told(self, stream: _Stream, event: BlockStored) -> bool:
+    def _is_told(self, life: _Life, event: BlockStored) -> bool:
         """Whether an event tells the tokens of blocks that were computed, once for all cache groups."""
         if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _WHOLE:
             return False
         if not event.token_ids or len(event.token_ids) != event.block_size * len(event.block_hashes):
             return False
-        stream.group = event.group_idx if stream.group is None else stream.group
-        return event.group_idx == stream.group
+        life.group = event.group_idx if life.group is None else life.group
+        return event.group_idx == life.group
 
     def _remember(self, life: int, event: BlockStored, chains: list[list[_Key]]) -> None:
         parent = None if event.parent_block_hash is None else (life, event.parent_block_hash)

@@ -1,0 +1,331 @@
+"""Options, environment variables and TOML tables of a command, derived from the fields of its settings struct.
+
+A field `max_tokens` in the table `limits` of the settings of `kvevents serve` is
+
+- the key `max_tokens` of `[limits]` in the file of `--config`,
+- the variable `KVEVENTS_SERVE_LIMITS_MAX_TOKENS`,
+- the option `--limits-max-tokens`, unless the command gives it a shorter name.
+
+An option goes before a variable, a variable before the file, and the file before the default. Help comes from the docstring
+behind the field. Lists of tables have no option, since they hold secrets; a variable of them is a TOML array.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import inspect
+import os
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
+
+import msgspec
+
+from kvevents.cli.command import CommandLineError
+from kvevents.cli.options import Group, count, duration, endpoint, port, size, whole
+from kvevents.errors import ConfigError, UsageError
+from kvevents.settings import Fault, Range, Unit, fault_of, in_its_place, parse_toml, parts_of, read_toml, suggestion, types_in
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_READERS: Final[dict[Unit, Callable[[str], Any]]] = {
+    Unit.SECONDS: duration,
+    Unit.BYTES: size,
+    Unit.PORT: port,
+    Unit.ENDPOINT: endpoint,
+}
+_SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
+"""What Kubernetes puts into the environment of every pod for a Service whose name begins as our variables do."""
+
+
+class Setting:
+    """One field that has a value of its own: `path` is its key in the file, behind those of its tables."""
+
+    def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, text: str) -> None:
+        parts, self._types = list(parts_of(kind)), list(types_in(kind))
+        self.kind: Final = kind
+        self.path: Final = path
+        self.flag = next((each for each in parts if isinstance(each, str) and each.startswith("--")), flag)
+        self.variable: Final = variable
+        self.is_tables: Final = any(issubclass(each, msgspec.Struct) for each in self._types)
+        lists = [each for each in parts if get_origin(each) in {list, tuple}]
+        self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
+        self.adds: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
+        """Whether values from all places count. Elsewhere a value takes the place of another one."""
+        self._least: Final = next((each.least for each in parts if isinstance(each, Range)), 0)
+        self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
+        self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
+        self._default: Final = default
+        self._text: Final = text
+
+    def read(self, text: str) -> Any:
+        """The value that a text stands for, or one item of a list. Raises `ArgumentTypeError`."""
+        if self._unit in _READERS:
+            return _READERS[self._unit](text)
+        if int in self._types:
+            return count(text) if self._least >= 1 else whole(text)
+        wanted: Any = Literal[self._choices] if self._choices else self._types[0]
+        try:
+            return msgspec.convert(text, wanted, strict=False)
+        except msgspec.ValidationError as error:
+            raise ArgumentTypeError(f"invalid value {text!r}: {error}") from error
+
+    def read_variable(self, text: str) -> Any:
+        """The value that a variable stands for. Raises `ConfigError`."""
+        try:
+            if self.is_tables or (self.is_list and text.lstrip().startswith("[")):
+                return parse_toml(f"value = {text}")["value"]
+            return [self.read(each.strip()) for each in text.split(",")] if self.is_list else self.read(text)
+        except (ArgumentTypeError, ValueError) as error:
+            raise ConfigError(f"{self.variable}: {error}") from error
+
+    def add_to(self, group: ArgumentParser | Group, *, shown: bool = True) -> argparse.Action:
+        """Declare the option."""
+        given: dict[str, Any] = {"dest": self.path, "default": argparse.SUPPRESS}
+        given["help"] = self.help if shown else argparse.SUPPRESS
+        if bool in self._types:
+            return group.add_argument(self.flag, action=BooleanOptionalAction, **given)
+        if self._choices:
+            return group.add_argument(self.flag, choices=self._choices, **given)
+        name = "N" if int in self._types else "X" if float in self._types else self.path.rpartition(".")[2].upper()
+        given |= {"type": self._argument, "metavar": self._unit.value if self._unit else name}
+        return group.add_argument(self.flag, action="append" if self.is_list else "store", **given)
+
+    @property
+    def help(self) -> str:
+        """What it is, and its default."""
+        shown: Any = self._default
+        if shown is msgspec.NODEFAULT or isinstance(shown, bool) or shown in (None, "", (), []):
+            default = ""
+        elif self._unit is Unit.BYTES:
+            default = next(f"{shown // one}{unit}" for unit, one in _SIZES if shown % one == 0)
+        else:
+            default = f"{shown:g}" if isinstance(shown, float) else ", ".join(shown) if self.is_list else str(shown)
+        return (self._text + (f" (default: {default})" if default else "")).replace("%", "%%")
+
+    def _argument(self, text: str) -> Any:
+        if self._unit is Unit.SECRET:
+            raise ArgumentTypeError(f"everybody on this machine sees arguments; set {self.variable}, or write it in --config")
+        return self.read(text)
+
+
+_SIZES: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1))
+
+
+class Form(Generic[T]):
+    """How one command is given the settings of a struct.
+
+    A flag among the annotations of a field is the name of its option, and `flags` goes before it. `tables` is what the options
+    of a table begin with. `needs` says what a required setting is, to who gave others of its table. `defaults` are those of the
+    command, for fields that have none. `within` is the table of the file that is read, if that has others.
+    """
+
+    def __init__(
+        self,
+        kind: type[T],
+        command: str,
+        *,
+        flags: Mapping[str, str] | None = None,
+        tables: Mapping[str, str] | None = None,
+        needs: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        without: Collection[str] = (),
+        within: str | None = None,
+    ) -> None:
+        self.kind: Final = kind
+        self.needs: Final = needs or {}
+        self.defaults: Final = defaults or {}
+        self.within: Final = within
+        self.alternatives: Final[list[str]] = []
+        """Settings of which one takes the place of the others as well."""
+        self._prefix: Final = f"KVEVENTS_{command.upper()}_"
+        self._flags: Final = flags or {}
+        self._tables: Final = tables or {}
+        found = (each for each in self._settings(kind, "") if each.path not in without)
+        self.settings: Final = {each.path: each for each in found}
+        self._left = dict(self.settings)
+        """Those without an option in the parser."""
+
+    def add(self, group: ArgumentParser | Group, *paths: str) -> None:
+        """Declare the options of these settings."""
+        for path in paths:
+            self._left.pop(path).add_to(group)
+
+    def add_positional(self, parser: ArgumentParser, path: str, metavar: str, check: Callable[[str], Any]) -> None:
+        """Declare arguments that are a list of texts, each of which `check` can read."""
+        text = self._left.pop(path).help
+        kind = lambda each: (check(each), each)[1]  # noqa: E731 - what argparse calls
+        parser.add_argument(path, metavar=metavar, type=kind, nargs="*", default=argparse.SUPPRESS, help=text)
+
+    def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
+        """Declare `--config`, and the options of all other settings, which `--help-all` shows; `read` reads them all."""
+        parser.add_argument("--config", metavar="FILE", type=Path, help=file)
+        group = parser.add_argument_group("every other setting")
+        hidden = [(each, each.add_to(group, shown=False)) for each in self._left.values() if not each.is_tables]
+
+        class HelpAll(argparse.Action):
+            def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
+                for setting, action in hidden:
+                    action.help = f"{setting.help} [{setting.variable}]"
+                parser.print_help()
+                parser.exit()
+
+        about = f"show the options of all settings; as variables they begin with {self._prefix}"
+        parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=about)
+        parser.set_defaults(form=self)
+
+    def read(self, args: Namespace, environ: Mapping[str, str] = os.environ) -> Given[T]:
+        """What the file, the environment and the options say. Raises `ConfigError`."""
+        given = Given(self, args.config)
+        given.put(self._variables(environ))
+        options = {path: Value(getattr(args, path), each.flag) for path, each in self.settings.items() if path in args}
+        given.put(options)
+        return given
+
+    def _variables(self, environ: Mapping[str, str]) -> dict[str, Value]:
+        known = {each.variable: each for each in self.settings.values()}
+        found: dict[str, Value] = {}
+        for name, text in environ.items():
+            if not name.startswith(self._prefix) or _SERVICE_LINK.match(f"{name.removeprefix(self._prefix)}={text}"):
+                continue
+            if name not in known:
+                raise ConfigError(f"{name}: no setting has this variable{suggestion(name, known).removesuffix(';')}")
+            setting = known[name]
+            found[setting.path] = Value(setting.read_variable(text), name)
+        return found
+
+    def _settings(self, kind: type[msgspec.Struct], table: str) -> Iterator[Setting]:
+        self.alternatives.extend(f"{table}.{name}".lstrip(".") for name in getattr(kind, "ALTERNATIVES", ()))
+        for field in msgspec.structs.fields(kind):
+            path = f"{table}.{field.name}" if table else field.name
+            inner = next((each for each in types_in(field.type) if issubclass(each, msgspec.Struct)), None)
+            if inner is not None and not any(get_origin(each) in {list, tuple} for each in parts_of(field.type)):
+                yield from self._settings(inner, path)
+                continue
+            prefix = self._tables.get(table, table)
+            flag = "--" + re.sub(r"[._]", "-", f"{prefix}.{field.name}" if prefix else field.name)
+            variable = self._prefix + (path if prefix else field.name).upper().replace(".", "_")
+            default = self.defaults.get(path, field.default)
+            found = Setting(path, flag, variable, field.type, default, _text(kind, field.name))
+            found.flag = self._flags.get(path, found.flag)
+            yield found
+
+
+class Value(NamedTuple):
+    """What somebody gave a setting."""
+
+    value: Any
+    origin: str
+    """The option or the variable."""
+
+
+class Given(Generic[T]):
+    """The tables that a command is given, and where each value is from."""
+
+    def __init__(self, form: Form[T], file: Path | None) -> None:
+        found = {} if file is None else read_toml(file)
+        if form.within is not None:
+            found = found.get(form.within, {})
+            if not isinstance(found, dict):
+                raise ConfigError(f"{file}: {form.within} is not a table")
+        self.in_file: Final[dict[str, Any]] = found
+        self._tables: Final = {**form.defaults, **copy.deepcopy(self.in_file)}
+        self._form: Final = form
+        self._file: Final = file
+        self._origins: dict[str, str] = {}
+
+    def put(self, values: Mapping[str, Value]) -> None:
+        """Have values, by the paths of their settings, take the place of those that are there."""
+        if not values.keys().isdisjoint(self._form.alternatives):
+            for path in self._form.alternatives:
+                table, name = self._place(path)
+                table.pop(name, None)
+                self._origins.pop(path, None)
+        for path, (value, origin) in values.items():
+            table, name = self._place(path, make=True)
+            known = table.get(name, [])
+            if not self._form.settings[path].adds:
+                table[name] = value
+            elif isinstance(known, list):  # else the error says what it is
+                table[name] = [*known, *value]
+            self._origins[path] = origin
+
+    def __contains__(self, path: str) -> bool:
+        """Whether a setting or a table has a value that is not its default."""
+        table, name = self._place(path)
+        return bool(table.get(name))
+
+    def origin(self, path: str) -> str | None:
+        """The option or variable that a setting is from; None if that is the file or the default."""
+        return self._origins.get(path)
+
+    def origins(self, table: str) -> list[str]:
+        """The options and variables that settings of a table are from."""
+        return [origin for path, origin in self._origins.items() if path.startswith(f"{table}.")]
+
+    def settings(self) -> T:
+        """Checked settings. Raises `ConfigError`, which says where the wrong value is from, and `CommandLineError`."""
+        try:
+            return msgspec.convert(self._tables, self._form.kind)
+        except msgspec.ValidationError as error:
+            raise self._error(fault_of(error, self._form.kind)) from error
+
+    def _place(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
+        """The table that a setting is in, and its key there. What is no table in the file stays, for the error to name it."""
+        table = self._tables
+        *tables, name = path.split(".")
+        for each in tables:
+            inner = table.setdefault(each, {}) if make else table.get(each, {})
+            table = inner if isinstance(inner, dict) else {}
+        return table, name
+
+    def _error(self, fault: Fault) -> UsageError:
+        """Where a wrong value is from: as far as can be known where values do not go together."""
+        within = self.origins(fault.place)
+        flags = [origin for origin in within if origin.startswith("--")]
+        if fault.missing is not None and flags:
+            path = f"{fault.place}.{fault.missing}"
+            needed = f"{self._form.settings[path].flag}{self._form.needs.get(path, '')}"
+            return CommandLineError(f"{', '.join(flags)} needs {needed}")
+        first = re.match(r"[\w.]*", fault.sentence)
+        name = first[0].rpartition(".")[2] if first is not None else ""
+        path, _, rest = fault.place.partition("[")
+        index = rest.partition("]")[0]
+        is_of_file = index.isdecimal() and int(index) < len(self.in_file.get(path, ()))
+        origin = self._origins.get(path) or self._origins.get(f"{path}.{name}" if path else name)
+        if origin is not None and not is_of_file:
+            return ConfigError(f"{origin}: {fault.sentence}")
+        if self._file is not None:
+            return ConfigError(f"{self._file}: {in_its_place(fault, self._form.kind)}")
+        return ConfigError(f"{', '.join(within)}: {fault.sentence}" if within else fault.sentence)
+
+
+def _text(kind: type, name: str) -> str:
+    """The first sentence of a field's docstring, as help has it: without a capital and a full stop."""
+    written = next((found for each in kind.__mro__ if (found := _docstrings(each.__module__).get((each.__name__, name)))), "")
+    sentence = re.split(r"\.(?:\s|$)", " ".join(written.split()), maxsplit=1)[0]
+    return sentence[:1].lower() + sentence[1:] if not sentence[1:2].isupper() else sentence
+
+
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Docstrings behind fields, by class and field. They are in the source alone: without it help has names and defaults."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    return {
+        (each.name, field.target.id): after.value.value
+        for each in tree.body
+        if isinstance(each, ast.ClassDef)
+        for field, after in pairwise(each.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+    }

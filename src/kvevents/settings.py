@@ -1,0 +1,180 @@
+"""Settings as structs: what a field is measured in, and how the tables of a TOML file become a struct.
+
+A settings struct is the one definition of its settings: names, types, units, defaults, and texts (the docstrings behind the
+fields). `kvevents.cli.settings` derives options and environment variables from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args
+
+import msgspec
+from msgspec import Struct
+
+from kvevents.errors import ConfigError
+
+T = TypeVar("T", bound=Struct)
+
+
+class Unit(Enum):
+    """What a field is measured in, or what its text is; the value is what help calls it."""
+
+    SECONDS = "S"
+    BYTES = "SIZE"
+    PORT = "PORT"
+    ENDPOINT = "ENDPOINT"
+    URL = "URL"
+    HOST = "HOST"
+    FILE = "FILE"
+    KEY = "FILE|KEY"
+    FOLDER = "FOLDER"
+    NAME = "NAME"
+    SUBJECT = "SUBJECT"
+    SECRET = "SECRET"  # noqa: S105 - what help calls it
+    """Has no option, since everybody on a machine sees arguments."""
+
+
+class Range(NamedTuple):
+    """Numbers that a field can have. None of them is infinite."""
+
+    least: float = 0.0
+    most: float = math.inf
+    is_open: bool = False
+    """Whether they are above `least`."""
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is one of them."""
+        return math.isfinite(value) and self.least <= value <= self.most and not (self.is_open and value == self.least)
+
+    def __str__(self) -> str:
+        first = f"{'above' if self.is_open else 'at least'} {self.least:.15g}"
+        if self.most == math.inf:
+            return first
+        return f"{first} and at most {self.most:.15g}" if self.is_open else f"from {self.least:.15g} to {self.most:.15g}"
+
+
+Positive: TypeAlias = Annotated[int, Range(1)]
+Seconds: TypeAlias = Annotated[float, Unit.SECONDS, Range(is_open=True)]
+Bytes: TypeAlias = Annotated[int, Unit.BYTES, Range(1)]
+Port: TypeAlias = Annotated[int, Unit.PORT, Range(0, 65535)]
+Endpoint: TypeAlias = Annotated[str, Unit.ENDPOINT]
+Url: TypeAlias = Annotated[str, Unit.URL]
+Host: TypeAlias = Annotated[str, Unit.HOST]
+FilePath: TypeAlias = Annotated[str, Unit.FILE]
+PublicKey: TypeAlias = Annotated[str, Unit.KEY]
+FolderPath: TypeAlias = Annotated[str, Unit.FOLDER]
+Name: TypeAlias = Annotated[str, Unit.NAME]
+Subject: TypeAlias = Annotated[str, Unit.SUBJECT]
+Secret: TypeAlias = Annotated[str, Unit.SECRET]
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of settings. Raises `ConfigError`, which names the field, for a number that is not in the range of its type."""
+
+    def __post_init__(self) -> None:
+        for name, limits in _ranges(type(self)):
+            value = getattr(self, name)
+            if value is not None and not limits.holds(value):
+                raise ConfigError(f"{name} is {value}; it must be {limits}")
+
+
+@cache
+def _ranges(kind: type[Struct]) -> list[tuple[str, Range]]:
+    fields = msgspec.structs.fields(kind)
+    return [(field.name, each) for field in fields for each in parts_of(field.type) if isinstance(each, Range)]
+
+
+class Fault(NamedTuple):
+    """What is wrong with tables."""
+
+    place: str
+    """Path of the table or field, such as `sources[0].curve`; empty for the outermost table."""
+    sentence: str
+    missing: str | None = None
+    """The field that is needed and not there."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raise `ConfigError` if it cannot be read."""
+    try:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML document. Raise `ValueError`, which has the line."""
+    import tomllib  # noqa: PLC0415 - late, for programs that have no file
+
+    return tomllib.loads(text)
+
+
+def convert(found: Any, kind: type[T], origin: str) -> T:
+    """Return checked settings. Raise `ConfigError`, which says `origin`, the field, and what is expected."""
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        fault = fault_of(error, kind)
+        raise ConfigError(f"{origin}: {in_its_place(fault, kind)}") from error
+
+
+def in_its_place(fault: Fault, kind: type[Struct]) -> str:
+    """The sentence with the path of the table; a field that it begins with is named by its whole path."""
+    if not fault.place:
+        return fault.sentence
+    table = _table_at(fault.place, kind)
+    begins_with_field = table is not None and fault.sentence.partition(" ")[0] in table.__struct_fields__
+    return f"{fault.place}{'.' if begins_with_field else ': '}{fault.sentence}"
+
+
+def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> Fault:
+    """Return what msgspec found, with a suggestion for an unknown field."""
+    sentence, _, place = str(error).partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    missing = re.fullmatch(r"Object missing required field `(.*)`", sentence)
+    if missing is not None:
+        return Fault(place, f"missing field {missing[1]!r}", missing[1])
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", sentence)
+    table = _table_at(place, kind) if unknown is not None else None
+    if unknown is None or table is None:
+        return Fault(place, sentence)
+    known = table.__struct_fields__
+    return Fault(place, f"unknown field {unknown[1]!r}{suggestion(unknown[1], known)} known fields: {', '.join(known)}")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?`, or `;` if no known word is like this one."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ";"
+
+
+def _table_at(place: str, kind: type[Struct]) -> type[Struct] | None:
+    """The type of the table at a path such as `sources[0].curve`; None if that is not a table."""
+    found = kind
+    for name in filter(None, re.sub(r"\[[^]]*\]", "", place).split(".")):
+        field = next((each for each in msgspec.structs.fields(found) if each.name == name), None)
+        inner = [each for each in types_in(field.type) if issubclass(each, Struct)] if field is not None else []
+        if not inner:
+            return None
+        found = inner[0]
+    return found
+
+
+def types_in(kind: Any) -> Iterator[type]:
+    """Yield the plain types within a type: of `list[X] | None` X and None's."""
+    return (each for each in parts_of(kind) if isinstance(each, type) and not get_args(each))
+
+
+def parts_of(kind: Any) -> Iterator[Any]:
+    """Yield a type, and what it is made of at any depth, with what `Annotated` says of it."""
+    yield kind
+    for each in get_args(kind):
+        yield from parts_of(each)
