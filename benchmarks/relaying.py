@@ -36,6 +36,8 @@ FIRST: Final = 12_000
 """Batches before anything is measured: more than a relay's replay buffer holds."""
 WINDOW: Final = 2_000
 """Batches on the way at most while the rate is measured: nothing may be lost, or there would be replays to pay for."""
+MOST: Final = 3.0
+"""CPU of the relay for a batch over that of the forwarder, which does none of the mirroring and journaling."""
 _STAMP: Final = struct.Struct(">d")
 
 
@@ -248,11 +250,11 @@ def main() -> int:
             told = ", ".join(f"{name} {value:,.2f}" for name, value in found.items())
             print(f"{blocks:>2} stored and removed, {way:>6}: {told}")
         ratio = middle["relay"]["cpu"] / middle["proxy"]["cpu"]
-        met &= ratio <= 2.0
+        met &= ratio <= MOST
         added = [middle["relay"][name] - middle["direct"][name] for name in ("p50", "p99")]
         print(
-            f"   CPU of the relay over that of the forwarder: {ratio:.2f} (<= 2): {'met' if ratio <= 2 else 'MISSED'}; "
-            f"latency added p50 {added[0]:.2f} ms, p99 {added[1]:.2f} ms"
+            f"   CPU of the relay over that of the forwarder: {ratio:.2f} (<= {MOST:g}): "
+            f"{'met' if ratio <= MOST else 'MISSED'}; latency added p50 {added[0]:.2f} ms, p99 {added[1]:.2f} ms"
         )
     reading, back = recovery(options.live)
     met &= back < 3.0

@@ -22,6 +22,7 @@ from kvevents.plane import connection
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.connection import PING_SECONDS
 from kvevents.plane.ledger import Told
+from kvevents.plane.records import name_of
 from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import RawBatch, Source
@@ -156,9 +157,9 @@ def numbers_of_last_life(log: Log, name: str) -> list[int]:
 
 
 def told_of(log: Log, name: str = "engine") -> dict[str, Told]:
-    """What bridges say of a stream."""
+    """What bridges say of a stream, by name; of one that was begun again, what its last process says."""
     standing = log.ledgers[log.layout.lane_of(name)].streams.get((name, 0))
-    return {} if standing is None else standing.told
+    return {} if standing is None else {name_of(bridge): told for bridge, told in standing.told.items()}
 
 
 def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:

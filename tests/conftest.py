@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter, defaultdict
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,8 +17,41 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
 settings.load_profile(PROFILE)
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Gives each property more examples when exploring, whether it has said how many it takes or not.
+LONG: Final = frozenset(
+    f"test_{name}.py"
+    for name in (
+        "deploy_runs",
+        "packaging",
+        "plane_bridge_servers",
+        "plane_chaos",
+        "plane_observability",
+        "relay_journal_kill",
+        "service_scale",
+        "service_shards_processes",
+        "sim_defaults",
+        "stream_model",
+    )
+)
+"""Files of few tests that take tens of seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort files for several processes, and explore properties if that is asked for."""
+    _begin_with_long_files(items)
+    _explore(items)
+
+
+def _begin_with_long_files(items: list[pytest.Item]) -> None:
+    """Sort by files: `LONG` ones first, then those with the most tests.
+
+    xdist itself would begin with the most tests, and one process would still run a long file when the others are idle.
+    """
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONG, -tests[item.path], item.path))
+
+
+def _explore(items: list[pytest.Item]) -> None:
+    """Give each property more examples when exploring, also if it has a number of its own.
 
     Hypothesis has no setting for it: what `@settings(max_examples=...)` says counts more than the profile.
     """

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,7 +16,7 @@ import zmq
 
 from kvevents.stream import Source
 from kvevents.subscriber import Link, SocketOptions, Transport, ZmqTransport
-from kvevents.testing import FakeEngine, FakeTransport
+from kvevents.testing import FakeEngine, FakeTransport, zmtp
 from kvevents.wire import (
     Live,
     ReplayBatch,
@@ -27,7 +26,6 @@ from kvevents.wire import (
     parse_replay_reply,
     replay_batch_frames,
     replay_end_frames,
-    zmtp,
 )
 from ports import LOOPBACK, quiet_port
 
@@ -75,6 +73,9 @@ class Recorder:
             self.log.append("end")
         else:
             self.log.append(("replay", reply.seq) if isinstance(reply, ReplayBatch) else ("odd", len(frames)))
+
+    def replay_waits(self, _now: float) -> None:
+        assert self._reads_ahead
 
     def connected(self, _now: float) -> None:
         self.log.append("up")
@@ -220,10 +221,9 @@ class RealEngine:
 class RealRig:
     """A transport over real connections, with engines."""
 
-    def __init__(self, *, direct: bool, **options: Any) -> None:
-        self.transport = ZmqTransport(options=replace(OPTIONS, direct=direct, **options))
+    def __init__(self, **options: Any) -> None:
+        self.transport = ZmqTransport(options=replace(OPTIONS, **options))
         self.clock = time.monotonic
-        self._direct = direct
         self._engines: list[RealEngine] = []
 
     def engine(self) -> RealEngine:
@@ -235,16 +235,15 @@ class RealRig:
         engine.wait_for_subscriber(pump)
 
     def connect_unread(self, engine: RealEngine, count: int) -> None:
-        """Until the link has connected so often, without reading anything: libzmq does that by itself, others do not."""
+        """Until libzmq has connected so often, without anything having been read."""
         end = time.monotonic() + DEADLINE
-        while not self._direct and engine.greeted < count:
+        while engine.greeted < count:
             assert time.monotonic() < end, "no subscriber came"
             time.sleep(0.001)
 
     def settle(self, link: Any) -> None:
-        """Until libzmq, which reports it elsewhere, has seen the end of a connection; without it there is one order only."""
-        if not self._direct:
-            assert link._live._monitor.poll(int(1000 * DEADLINE))
+        """Until libzmq has seen the end of a connection."""
+        assert link._live._monitor.poll(int(1000 * DEADLINE))
 
     def close(self) -> None:
         self.transport.close()
@@ -308,8 +307,7 @@ class FakeRig:
 
 Rig = RealRig | FakeRig
 RIGS: Final[dict[str, Callable[..., Rig]]] = {
-    "libzmq": partial(RealRig, direct=False),
-    "direct": partial(RealRig, direct=True),
+    "libzmq": RealRig,
     "fake": FakeRig,
 }
 

@@ -22,7 +22,7 @@ from kvevents.subscriber import Subscriber
 from kvevents.testing import FakeEngine, FakeTransport, VirtualClock
 from kvevents.testing.transport import FakeLink
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
-from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
+from relay_journal_cases import Killed, WatchedDisk, crash, open_journal
 
 SIZE = 4
 """Tokens of a block."""
@@ -130,7 +130,7 @@ class Station(FakeEngine):
 class FakeBroadcast:
     """In the place of sockets. `step` may end the relay: it is told `keep` and `send`, each before it is done, and `sent`."""
 
-    endpoint, replay_endpoint, wants_cut, subscribers, dropped = "fake://relay", None, False, 0, None
+    endpoint, replay_endpoint, wants_cut, subscribers = "fake://relay", None, False, 0
 
     def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]) -> None:
         self.incarnation = buffer.incarnation = incarnation
@@ -313,7 +313,7 @@ def world(folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000
         patch.setattr(
             relay,
             "_journal",
-            lambda settings, disk: None if settings.journal is None else open_journal(Path(settings.journal), TINY, disk),
+            lambda settings, disk: None if settings.journal is None else open_journal(Path(settings.journal), disk=disk),
         )
         yield made
 

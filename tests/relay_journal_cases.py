@@ -6,27 +6,25 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
-from kvevents.relay.journal import (
-    Clerk,
-    Disk,
-    Hole,
-    Journal,
-    JournalSettings,
-    Record,
-    Recovered,
-    Relayed,
-    Snapshot,
-    UpstreamReset,
-)
+from kvevents.relay.journal import Batches, Disk, Journal, JournalLimits, Recovered, Relayed
+from kvevents.relay.journal.logfile import Skipped
 
-TINY = JournalSettings(segment_bytes=600, compact_bytes=2_000, limit_bytes=1 << 20)
-"""Few batches fill a segment."""
+TINY = JournalLimits(compact_bytes=2_000, limit_bytes=1 << 20, probe_bytes=10)
+"""A few batches make a snapshot due."""
 
 
 class Killed(BaseException):
     """The process was killed."""
+
+
+class TornError(Exception):
+    """What to raise from a write, of which so many bytes were done."""
+
+    def __init__(self, written: int, error: BaseException) -> None:
+        super().__init__()
+        self.written = written
+        self.error = error
 
 
 def willing(*_: object) -> None:
@@ -44,27 +42,20 @@ class WatchedDisk(Disk):
         self._note("create")
         return super().create(name, folder)
 
-    def write(self, file: int, parts: Sequence[bytes]) -> int:
-        self._note("write", b"".join(parts), file)
-        return super().write(file, parts)
-
     def open(self, name: str, folder: int) -> int:
         self._note("open")
         return super().open(name, folder)
 
-    def note(self, file: int, data: bytes) -> None:
-        self._note("note", data, file)
-        super().note(file, data)
+    def write(self, file: int, parts: Sequence[bytes]) -> None:
+        self._note("write", b"".join(parts), file)
+        super().write(file, parts)
 
-    def shorten(self, file: int, size: int) -> None:
-        self._note("shorten")
-        super().shorten(file, size)
+    def overwrite(self, file: int, at: int, data: bytes) -> None:
+        self._note("overwrite", data)
+        super().overwrite(file, at, data)
 
     def sync(self, file: int) -> None:  # noqa: ARG002 - the real disk need not be asked
         self._note("sync")
-
-    def sync_folder(self, folder: int) -> None:  # noqa: ARG002 - as above
-        self._note("sync_folder")
 
     def rename(self, name: str, to: str, folder: int) -> None:
         self._note("rename")
@@ -73,13 +64,6 @@ class WatchedDisk(Disk):
     def remove(self, name: str, folder: int) -> None:
         self._note("remove")
         super().remove(name, folder)
-
-    def cut(self, name: str, size: int, folder: int) -> None:
-        self._note("cut")
-        super().cut(name, size, folder)
-
-    def reserve(self, file: int, size: int) -> None:  # noqa: ARG002 - as above
-        self._note("reserve", bytes(1))
 
     def _note(self, call: str, data: bytes = b"", file: int = -1) -> None:
         self.calls.append(call)
@@ -91,109 +75,88 @@ class WatchedDisk(Disk):
             raise torn.error from None
 
 
-class TornError(Exception):
-    """What to raise from a write, of which so many bytes were done."""
-
-    def __init__(self, written: int, error: BaseException) -> None:
-        super().__init__()
-        self.written = written
-        self.error = error
-
-
-def open_journal(folder: Path, settings: JournalSettings = TINY, disk: Disk | None = None) -> Journal:
+def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None = None) -> Journal:
     """Without a thread, and with a disk that asks nothing of the real one."""
-    return Journal(folder, settings, disk=disk or WatchedDisk(), clerk=Clerk(threaded=False))
-
-
-def asks(journal: Journal, what: Literal["needs_compaction", "wants_snapshot"]) -> bool:
-    """Whether it does; a type checker takes an attribute that was false to stay so."""
-    return bool(getattr(journal, what))
+    return Journal(folder, limits, disk=disk or WatchedDisk(), threaded=False)
 
 
 def crash(journal: Journal) -> None:
-    """Let go of the folder as the system does for a killed process: nothing is tidied up."""
-    keeping = journal._keeping
-    if keeping.writer is not None:
-        for file in keeping.writer.let_go():
-            os.close(file)
-    keeping.writer = None
-    if keeping.folder is not None:
-        keeping.folder.close()
-    keeping.state = "closed"
+    """Release the folder as the system does for a killed process: nothing is tidied up."""
+    if journal._log is not None:
+        journal._log.close()
+    if journal._folder is not None and journal.state != "closed":
+        journal._folder.close()
+    journal._log = journal._folder = None
+    journal.state = "closed"
+
+
+def batches_of(rows: Sequence[Relayed]) -> Batches:
+    _, upstreams, incarnations, seqs, payloads = map(list, zip(*rows, strict=True))
+    return Batches(rows[0].number, upstreams, incarnations, seqs, payloads)
 
 
 @dataclass
 class Model:
-    """What was told, and nothing else. `kept` is what each step left behind."""
+    """What a journal was given, and nothing else."""
 
-    records: list[Record] = field(default_factory=list)
-    mark: dict[str, Any] | None = None
+    records: list[Relayed | Skipped] = field(default_factory=list)
+    mark: bytes | None = None
     positions: dict[int, tuple[int, int]] = field(default_factory=dict)
-    next_number: int = 0
-    snapshots: dict[tuple[int, bool], list[bytes]] = field(default_factory=dict)
+    states: dict[int, list[bytes]] = field(default_factory=dict)
+    """By number, the parts of the snapshots that were begun."""
 
     def copy(self) -> Model:
-        return Model(list(self.records), self.mark, dict(self.positions), self.next_number, dict(self.snapshots))
+        return Model(list(self.records), self.mark, dict(self.positions), dict(self.states))
 
-    def burst(self, sizes: Sequence[int], upstream: int) -> list[Relayed]:
+    @property
+    def next_number(self) -> int:
+        last = self.records[-1] if self.records else Skipped(0, -1)
+        return last.last + 1 if isinstance(last, Skipped) else last.number + 1
+
+    def batches(self, sizes: Sequence[int], upstream: int) -> list[Relayed]:
         """Batches of such sizes, and take note of them."""
         first, (incarnation, seq) = self.next_number, self.positions.get(upstream, (0, -1))
-        burst = [
+        made = [
             Relayed(first + at, upstream, incarnation, seq + 1 + at, payload_of(first + at, size))
             for at, size in enumerate(sizes)
         ]
-        self.records += burst
-        self.next_number += len(burst)
-        if burst:
-            self.positions[upstream] = (incarnation, burst[-1].seq)
-        return burst
+        self.records += made
+        self.positions[upstream] = (incarnation, made[-1].seq)
+        return made
 
-    def hole(self, count: int) -> Hole:
-        hole = Hole(self.next_number, self.next_number + count - 1)
-        self.records.append(hole)
-        self.next_number += count
-        return hole
+    def skip(self) -> int:
+        number = self.next_number
+        self.records.append(Skipped(number, number))
+        return number
 
-    def reset(self, upstream: int) -> UpstreamReset:
+    def reset(self, upstream: int) -> int:
         incarnation = self.positions.get(upstream, (0, -1))[0] + 1
-        reset = UpstreamReset(self.next_number - 1, upstream, incarnation)
-        self.records.append(reset)
         self.positions[upstream] = (incarnation, -1)
-        return reset
+        return incarnation
 
-    def snapshot(self, number: int, partial: bool) -> list[bytes]:
-        parts = [f"{number} {partial} {at}".encode() * 3 for at in range(number % 3 + 1)]
-        self.snapshots[number, partial] = parts
-        return parts
+    def state(self, number: int) -> list[bytes]:
+        self.states[number] = [f"{number} {at}".encode() * 3 for at in range(1, number % 3 + 2)] if number >= 0 else []
+        return self.states[number]
 
-    def behind(self, number: int) -> list[Record]:
-        """What was told after `number`. A reset right behind a snapshot may be in it as well."""
-        return [clipped for record in self.records if (clipped := _clipped(record, number)) is not None]
+    def tail(self, number: int) -> list[tuple[int, bytes]]:
+        """What was sent behind `number`, as a relay repeats it."""
+        return [(each.number, each.payload) for each in self._behind(number) if isinstance(each, Relayed)]
+
+    def _behind(self, number: int) -> list[Relayed | Skipped]:
+        return [each for each in self.records if (each.last if isinstance(each, Skipped) else each.number) > number]
 
     def is_in(self, found: Recovered) -> bool:
-        """Whether this is what was found."""
-        number = -1 if found.snapshot is None else found.snapshot.number
+        """Whether this is what was found. A snapshot does not say which upstream a batch was of."""
+        number = found.snapshot_number
         return (
             found.next_number == self.next_number
             and found.mark == self.mark
             and found.positions == self.positions
-            and self.has(found.snapshot)
-            and [clipped for each in found.records() if (clipped := _clipped(each, number)) is not None] == self.behind(number)
+            and list(found.parts()) == self.states.get(number, [])
+            and [(each.number, each.payload) for each in found.batches()] == self.tail(number)
         )
-
-    def has(self, snapshot: Snapshot | None) -> bool:
-        """Whether such a one was taken."""
-        return snapshot is None or self.snapshots.get((snapshot.number, snapshot.partial)) == list(snapshot.parts())
 
 
 def payload_of(number: int, size: int) -> bytes:
     """Different for each number."""
     return (number.to_bytes(8, "little") * (size // 8 + 1))[:size]
-
-
-def _clipped(record: Record, number: int) -> Record | None:
-    if isinstance(record, Relayed):
-        return record if record.number > number else None
-    if isinstance(record, Hole):
-        return Hole(max(record.first, number + 1), record.last) if record.last > number else None
-    return record if record.after > number else None

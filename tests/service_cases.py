@@ -24,6 +24,7 @@ import zmq
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.service.shapes import Problem
 from kvevents.stream import Doubt
 from publisher_cases import ANY, last_endpoint, publishing
 from test_cli import Ended, Program
@@ -70,10 +71,12 @@ class Answer(NamedTuple):
     def reason(self) -> str:
         """Of an error, which must be one as documented."""
         told = self.json
-        assert set(told) == {"error", "reason", "hint"}, told
-        assert all(isinstance(part, str) and part for part in told.values()), told
-        assert self.headers["content-type"] == "application/json"
-        return str(told["reason"])
+        problem = msgspec.convert(told, Problem)
+        assert all(told.values()), told
+        assert problem == Problem.of(self.status, problem.reason, problem.detail, problem.hint)
+        assert set(told) == set(Problem.__struct_fields__), told
+        assert self.headers["content-type"] == "application/problem+json"
+        return problem.reason
 
 
 class Client:
@@ -145,8 +148,12 @@ class Service(Client):
         """What it has written to stderr so far."""
         return self.program.err.all
 
+    def says(self, pattern: str) -> None:
+        """Wait until a line of the log matches: what is written before an answer may be read behind it."""
+        self.program.err.wait(pattern)
+
     def told(self, pattern: str) -> list[str]:
-        """Lines of the log that match."""
+        """Lines of the log so far that match; for what must not be there, or not often."""
         return [line for line in self.log if re.search(pattern, line)]
 
     # --- the fleet

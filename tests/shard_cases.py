@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvevents.service.config import to_config
+from kvevents.service.config import ServiceConfig
 from kvevents.service.server import _listen, _Server
 from kvevents.service.service import Service
+from kvevents.settings import convert
 from ports import quiet_port
 from service_cases import Client
 
@@ -57,7 +58,7 @@ class Replica(Client):
                 "pace": PACE,
                 **more.get("shard", {}),
             }
-        self.config = to_config(tables, "test")
+        self.config = convert(tables, ServiceConfig, "test")
         self.service = Service(self.config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: _Quiet | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from index_cases import namespace
+from index_cases import blocks_of, namespace, store
 from index_keys import Scope, prompt_keys, prompt_locals
+from kvevents import _native
 from kvevents.events import BlockStored, KVEventBatch
-from kvevents.index import MultiModal, Namespace, PrefixIndex, block_keys, chain_hashes, local_hashes
+from kvevents.index import (
+    MultiModal,
+    Namespace,
+    PrefixIndex,
+    StoredKeys,
+    block_keys,
+    chain_hashes,
+    local_hashes,
+    stored_keys,
+    tier_of,
+)
+from kvevents.weights import TIERS
 from kvevents.wire import encode_batch
 from wire_cases import DATA
 
@@ -140,3 +152,85 @@ def test_keys_do_not_depend_on_the_model_label() -> None:
 )
 def test_namespaces_that_differ_have_no_key_in_common(one: Any, other: Any) -> None:
     assert set(block_keys(TOKENS, 16, one)[1:]).isdisjoint(block_keys(TOKENS, 16, other)[1:])
+
+
+# --- keys of stores
+
+
+@given(st.integers(1, 5), st.one_of(st.none(), st.just("tenant")), st.one_of(st.none(), st.just("fr")), st.integers(0, 4))
+def test_keys_of_stores_are_those_of_the_same_prompt(blocks: int, salt: str | None, lora: str | None, cut: int) -> None:
+    """In one event or in two, with a salt in the root's extra keys as vLLM sends it, or in a field as SGLang does."""
+    tokens, cut = list(range(4 * blocks)), min(cut, blocks)
+    extra: list[Any] = [((lora,) if lora else ()) + ((salt,) if salt and index == 0 else ()) for index in range(blocks)]
+    wanted = block_keys(tokens, 4, Namespace(lora=lora, salt=salt))
+    for said in ({"extra_keys": extra}, {"cache_salt": salt}):
+        found = stored_keys(store(range(blocks), tokens, 4, lora_name=lora, **said))
+        assert (found.keys, found.unkeyed) == (wanted, None)
+        assert found.salt is not None
+        if 0 < cut < blocks:
+            rest = store(range(cut, blocks), tokens[cut * 4 :], 4, 1, lora_name=lora)
+            assert stored_keys(rest, (wanted[cut - 1], found.salt)) == (wanted[cut:], None, None)
+
+
+def test_keys_of_stores_with_items_and_of_pairs_are_those_of_the_prompt() -> None:
+    item, tokens = MultiModal("picture", 2, 5), list(range(9))
+    event = store([1, 2], tokens[:8], 4, extra_keys=[(("picture", 2),), (("picture", -2),)])
+    assert stored_keys(event).keys == block_keys(tokens[:8], 4, Namespace(mm=[item]))
+    assert stored_keys(store([1, 2], list(pairwise(tokens)), 4)).keys == block_keys(tokens, 4, eagle=True)
+
+
+_extra_keys = st.one_of(
+    st.text(max_size=3), st.binary(max_size=3), st.integers(-5, 5), st.tuples(st.text(max_size=3), st.integers(-9, 9))
+)
+_extras = st.lists(st.lists(_extra_keys), max_size=3)
+
+
+@given(_extras, st.one_of(st.none(), st.text(max_size=3)), st.one_of(st.none(), st.integers(-3, 3)), st.booleans())
+def test_keys_of_stores_are_those_that_an_index_makes(
+    extras: list[Any], salt: str | None, lora: int | None, pairs: bool
+) -> None:
+    """Of a root and of what continues it, whatever their extra keys are."""
+    index = PrefixIndex()
+    tokens: list[Any] = list(pairwise(range(13))) if pairs else list(range(12))
+    root = store([1, 2], tokens[:8], 4, lora_id=lora, cache_salt=salt, extra_keys=extras)
+    rest = store([3], tokens[8:], 4, 2, lora_id=lora, extra_keys=extras[:1])
+    index.apply_payload(("a", 0), 0, 0, encode_batch(KVEventBatch(1.0, [root, rest], 0)))
+    keys = {block_hash: key for key, block_hash, *_ in blocks_of(index, ("a", 0))}
+    first = stored_keys(root)
+    assert first.salt is not None
+    behind = stored_keys(rest, (first.keys[-1], first.salt))
+    assert [keys[1], keys[2], keys[3]] == first.keys + behind.keys
+
+
+@pytest.mark.parametrize(
+    ("event", "unkeyed"),
+    [
+        (store([1], [1, 2], 2, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=8), "other-group"),
+        (store([1], [], 2), "no-tokens"),
+        (store([1], [1, 2, 3], 2), "length-mismatch"),
+        (store([1], [1, -2], 2), "bad-token"),
+        (store([1], [1, 2], 2, 7), "parent-unknown"),
+    ],
+)
+def test_a_store_without_keys_has_a_reason(event: BlockStored, unkeyed: str) -> None:
+    assert (stored_keys(event).keys, stored_keys(event).unkeyed) == ([], unkeyed)
+
+
+def test_a_store_that_announces_keys_has_those() -> None:
+    assert stored_keys(store([1, 2], [], 4, 7, block_keys=[8, 9])) == StoredKeys([8, 9], None, None)
+
+
+# --- tiers
+
+
+def test_tiers_are_the_same_in_python_and_in_the_index() -> None:
+    """In one order, and under the media that engines name."""
+    assert list(TIERS) == _native.TIERS
+    media = {"": "gpu", "hbm": "gpu", "CPU_PINNED": "cpu", "CPU_TIER2": "disk", "nvme": "disk", "Weird": "WEIRD"}
+    assert {medium: tier_of(medium) for medium in media} == media
+    assert tier_of(None) == "gpu"
+    for medium, tier in media.items():
+        index = PrefixIndex()
+        stored = store([1], [1, 2], 2, medium=medium or None)
+        index.apply_payload(("a", 0), 0, 0, encode_batch(KVEventBatch(1.0, [stored], 0)))
+        assert [block[2] for block in blocks_of(index, ("a", 0))] == [tier]

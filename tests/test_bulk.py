@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvevents.bulk import bulk
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.outlet import ZmqOutlet
+from kvevents.publisher.event_socket import EventSocket
 from kvevents.subscriber.draining import _drain_live, drain_live
 from kvevents.wire.framing import encode_seq
 
@@ -121,7 +121,7 @@ def test_what_libzmq_refuses_to_read_is_raised() -> None:
 def test_a_stream_is_the_same_without_native_sending(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has no native module, or another pyzmq, sends the same frames."""
     if not native:
-        monkeypatch.setattr("kvevents.publisher.outlet.bulk", lambda: None)
+        monkeypatch.setattr("kvevents.publisher.event_socket.bulk", lambda: None)
     broadcast = Broadcast("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -143,7 +143,7 @@ def test_a_stream_is_the_same_without_native_sending(native: bool, monkeypatch: 
 class _Half:
     """Stands for a libzmq that refuses the second frame of the second message."""
 
-    def __init__(self, outlet: ZmqOutlet) -> None:
+    def __init__(self, outlet: EventSocket) -> None:
         self._outlet = outlet
 
     def send(self, socket: int, topic: bytes, batches: list[tuple[int, bytes]]) -> int:
@@ -164,8 +164,8 @@ def test_a_message_that_was_cut_short_is_finished() -> None:
         consumer.connect(broadcast.endpoint)
         while not broadcast.subscribers:
             broadcast.look_around()
-        outlet = broadcast._outlet
-        assert isinstance(outlet, ZmqOutlet)
+        outlet = broadcast._events
+        assert isinstance(outlet, EventSocket)
         outlet._bulk = _Half(outlet)  # type: ignore[assignment]
         batches = [(seq, b"%d" % seq) for seq in range(3)]
         broadcast.send(batches)

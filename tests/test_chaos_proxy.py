@@ -11,8 +11,7 @@ import zmq
 
 from kvevents.errors import ConfigError
 from kvevents.testing import FaultProxy
-from kvevents.testing.zmtp import ZmtpSplitter
-from kvevents.wire.zmtp import message
+from kvevents.testing.zmtp import ZmtpSplitter, message
 
 SECONDS = 10
 """Deadline of every wait."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -20,15 +17,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.cli import bridge as cli
-from kvevents.cli import bridging, nats
-from kvevents.cli.bridging import Seen, Teller, card_of
+from kvevents.cli.bridging import Teller, card_of
+from kvevents.cli.parser import CommandParser
 from kvevents.config import Curve
-from kvevents.errors import PlaneError
 from kvevents.plane import metrics
-from kvevents.plane.bridge import BridgeSettings
-from kvevents.plane.connection import opened
-from kvevents.plane.layout import Layout
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
@@ -49,6 +42,12 @@ LANE = ("--lanes", 2, "--lane-size", "64MiB")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with nats_server(tmp_path_factory.mktemp("nats")) as found:
         yield found
+
+
+@pytest.fixture(scope="module", name="brisk")
+def settings_of_brisk_bridges(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """For bridges that give signs of life four times as often as by default: others know sooner whether one is there."""
+    return "--config", write(tmp_path_factory.mktemp("brisk") / "bridge.toml", "[bridge]\nbeat = 0.5\n")
 
 
 def key_of(name: str) -> str:
@@ -193,7 +192,7 @@ def test_cards_have_no_keys() -> None:
 
 
 def test_a_bridge_that_was_killed_comes_back_and_nothing_is_lost_or_doubled(server: NatsServer) -> None:
-    """Under its name at once, since its process is known to have ended."""
+    """Under its name at once: what is in the log is guarded by the log, whatever bridges are named."""
     with publishing(replay_endpoint=ANY) as publisher:
         log, number = Log(plane_at(server.url, name="killed")), 0
         for _ in range(3):
@@ -204,79 +203,53 @@ def test_a_bridge_that_was_killed_comes_back_and_nothing_is_lost_or_doubled(serv
                 log.until("some", lambda log: len(log.numbers(key_of("a"))) >= number - 200)  # noqa: B023 - called at once
                 program.process.kill()
                 assert program.process.wait(SECONDS) == -signal.SIGKILL
-            assert not [line for line in program.err.all if "waiting for" in line]
+            assert not [line for line in program.err.all if "writes under it too" in line]
         with bridge(server, "killed", *worker("a", publisher), name="node.example"):
             has(log, "a", 900)
 
 
-def test_a_second_bridge_of_the_same_name_is_refused(server: NatsServer, tmp_path: Path) -> None:
-    """With one sentence, after the first has had time to end; the first goes on. Where it does end another takes its place."""
-    with publishing(replay_endpoint=ANY) as publisher, bridge(server, "same", *worker("a", publisher)) as first:
-        arguments = ["bridge", "--to", server.url, "--plane", "same", *LANE, "--name", "bridge", *worker("a", publisher)]
-        who = f"process {first.process.pid} at {re.escape(socket.gethostname())} is bridge 'bridge'"
-        with Program(*arguments, command=quick("0.5")) as second:
-            second.err.wait(f"WARNING .*{who}; waiting for at most 0.5 s")
-            ended = second.end()
-        assert ended.code == 1
-        assert re.fullmatch(f"kvevents: {who} of plane 'same'; .*give this one another with --name.*", last(ended))
-        publisher.publish(batch(0))
-        has(Log(plane_at(server.url, name="same")), "a", 1)
-        with Program(*arguments) as third:
-            third.err.wait("waiting for at most 18 s")
-            assert first.interrupt(signal.SIGTERM).code == 0
-            third.err.wait("bridge 'bridge' writes to")
-            assert third.interrupt(signal.SIGTERM).code == 0
-
-
-def test_a_signal_ends_a_bridge_that_waits_for_its_name(server: NatsServer) -> None:
-    arguments = ["bridge", "--to", server.url, "--plane", "waits", *LANE, "--name", "bridge", *HERE]
-    with bridge(server, "waits", *HERE), Program(*arguments) as second:
-        second.err.wait("waiting for at most")
-        ended = second.interrupt()
-    assert ended.code == 0
-    assert "Traceback" not in ended.err
-
-
-def test_a_bridge_whose_name_was_taken_ends(server: NatsServer) -> None:
-    """As when it was stopped for longer than its lease lasts."""
+def test_two_bridges_of_one_name_report_each_other_and_write_one_log(server: NatsServer, brisk: tuple[object, ...]) -> None:
+    """Both, and `plane status`. When one ends the other is well again."""
+    port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
-        arguments = ["bridge", "--to", server.url, "--plane", "taken", *LANE, "--name", "bridge", *worker("a", publisher)]
-        with Program(*arguments, command=quick("3.0", lease="1.5")) as first:
+        arguments = (*worker("a", publisher), *brisk, "--metrics-port")
+        with bridge(server, "same", *arguments, port) as first:
             confirmed(first, "a", publisher)
-            first.process.send_signal(signal.SIGSTOP)
-            with Program(*arguments, command=quick("10.0", lease="1.5")) as second:
-                confirmed(second, "a", publisher, 1)
-                first.process.send_signal(signal.SIGCONT)
-                ended = first.end()
-                assert ended.code == 1, ended.err
-                assert f"process {second.process.pid} at" in last(ended)
-                publisher.publish(batch(2))
-                has(Log(plane_at(server.url, name="taken")), "a", 3)
+            assert scrape(port)["kvevents_bridge_name_shared"] == [({}, 0.0)]
+            with bridge(server, "same", *arguments, quiet_port()) as second:
+                for one, other in ((first, second), (second, first)):
+                    who = f"process {other.process.pid} at {re.escape(socket.gethostname())}"
+                    one.err.wait(f"WARNING .*name 'bridge': {who} writes under it too; give each bridge a name of its own")
+                until("a metric", lambda: scrape(port)["kvevents_bridge_name_shared"] == [({}, 1.0)])
+                until("a fault", lambda: "bridge bridge is more than one process" in plane_status(server, "same").out)
+                for number in range(1, 100):
+                    publisher.publish(batch(number))
+                has(Log(plane_at(server.url, name="same")), "a", 100)
+                assert second.interrupt(signal.SIGTERM).code == 0
+            first.err.wait("name 'bridge': well again")
+            publisher.publish(batch(100))
+            has(Log(plane_at(server.url, name="same")), "a", 101)
 
 
-def test_a_name_outlives_servers_that_are_away_and_a_bucket_that_was_deleted(tmp_path: Path) -> None:
-    with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
-        arguments = ["bridge", "--to", server.url, "--plane", "away", *LANE, "--name", "bridge", *worker("a", publisher)]
-        with Program(*arguments, command=quick("10.0", lease="1.0")) as program:
-            confirmed(program, "a", publisher)
-            has(Log(plane_at(server.url, name="away")), "a", 1)
-            server.kill()
-            publisher.publish(batch(1))
-            program.err.wait("the name of this bridge is not sure: it could not be renewed for 1 s")
-            server.start()
-            program.err.wait("the name of this bridge is sure again")
-            has(Log(plane_at(server.url, name="away")), "a", 2)
-            lines = len(program.err.all)
-            asyncio.run(delete_leases(server, "away"))
-            program.err.wait(lambda told: any("is sure again" in line for line in told[lines:]))
-            publisher.publish(batch(2))
-            has(Log(plane_at(server.url, name="away")), "a", 3)
-            assert program.interrupt(signal.SIGTERM).code == 0
+def plane_status(server: NatsServer, plane: str) -> Ended:
+    return run("plane", "status", "--at", server.url, "--plane", plane)
 
 
-async def delete_leases(server: NatsServer, plane: str) -> None:
-    async with opened(plane_at(server.url), name="tests") as client:
-        await client.jetstream().delete_key_value(Layout(plane, 2).leases)
+def test_a_bridge_that_was_stopped_while_another_of_its_name_wrote_goes_on(
+    server: NatsServer, brisk: tuple[object, ...]
+) -> None:
+    with publishing(replay_endpoint=ANY) as publisher, bridge(server, "stopped", *worker("a", publisher), *brisk) as first:
+        confirmed(first, "a", publisher)
+        has(Log(plane_at(server.url, name="stopped")), "a", 1)
+        first.process.send_signal(signal.SIGSTOP)
+        with bridge(server, "stopped", *worker("a", publisher), *brisk) as second:
+            confirmed(second, "a", publisher, 1)
+            has(Log(plane_at(server.url, name="stopped")), "a", 2)
+            first.process.send_signal(signal.SIGCONT)
+            second.err.wait(f"name 'bridge': process {first.process.pid} at .* writes under it too")
+        publisher.publish(batch(2))
+        has(Log(plane_at(server.url, name="stopped")), "a", 3)
+        assert first.interrupt(signal.SIGTERM).code == 0
 
 
 def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_once(tmp_path: Path) -> None:
@@ -306,19 +279,6 @@ def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_onc
         assert "Traceback" not in ended.err
 
 
-def quick(name_seconds: str, lease: str = "15.0") -> tuple[str, ...]:
-    """The program with short waits for names."""
-    code = f"""
-import sys
-from kvevents.cli import bridging, main
-from kvevents.plane.leases import Lease
-bridging.NAME_SECONDS = {name_seconds}
-bridging.Lease = lambda *args: Lease(*args, seconds={lease})
-sys.exit(main())
-"""
-    return (sys.executable, "-c", code)
-
-
 def last(ended: Ended) -> str:
     return ended.err.splitlines()[-1]
 
@@ -336,7 +296,7 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
             until("a batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
             found = {name: values for name, values in scrape(port).items() if name.startswith("kvevents")}
             assert {name.removeprefix("kvevents_bridge_") for name in found} == {
-                *("connected", "name_held", "network_suspected", "unnamed_engines", "queue_limit_bytes", "discovery_faults"),
+                *("connected", "name_shared", "network_suspected", "unnamed_engines", "queue_limit_bytes", "discovery_faults"),
                 *("written_batches_total", "conflicts_total", "followed_anew_total", "breaches_total"),
                 *("lane_position", "lane_waiting", "lane_queued_bytes", "lane_held_up", "streams"),
             }
@@ -345,8 +305,8 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
             assert [labels for labels, _ in found["kvevents_bridge_lane_position"]] == [{"lane": "0"}, {"lane": "1"}]
             assert sum(value for _, value in found["kvevents_bridge_lane_position"]) > 0
             singles = {name: values[0][1] for name, values in found.items() if values[0][0] == {}}
-            assert singles["kvevents_bridge_connected"] == singles["kvevents_bridge_name_held"] == 1
-            assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeSettings.__struct_defaults__[-1]
+            assert (singles["kvevents_bridge_connected"], singles["kvevents_bridge_name_shared"]) == (1, 0)
+            assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeOptions().max_queued_bytes
             assert singles["kvevents_bridge_breaches_total"] == 0
             second = run("bridge", "--to", server.url, "--plane", "metrics", "--name", "other", *more)
             assert second.code == 1
@@ -376,26 +336,19 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_document_lists_what_there_is() -> None:
-    """Each metric, and each setting with its flag and its default."""
+    """Each metric, and each setting with its option."""
     text = (Path(__file__).parent.parent / "docs" / "plane.md").read_text()
     rows = " ".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
     listed = set(re.findall(r"`(\w+)[{`]", rows))
     exported = {*metrics._GAUGES, *(f"{name}_total" for name in metrics._COUNTERS), *metrics._LANES, "streams"}
     assert exported - listed == set()
-    fields = {*PlaneSettings.__struct_fields__, *BridgeSettings.__struct_fields__, *Seen.__struct_fields__} - {"plane"}
-    assert fields - listed == set()
-    own = {each.flag for each in (*cli._PLANE, *cli._SELF, *cli._SEEN)} - {"--metrics-port", "--metrics-host"}
-    flags = own | {flag for flag, *_ in nats._LOGIN} | {nats._INBOX}
-    assert not [flag for flag in flags if f"`{flag}`" not in text]
-
-
-def test_the_help_tells_the_defaults_of_the_settings() -> None:
-    defaults = {field.name: field.default for field in msgspec.structs.fields(BridgeSettings)}
-    said = {each.field: re.search(r"\(default: (\d+)\)", each.help) for each in cli._SELF}
-    assert {name: float(found[1]) for name, found in said.items() if found} == {
-        "hold_back": defaults["hold_back"],
-        "dead_seconds": defaults["dead_seconds"],
-    }
+    parser = CommandParser("bridge")
+    cli.add_arguments(parser)
+    own = [each for path, each in parser.get_default("form").settings.items() if path.startswith(("plane.", "bridge."))]
+    assert {each.path.partition(".")[2] for each in own} - listed == set()
+    shown = parser.format_help()
+    named = {"--metrics-port", "--metrics-host"}
+    assert not [each.flag for each in own if each.flag in shown and each.flag not in named and f"`{each.flag}`" not in text]
 
 
 # --- wrong usage -------------------------------------------------------------------------------------------------------------
@@ -409,7 +362,7 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--dns", "h:1"], 2, "no server is named; write --to"),
         (["--to", "nats://127.0.0.1:1"], 2, "there is nothing to follow"),
         (["--to", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
-        (["--to", "nats://127.0.0.1:1", "--worker", "a"], 2, "is no worker"),
+        (["--to", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
         (["--to", "http://127.0.0.1:1", *HERE], 1, "is no server of a plane"),
         (["--to", "nats://secret@127.0.0.1:1x", *HERE], 1, "'nats://127.0.0.1:1x' is no server of a plane"),
         (["--to", "nats://127.0.0.1:1", *HERE], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
@@ -441,14 +394,14 @@ def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, to
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[plane]\nserver = ['x']", "[plane]: Object contains unknown field `server`; known fields: servers, name"),
-        ("[plane]\nlanes = 'many'", "[plane]: Expected `int`, got `str` - at `$.lanes`"),
-        ("[plane]\ncopies = 2", "[plane]: copies is 2"),
-        ("[bridge]\nreserve = 3", "[bridge]: Object contains unknown field `reserve`; known fields: plane, name"),
-        ("[bridge]\nmetrics_port = 'x'", "[bridge]: Expected `int | null`, got `str`"),
-        ("[bridges]\n", "unknown key 'bridges'; the file of a bridge has bridge, curve, dns, plane, source_files, sources"),
-        ("bridge = 3\n", "[bridge] is no table"),
-        ("port = 3\n", "unknown key 'port'"),
+        ("[plane]\nserver = ['x']", "plane: unknown field 'server'; did you mean 'servers'? known fields: servers, name"),
+        ("[plane]\nlanes = 'many'", "plane.lanes: Expected `int`, got `str`"),
+        ("[plane]\ncopies = 2", "plane.copies is 2"),
+        ("[bridge]\nreserve = 3", "bridge: unknown field 'reserve'"),
+        ("[bridge]\nmetrics_port = 'x'", "bridge.metrics_port: Expected `int | null`, got `str`"),
+        ("[bridges]\n", "unknown field 'bridges'; did you mean 'bridge'? known fields: curve, sources, "),
+        ("bridge = 3\n", "bridge: Expected `object`, got `int`"),
+        ("port = 3\n", "unknown field 'port'"),
         ("[[sources]]\ninstance = 'a'", "either endpoint or base_url"),
         ("[plane\n", "cannot read"),
     ],
@@ -498,26 +451,3 @@ def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
         ended = program.interrupt(signal.SIGTERM)
     assert ended.code == 0
     assert "secret" not in ended.err
-
-
-async def test_a_bucket_without_a_leader_is_asked_again_for_the_name(caplog: pytest.LogCaptureFixture) -> None:
-    """As one of several copies is for a moment after it was made; a bridge that begins a plane does not end for that."""
-
-    class Electing:
-        rival = None
-
-        def __init__(self) -> None:
-            self.asked: list[float] = []
-
-        async def acquire(self, within: float = 0.0) -> bool:
-            self.asked.append(within)
-            if not within:
-                raise PlaneError("writing lease bridge.b: no response from stream", fault="away")
-            return True
-
-    lease = Electing()
-    plane = PlaneSettings(servers=("nats://127.0.0.1",))
-    process = SimpleNamespace(_settings=SimpleNamespace(bridge=BridgeSettings(plane=plane, name="b")))
-    await bridging.Process._take_name(process, lease)  # type: ignore[arg-type]
-    assert lease.asked == [0.0, bridging.NAME_SECONDS]
-    assert caplog.messages == ["writing lease bridge.b: no response from stream"]

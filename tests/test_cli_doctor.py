@@ -450,16 +450,19 @@ def publishing_on(publisher: ZmqEventPublisher) -> Iterator[None]:
     ("wrong", "codes", "said", "advice"),
     [
         ("swapped", {"wrong-socket"}, "ROUTER", "endpoint is where it publishes, replay_endpoint where it replays"),
-        ("replay of another engine", {"replay-foreign", "replay-unconfirmed"}, "replay endpoint", "replay endpoint"),
+        ("replay of an engine ahead", {"replay-foreign", "replay-unconfirmed"}, "replay endpoint", "replay endpoint"),
+        ("replay of an engine behind", {"replay-foreign", "replay-unconfirmed"}, "replay endpoint", "replay endpoint"),
         ("replay is an event port", {"replay-wrong-socket"}, "answers no replay requests", "replay_endpoint where it replays"),
     ],
 )
 def test_wrong_endpoints_of_an_engine_are_named(wrong: str, codes: set[str], said: str, advice: str) -> None:
     """Each is a finding about trust that says which endpoint is wrong, and what to register."""
-    with serving() as served, engine(blocks(2)) as one, engine(blocks(3, 5), blocks(1, 20)) as other, publishing_on(one):
+    others = [blocks(3, 5), *([blocks(1, 20)] * 500 if wrong == "replay of an engine ahead" else [])]
+    with serving() as served, engine(blocks(2)) as one, engine(*others) as other, publishing_on(one):
         wrongly: dict[str, dict[str, Any]] = {
             "swapped": {"endpoint": one.replay_endpoint, "replay_endpoint": one.endpoint},
-            "replay of another engine": {"replay_endpoint": other.replay_endpoint},
+            "replay of an engine ahead": {"replay_endpoint": other.replay_endpoint},
+            "replay of an engine behind": {"replay_endpoint": other.replay_endpoint},
             "replay is an event port": {"replay_endpoint": other.endpoint},
         }
         served.register("engine-0", one, **wrongly[wrong])

@@ -48,8 +48,8 @@ def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_t
     assert [(seq, payload) for _, seq, payload in frames_of(one)] == [(seq, payload) for _, seq, payload in published]
     assert {topic for topic, *_ in frames_of(one)[:79]} == {b"kv-events"}
 
-    # As fast as it was recorded: where one life gives way to the next at once, replay may tell of that before all is read.
-    options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--stay")
+    # So that one life gives way to the next while much of it is unread.
+    options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--speed", "max", "--stay")
     with Program("play", one, *options) as player:
         live, replay = serving(player)
         assert run("record", other, live, "--replay", replay, "--name", "pod", "--count", 114).code == 0

@@ -15,7 +15,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from kvevents.cli.relay import HINT_SECONDS, Teller, upstream
+from kvevents.cli.options import engine
+from kvevents.cli.relay import HINT_SECONDS, Teller
 from kvevents.stream import Doubt, Source, Trust
 from ports import quiet_port
 from publisher_cases import ANY, DEADLINE, publishing
@@ -121,7 +122,7 @@ def test_a_damaged_journal_begins_anew(tmp_path: Path) -> None:
                 truth.say(block(number))
             until_exact(truth, early)
             program.process.kill()
-        for path in ends.journal.glob("*.segment"):
+        for path in ends.journal.glob("*.log"):
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 0xFF
             path.write_bytes(data)
@@ -158,7 +159,7 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
     ("arguments", "code", "told"),
     [
         (["tcp://nowhere"], 2, "expected tcp://HOST:PORT"),
-        (["gpu:x=tcp://127.0.0.1:1"], 2, "is no upstream"),
+        (["gpu:x=tcp://127.0.0.1:1"], 2, "invalid engine"),
         (["nonsense"], 2, "invalid endpoint 'nonsense'"),
         (["127.0.0.1:1", "127.0.0.1:1"], 1, "same name and rank"),
         (["127.0.0.1:1", "--tokens", "hash", "--dialect", "vllm-0.22"], 1, "has no room"),
@@ -187,9 +188,9 @@ def test_a_port_in_use_is_told_in_one_sentence() -> None:
 
 
 def test_upstreams_are_named_or_have_their_endpoints_name() -> None:
-    assert upstream("127.0.0.1:1,127.0.0.1:2") == Source("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", name="127.0.0.1:1")
-    assert upstream("gpu:3=127.0.0.1:1") == Source("tcp://127.0.0.1:1", name="gpu", rank=3)
-    assert upstream("gpu=127.0.0.1:1").label == "gpu"
+    assert engine("127.0.0.1:1,127.0.0.1:2") == Source("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", name="127.0.0.1:1")
+    assert engine("gpu:3=127.0.0.1:1") == Source("tcp://127.0.0.1:1", name="gpu", rank=3)
+    assert engine("gpu=127.0.0.1:1").label == "gpu"
 
 
 def test_an_upstream_that_never_comes_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,8 +43,8 @@ def run_bridge(monkeypatch: pytest.MonkeyPatch, work: Callable[..., None]) -> No
         work()
 
     monkeypatch.setattr(bridging, "_main", begin)
-    settings: Any = None
-    bridging.run(settings)
+    config: Any = None
+    bridging.run(config, None)
 
 
 @pytest.mark.parametrize("run", [run_service, run_bridge])

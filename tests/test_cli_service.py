@@ -35,7 +35,7 @@ from kvevents.cli.screen import Screen
 from kvevents.cli.watching import ORDERS, Frame, Source, in_order
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.shapes import HealthAnswer, ReadyAnswer, StatsAnswer
+from kvevents.service.shapes import HealthAnswer, Problem, ReadyAnswer, StatsAnswer
 from test_cli import SECONDS, Program, heeding_interrupts, refusing, run
 
 BLOCK: Final = 16
@@ -417,7 +417,7 @@ def reply(status: str, body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join([*lines, b"", body])
 
 
-PROBLEM: Final = b'{"error": "it cannot", "reason": "cannot", "hint": "do not"}'
+PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do not"))
 
 
 @pytest.mark.parametrize(
@@ -824,12 +824,14 @@ def test_a_state_has_its_reason_once() -> None:
     ],
 )
 def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], code: int, said: str) -> None:
-    ended = run("serve", "--from", "nats://127.0.0.1:1", *flags, "--check")
+    ended = run("serve", "--from", "nats://127.0.0.1:1", *flags, "--port", 0, "--check")
     assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
 
 
 def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "service.toml"
     path.write_text('shard = "x"\n')
-    ended = run("serve", "--config", path, "--from", "nats://127.0.0.1:1", "--replica", "a", "--holders", "2", "--check")
+    ended = run(
+        "serve", "--config", path, "--from", "nats://127.0.0.1:1", "--replica", "a", "--holders", "2", "--port", 0, "--check"
+    )
     assert (ended.code, "service.toml: shard: Expected" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err

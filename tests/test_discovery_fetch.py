@@ -16,7 +16,8 @@ from typing import Any, Self
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.fetch import AskError, BaseUrl, HttpClient
+from kvevents.service.discovery.fetch import HttpClient
+from kvevents.service.discovery.urls import AskError, BaseUrl
 from ports import quiet_port
 from test_discovery_backoff import DEADLINE, within
 

@@ -48,7 +48,7 @@ def test_a_wildcard_replay_host_is_the_engines_own() -> None:
     ("fields", "words"),
     [
         ({"instance": "a", "endpont": "tcp://h:1", "model": "m"}, ["[[sources]] 3 (a)", "endpont", "known fields: model"]),
-        ({"endpoint": "tcp://h:1", "model": 7}, ["[[sources]] 3:", "`$.model`", "Expected `str"]),
+        ({"endpoint": "tcp://h:1", "model": 7}, ["[[sources]] 3:", "model: Expected `str"]),
         ({"endpoint": "tcp://h:1"}, ["model is missing"]),
         ({"model": "m"}, ["either endpoint or base_url"]),
         ({"model": "m", "endpoint": "tcp://h:1", "base_url": "http://h"}, ["not both"]),

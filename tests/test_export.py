@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ from export_cases import (
 )
 from kvevents.errors import ConfigError, RecordingError, UsageError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvevents.export import TABLES, Answer, ExportLimits, Progress, Query, ask, export, query_named
-from kvevents.export.keys import ROOT, UNKEYED, Before, keys_of
-from kvevents.export.residents import TIERS
+from kvevents.export import DEFAULT_EXPORT_LIMITS, TABLES, Answer, ExportLimits, Progress, Query, ask, export, query_named
+from kvevents.export.residents import UNKEYED
 from kvevents.export.reuse import ReuseDistances
-from kvevents.index import MultiModal, Namespace, PrefixIndex, block_keys
+from kvevents.index import PrefixIndex, block_keys
 from kvevents.recording import live_batches, recorded_streams
 from kvevents.stream import RawBatch
 
@@ -45,11 +43,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 DTYPES = {"int32": "int32", "int64": "int64", "uint64": "uint64", "double": "double", "string": "string", "bool": "bool"}
 
 
-def one(tmp_path: Path, *batches: list[Any], tokens: bool = False, **limits: int) -> Path:
+def one(tmp_path: Path, *batches: list[Any], tokens: bool = False, limits: ExportLimits = DEFAULT_EXPORT_LIMITS) -> Path:
     """Tables of one worker whose batches have these events, at 101 s, 102 s, and so on."""
     made = [(101.0 + number, events) for number, events in enumerate(batches)]
     path = history(tmp_path / "run.jsonl", {"a": made})
-    return export([path], tmp_path / "out", tokens=tokens, limits=ExportLimits(**limits)).folder
+    return export([path], tmp_path / "out", tokens=tokens, limits=limits).folder
 
 
 # --- what the tables say
@@ -123,13 +121,17 @@ def test_a_clear_of_one_tier_leaves_the_others(tmp_path: Path) -> None:
     assert column(folder, "lifetimes", "tier", "ended") == [("cpu", "cleared"), ("gpu", "end")]
 
 
-def test_tiers_are_those_of_the_index() -> None:
+def test_a_block_that_the_relay_redacted_has_the_key_that_it_announces(tmp_path: Path) -> None:
+    """As the index has it. Whether such blocks follow each other, and how deep they are, is not known."""
+    redacted = BlockStored([9, 8], None, [], SIZE, block_keys=[91, 92])
+    folder = one(tmp_path, [redacted, stored([7], [3], 8)])
     index = PrefixIndex()
-    for number, medium in enumerate([*TIERS, "gpu", "Weird"]):
-        events = payload([stored([1], [1], medium=medium or None)])
-        index.apply(RawBatch(f"w{number}", 0, 0, 0, False, events))
-        (block,) = index.blocks(f"w{number}")
-        assert block.tier == TIERS.get(medium.upper(), medium.upper())
+    index.apply(RawBatch("a", 0, 0, 0, False, payload([redacted, stored([7], [3], 8)])))
+    assert column(folder, "events", "block_hash", "parent_hash", "block_key", "depth", "unkeyed") == [
+        (9, None, 91, None, None),
+        (8, None, 92, None, None),
+        (7, 8, index._key_of("a", 0, 7), None, None),
+    ]
 
 
 def test_times_without_a_clock_of_the_publisher_are_the_recorders(tmp_path: Path) -> None:
@@ -163,44 +165,32 @@ def test_several_recordings_are_one_data_set(tmp_path: Path) -> None:
 # --- keys
 
 
-@given(st.integers(1, 5), st.one_of(st.none(), st.just("tenant")), st.one_of(st.none(), st.just("fr")), st.integers(0, 4))
-def test_keys_are_those_of_the_same_prompt(blocks: int, salt: str | None, lora: str | None, cut: int) -> None:
-    """In one event or in two, with a salt in the root's extra keys as vLLM sends it, or in a field as SGLang does."""
-    tokens, cut = tokens_of(*range(blocks)), min(cut, blocks)
-    extra: list[Any] = [((lora,) if lora else ()) + ((salt,) if salt and index == 0 else ()) for index in range(blocks)]
-    wanted = block_keys(tokens, SIZE, Namespace(lora=lora, salt=salt))
-    for said in ({"extra_keys": extra}, {"cache_salt": salt}):
-        whole = BlockStored(list(range(blocks)), None, tokens, SIZE, lora_name=lora, **said)
-        assert keys_of(whole, ROOT).keys == wanted
-        if 0 < cut < blocks:
-            rest = BlockStored(list(range(cut, blocks)), 1, tokens[cut * SIZE :], SIZE, lora_name=lora)
-            assert keys_of(rest, Before(wanted[cut - 1], cut, salt)).keys == wanted[cut:]
-
-
-def test_keys_of_multimodal_items_and_of_pairs_are_those_of_the_prompt() -> None:
-    item = MultiModal("picture", 2, 5)
-    event = stored([1, 2], [1, 2], extra_keys=[(("picture", 2),), (("picture", -2),)])
-    assert keys_of(event, ROOT).keys == block_keys(tokens_of(1, 2), SIZE, Namespace(mm=[item]))
-    tokens = [*tokens_of(1, 2), 99]
-    pairs = BlockStored([1, 2], None, list(pairwise(tokens)), SIZE)
-    assert keys_of(pairs, ROOT).keys == block_keys(tokens, SIZE, eagle=True)
-
-
 @pytest.mark.parametrize(
-    ("reason", "event", "before"),
+    ("reason", "event"),
     [
-        ("other-group", stored([1], [1], kv_cache_spec_kind="mamba"), ROOT),
-        ("no-tokens", BlockStored([1], None, [], 0), ROOT),
-        ("length-mismatch", BlockStored([1], None, [1, 2, 3], 4), ROOT),
-        ("bad-token", BlockStored([1], None, [1, -2, 3, 4], 4), ROOT),
-        ("extra-key", stored([1], [1], extra_keys=[(b"digest",)]), ROOT),
-        ("parent-unknown", stored([1], [1], 5), Before(None, None, None)),
-        ("parent-unkeyed", stored([1], [1], 5), Before(None, 3, None)),
+        ("other-group", stored([1], [1], kv_cache_spec_kind="mamba")),
+        ("no-tokens", BlockStored([1], None, [], 0)),
+        ("length-mismatch", BlockStored([1], None, [1, 2, 3], 4)),
+        ("bad-token", BlockStored([1], None, [1, -2, 3, 4], 4)),
+        ("parent-unknown", stored([1], [1], 5)),
+        ("parent-unkeyed", stored([1], [1], 3)),
     ],
 )
-def test_what_has_no_key_has_a_reason(reason: str, event: BlockStored, before: Before, tmp_path: Path) -> None:
-    assert keys_of(event, before)[::2] == ([], reason)
+def test_what_has_no_key_has_a_reason(reason: str, event: BlockStored, tmp_path: Path) -> None:
+    """Block 3 is a root whose tokens are none."""
+    folder = one(tmp_path, [BlockStored([3], None, [-1] * SIZE, SIZE), event])
+    assert column(folder, "events", "block_hash", "block_key", "unkeyed")[-1] == (event.block_hashes[0], None, reason)
     assert reason in UNKEYED
+
+
+def test_an_extra_key_of_no_known_meaning_is_part_of_the_key(tmp_path: Path) -> None:
+    """As in the index: no prompt can show the digest of an embedding, and equal ones have equal keys."""
+    events = [stored([number], [1], extra_keys=[(digest,)]) for number, digest in enumerate((b"one", b"one", b"other"))]
+    index = PrefixIndex()
+    index.apply(RawBatch("a", 0, 0, 0, False, payload(events)))
+    found = column(one(tmp_path, events), "events", "block_key")
+    assert found == [index._key_of("a", 0, number) for number in range(3)]
+    assert found[0] == found[1] != found[2]
 
 
 def test_salts_show_as_digests_that_no_other_export_shares(tmp_path: Path) -> None:
@@ -320,7 +310,7 @@ def test_a_torn_recording_is_exported_up_to_there_and_told(tmp_path: Path) -> No
 
 def test_limits_bound_row_groups_and_blocks_and_are_told(tmp_path: Path) -> None:
     events = [[stored([number], [number])] for number in range(1, 21)]
-    folder = one(tmp_path, *events, rows=6, resident_blocks=15)
+    folder = one(tmp_path, *events, limits=ExportLimits(rows=6, resident_blocks=15))
     file = pq.ParquetFile(folder / "events.parquet")
     assert [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)] == [6, 6, 6, 2]
     assert column(folder, "workers", "dropped") == [5]
@@ -331,7 +321,7 @@ def test_limits_bound_row_groups_and_blocks_and_are_told(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["rows", "resident_blocks"])
 def test_limits_are_above_zero(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is 0; it must be at least 1"):
-        ExportLimits(**{name: 0})
+        ExportLimits(**{name: 0})  # type: ignore[arg-type]
 
 
 def test_progress_tells_how_far_it_is(tmp_path: Path) -> None:

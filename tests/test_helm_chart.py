@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,11 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from kvevents.cli.options import engine
 from kvevents.cli.program import _parser as parser
-from kvevents.service.config import to_config
+from kvevents.service.access import Access
+from kvevents.service.config import ServiceConfig
+from kvevents.settings import convert
 from test_cli import run
 
 ROOT: Final = Path(__file__).parent.parent
@@ -125,6 +129,31 @@ def test_a_wrong_field_is_seen_by_the_schemas() -> None:
 
 
 @needs_helm
+def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
+    """`helm install` of deploy/README.md is rendered as it stands; its Secrets have the files that arguments name."""
+    text = (ROOT / "deploy" / "README.md").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"^helm install .*$", text, re.MULTILINE)
+    _, _, release, chart, *settings = shlex.split(line)
+    done = helm("template", release, ROOT / chart, *settings)
+    assert done.returncode == 0, done.stderr
+    objects = [found for found in yaml.safe_load_all(done.stdout) if found]
+    secrets = dict(re.findall(r"^kubectl create secret generic (\S+) --from-file=(\S+)", text, re.MULTILINE))
+    named_secrets = set[str]()
+    for pod in pods(objects):
+        [container] = pod["spec"]["containers"]
+        places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        for volume in pod["spec"]["volumes"]:
+            if "secret" in volume:
+                name = volume["secret"]["secretName"]
+                named_secrets.add(name)
+                assert any(arg.endswith(f"={places[volume['name']]}/{secrets[name]}") for arg in container["args"]), name
+    assert named_secrets == secrets.keys()
+    [script] = re.findall(r"^printf .*$", text, re.MULTILINE)
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)  # noqa: S607 - our own document
+    Access(convert(tomllib.loads((tmp_path / secrets["kv-config"]).read_text()), ServiceConfig, "guide").access)
+
+
+@needs_helm
 def test_helm_has_nothing_against_it() -> None:
     done = helm("lint", "--strict", CHART, "--set", MODEL, "--set", OPEN, "--kube-version", "1.30")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -144,7 +173,7 @@ def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
     for each in containers(rendered(*settings)):
         args = parser().parse_args([arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]])
         command, port, name = {
-            "bridge": ("bridge", "bridge_metrics_port", "bridge_name"),
+            "bridge": ("bridge", "bridge.metrics_port", "bridge.name"),
             "replica": ("serve", "port", "replica"),
         }[each["name"]]
         assert args.command.name == command
@@ -162,11 +191,11 @@ def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
     peer = tmp_path / "peer"
     peer.write_text("0123456789abcdef" * 2)
     config = tmp_path / "config.toml"
-    access = f'[access]\nanonymous = "none"\ntokens = [{{role = "admin", token_file = "{peer}"}}]\n'
+    access = f'[access]\nanonymous = "none"\ntokens = [{{role = "read", token_file = "{peer}"}}]\n'
     args = [arg.replace("$(POD_NAME)", "replica-1").replace(f"{place}/", f"{tmp_path}/") for arg in each["args"]]
     for tables, said in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas want a token too")):
         config.write_text(tables)
-        done = run(*args, "--check")
+        done = run(*args, "--port", 0, "--check")
         assert (done.code, said in done.err) == (1 if said else 0, True), done.err
     [url] = [arg.partition("=")[2] for arg in each["args"] if arg.startswith("--shard-url=")]
     peers = named(objects, "Service", replica["serviceName"])["spec"]
@@ -182,7 +211,7 @@ def test_bridges_find_engines_behind_the_headless_service() -> None:
     service = named(objects, "Service", "plane-kvevents-engines")
     assert service["spec"]["clusterIP"] == "None"
     tables = named(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
-    config = to_config(tomllib.loads(tables), "bridge.toml")
+    config = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml")
     [dns] = config.dns
     assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
     assert (dns.model, dns.block_size, dns.replay_endpoint) == ("llama", 16, "tcp://*:6558")
@@ -296,7 +325,7 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
     assert relay == example["spec"]["template"]["spec"]["containers"][1]
     args = parser().parse_args(relay["args"])
     assert (args.command.name, args.endpoint, args.replay_endpoint) == ("relay", "tcp://0.0.0.0:6557", "tcp://0.0.0.0:6558")
-    assert [source.endpoint for source in args.upstreams] == ["tcp://127.0.0.1:5557"]
+    assert [engine(each).endpoint for each in args.upstreams] == ["tcp://127.0.0.1:5557"]
     service = named(objects, "Service", "plane-kvevents-engines")["spec"]
     assert service["selector"].items() <= example["spec"]["template"]["metadata"]["labels"].items()
     assert {port["port"] for port in service["ports"]} <= {port["containerPort"] for port in relay["ports"]}

@@ -870,6 +870,11 @@ kinds = {
     "deep extra keys": stored(b"\\x91\\x01", b"\\x91\\x01", 1, b"\\xc0", b"\\xc0", b"\\x91" * SIZE + b"\\xc0"),
     "a long name": stored(b"\\x91\\x01", b"\\x91\\x01", 1, b"\\xc0", pack("x" * SIZE)),
     "a long medium": stored(b"\\x91\\x01", b"\\x91\\x01", 1, pack("x" * SIZE)),
+    "a multimodal item of no form, for every block": batch(
+        b"\\x86" + pack("type") + pack("BlockStored") + pack("block_hashes") + array(100_000, b"\\x01" * 100_000)
+        + pack("parent_block_hash") + b"\\xc0" + pack("token_ids") + b"\\x90" + pack("block_size") + b"\\x01"
+        + pack("mm_keys") + pack({"x": "y" * 4_000})
+    ),
     "depth": b"\\x91" * SIZE,
     "many media": batch(b"".join(b"\\x97" + one_block + b"\\xc0" + pack(f"m{n}") for n in few), len(few)),
     "many groups": batch(b"".join(b"\\x9a" + one_block + b"\\xc0\\xc0\\xc0\\xc0" + pack(n) for n in few), len(few)),

@@ -9,15 +9,19 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
+from io import BytesIO
 from typing import Any
 
 import pytest
 
 from index_cases import Feed, answer, cleared, removal, store, tokens_of, waiting_of
+from kvevents._native import Compactor, turns
+from kvevents.errors import DamagedIndexError
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, Namespace, PrefixIndex, block_keys
-from kvevents.stream import Reset
-from kvevents.wire import encode_batch
+from kvevents.stream import RawBatch, Reset
+from kvevents.wire import DEFAULT_WIRE_LIMITS, encode_batch
 
 CPU_SECONDS = 1.0
 """More than the payloads below take on a slow machine; before they were bounded they took seconds to hours."""
@@ -313,6 +317,124 @@ def test_threads_run_while_a_small_payload_has_much_to_do() -> None:
     assert index.stats().blocks == 0
 
 
+HISTORY_BLOCKS = 200_000
+
+
+def history_of_many_blocks() -> Compactor:
+    history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+    for at in range(HISTORY_BLOCKS // 4_000):
+        history.fold(payload_of([chain(10_000 * at + 1, 4_000)]))
+    return history
+
+
+MANY: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int]] = {
+    "match a list": (PrefixIndex, lambda index: index.match([7] * 1_000_000), 1_000_000),
+    "match a tuple": (PrefixIndex, lambda index: index.match((7,) * 1_000_000), 1_000_000),
+    "match 64-bit numbers": (PrefixIndex, lambda index: index.match(array("q", bytes(80_000_000))), 10_000_000 // 16),
+    "match 32-bit numbers": (PrefixIndex, lambda index: index.match(array("I", bytes(40_000_000))), 10_000_000 // 16),
+    "match_many": (PrefixIndex, lambda index: index.match_many([[7] * 1_000] * 1_000), 1_000_000),
+    "match_keys": (PrefixIndex, lambda index: index.match_keys([7] * 1_000_000), 1_000_000),
+    "speculate": (PrefixIndex, lambda index: index.speculate("a", [7] * 1_000_000), 1_000_000),
+    "block_keys": (lambda: [7] * 500_000, lambda tokens: block_keys(tokens, 1), 1_000_000),
+    "events of a history": (history_of_many_blocks, lambda history: history.events(), HISTORY_BLOCKS),
+    "payloads of a history": (history_of_many_blocks, lambda history: history.payloads(100_000, 1.0), HISTORY_BLOCKS // 64),
+}
+"""What makes it, what has much to do with Python's objects, and how many numbers that reads or makes."""
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_threads_run_and_signals_are_handled_now_and_then_while_many_numbers_are_read_or_made(name: str) -> None:
+    """Counted, not timed: each turn is of 65,536 numbers, some two milliseconds."""
+    make, call, numbers = MANY[name]
+    made = make()
+    before = turns()
+    call(made)
+    assert turns() - before >= numbers // 65_536 - 1
+
+
+def test_many_workers_are_listed_a_part_at_a_time() -> None:
+    index = PrefixIndex()
+    for rank in range(1_500):
+        index.apply(Reset("a", rank, 0, "restart"))
+    before = turns()
+    assert len(index.workers()) == 1_500
+    assert turns() - before >= 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda history: history.live,
+        lambda history: history.miss(),
+        lambda history: history.fold(payload_of([chain(1, 2)])),
+        lambda history: history.fold_many([(0, payload_of([chain(1, 2)]))]),
+        lambda history: history.clear(),
+    ],
+)
+def test_no_call_of_a_history_waits_for_another_one_while_it_holds_pythons_lock(call: Callable[[Compactor], Any]) -> None:
+    history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+    began = threading.Event()
+
+    def begin() -> None:
+        began.set()
+        call(history)
+
+    thread = threading.Thread(target=begin)
+
+    def meanwhile() -> None:
+        thread.start()
+        began.wait()  # goes on when the other thread lets go of Python's lock: while it waits for the history
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    try:
+        history._locked(meanwhile)
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+
+
+# --- an error of ours -------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_that_a_panic_left_changed_by_half_says_so_until_it_is_restored() -> None:
+    index = PrefixIndex()
+    feed = Feed(index)
+    feed(store([1, 2], [1, 2], 1))
+    saved = BytesIO()
+    index.snapshot(saved)
+    saved.seek(0)
+    with pytest.raises(DamagedIndexError):
+        index._break()
+    calls: list[Callable[[], object]] = [
+        lambda: feed(removal(1)),
+        lambda: index.apply_payload("a", 0, 9, payload_of([removal(1)])),
+        lambda: index.apply_payloads("a", 0, 9, [payload_of([removal(1)])]),
+        lambda: index.match([1]),
+        lambda: index.match_many([[1]]),
+        lambda: index.match_keys([1]),
+        lambda: index.blocks("a"),
+        lambda: index.digest("a"),
+        lambda: index.snapshot(BytesIO()),
+        lambda: index.absorb(BytesIO()),
+    ]
+    for call in calls:
+        with pytest.raises(DamagedIndexError, match="restore a snapshot"):
+            call()
+    index.restore(saved)
+    assert tokens_of(index, [1, 2]) == 2
+
+
+def test_a_history_that_a_panic_left_changed_by_half_says_nothing_more() -> None:
+    history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+    history.fold(payload_of([chain(1, 2)]))
+    with pytest.raises(BaseException, match="as a test"):
+        history._break()
+    for call in (history.events, lambda: history.payloads(1, 1.0), lambda: history.fold(b""), lambda: history.live):
+        with pytest.raises(RuntimeError, match="changed by half"):
+            call()
+
+
 class SignalError(Exception):
     pass
 
@@ -334,3 +456,12 @@ def test_a_long_call_can_be_interrupted() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_threads_run_now_and_then_while_much_that_was_set_aside_is_made_into_objects() -> None:
+    index, payload = PrefixIndex(), b"\x92\x01\xdd\x00\x00\x03\xe8" + b"\x05" * 1_000
+    batches = [RawBatch("a", 0, 0, seq, False, payload) for seq in range(50)]
+    before = turns()
+    found = index.apply_many(batches)
+    assert all(applied.findings is not None and len(applied.findings.rejected) == 1_000 for applied in found)
+    assert turns() - before >= 15

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from index_cases import scanned
 from kvevents import _native
 from kvevents.events import BlockRemoved, BlockStored, KVEvent
-from kvevents.wire import DEFAULT_WIRE_LIMITS, WireLimits, decode_batch, dialects, encode_batch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch, dialects, encode_batch
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
 from kvevents.wire.respelling import respelled
 from test_decode import BAD_EVENTS
 from test_scan import MUTATIONS, NUMBERS, loose_clears, loose_removals, loose_stores, mutated
-from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored
+from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
 
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
@@ -57,7 +57,8 @@ def fields_of(event: KVEvent) -> dict[str, Any]:
 def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:
     ts, rank, events, rejected, normalised = _native.decoded(astuple(limits)[:6], limits.max_rejected, payload)
     expected = decode_batch(payload, limits)
-    assert rejected == [(one.reason, one.index, one.count) for one in expected.rejected]
+    set_aside = tuple(Rejected(*one) for one in rejected)
+    assert set_aside == worded_as(set_aside, expected.rejected)
     batch = expected.batch
     assert repr([ts, rank]) == repr([batch.ts, batch.data_parallel_rank])
     # By their texts: of floats that are no numbers none equals another.
@@ -97,6 +98,37 @@ def test_any_byte_at_any_place_is_read_alike(golden: Golden) -> None:
         check(golden.payload[:at])
         for head in heads:
             check(golden.payload[:at] + bytes([head]) + golden.payload[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("new", "is_read"),
+    [
+        ([[]] * 49_999, True),
+        ([[]] * 50_000, False),
+        ([{}] * 50_000, False),
+        ([[[7]]] * 25_000, False),
+        ([[[7]]] * 24_999, True),
+    ],
+    ids=["lists", "one more", "maps", "nested", "one less"],
+)
+def test_lists_and_maps_of_free_form_are_bounded_alike(new: list[Any], is_read: bool) -> None:
+    """Of a batch together, and without extra keys as engines send them."""
+    usual = stored(extra_keys=[[("a", 1)] * 60_000])
+    for payload in (
+        batch_of(usual, stored(new=new)),
+        batch_of(stored(extra_keys=[[*new, 1.5]])),
+        batch_of(stored(new=new), stored(new=[])),
+    ):
+        check(payload)
+    assert [one.reason for one in decode_batch(batch_of(usual, stored(new=new))).rejected] == ([] if is_read else ["oversized"])
+
+
+def test_extra_keys_behind_the_last_block_say_nothing() -> None:
+    payload = batch_of(stored(extra_keys=[None] * 10, new=1))
+    check(payload)
+    assert respelled(decode_batch(payload).batch.events) == respelled(
+        decode_batch(batch_of(stored(extra_keys=[None, None]))).batch.events
+    )
 
 
 extensions = st.builds(

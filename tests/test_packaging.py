@@ -19,7 +19,19 @@ sys.modules["kvevents._native"] = None  # as if it had not been built
 import kvevents
 from kvevents.testing import FakeTransport
 
-PARTS = ("_native", "index", "export", "plane", "relay", "service", "sim", "cli.bridging", "cli.sim.")
+PARTS = (
+    "_native",
+    "index",
+    "export",
+    "plane",
+    "relay",
+    "routing",
+    "service",
+    "sim",
+    "cli.bridging",
+    "cli.relay_config",
+    "cli.sim.",
+)
 NATIVE = tuple(f"kvevents.{part}" for part in PARTS)
 for module in pkgutil.walk_packages(kvevents.__path__, "kvevents."):
     if not module.name.startswith(NATIVE) and not module.name.endswith("__main__"):
@@ -49,9 +61,9 @@ def run(*arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built like the one that is installed here, so Cargo has nothing left to compile."""
+    """Built like the one that is installed here, features of tests included, so Cargo has nothing left to compile."""
     folder = tmp_path_factory.mktemp("wheel")
-    options = ("--release", "--offline", "--auditwheel=skip", f"--interpreter={sys.executable}")
+    options = ("--release", "--offline", "--auditwheel=skip", f"--interpreter={sys.executable}", "--features=python,testing")
     run("-m", "maturin", "build", *options, "--out", folder)
     (built,) = folder.iterdir()
     return built

@@ -104,5 +104,5 @@ def test_a_bridge_must_be_allowed_some_time() -> None:
 
 def test_a_bridge_promises_no_longer_silence_than_others_believe() -> None:
     """Between two beats it would be taken for dead."""
-    with pytest.raises(ValueError, match="beat is 3600; it is at most 60 seconds"):
+    with pytest.raises(ValueError, match="beat is 3600; it must be above 0 and at most 60"):
         BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", beat=3600)

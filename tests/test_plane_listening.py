@@ -15,7 +15,7 @@ from kvevents.events import BlockRemoved
 from kvevents.plane.ledger import Start
 from kvevents.plane.listening import MAX_REASON, Heard, Listener
 from kvevents.plane.records import Batched, Lost, Renewed, Trusting
-from kvevents.stream import Checkpoint, Source, Trust
+from kvevents.stream import Checkpoint, Source, StreamLimits, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.transport import FakeTransport
 from plane_cases import SECONDS
@@ -212,7 +212,7 @@ def test_less_trust_is_told_together_with_what_it_is_about() -> None:
     assert _trust_in([each for heard in told for each in heard])[-1] == "EXACT"
     told.clear()
     engine.publish(BlockRemoved([1]), lost=True)
-    engine.publish(BlockRemoved([2]))
+    transport.clock.advance(StreamLimits().quiet_before_probe)
     listener._look_at = float("inf")
     for _ in range(5):
         listener._turn()

@@ -122,7 +122,7 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
         "kvevents_shard_failures_total": [0],
         "kvevents_shard_incomplete_total": [0],
         "kvevents_bridge_connected": [1],
-        "kvevents_bridge_name_held": [1],
+        "kvevents_bridge_name_shared": [0],
         "kvevents_bridge_lane_held_up": [0, 0],
         "kvevents_bridge_network_suspected": [0],
         "kvevents_bridge_breaches_total": [0],

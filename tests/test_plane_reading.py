@@ -209,9 +209,9 @@ def test_a_lane_that_ends_before_what_was_read_cannot_be_read_on(server: NatsSer
     with_lane(plane_at(server.url, name="shrunk", lanes=1), work)
 
 
-async def put(lane: Lane, name: str, history: bytes | None, *, is_ahead: bool = False) -> None:
+async def put(lane: Lane, name: str, history: bytes | None) -> None:
     """One page as a bridge sends it."""
-    headers = {PAGE_HEADER: name, HISTORY_HEADER: header_of(history, is_ahead=is_ahead)}
+    headers = {PAGE_HEADER: name, HISTORY_HEADER: header_of(history)}
     await lane.js.publish(lane.subject, b"page", headers=headers)
 
 
@@ -259,22 +259,6 @@ def test_a_page_whose_writer_has_read_something_else_ends_the_reader_once(server
     with_lane(plane_at(server.url, name="disputes", lanes=1), work)
 
 
-def test_a_page_that_was_overtaken_is_handed_out_to_be_void(server: NatsServer) -> None:
-    """It was sent before its writer knew what came before it: that is no reason to doubt what was read."""
-
-    async def work(lane: Lane) -> None:
-        reader = lane.reader()
-        reader.tail = Tail(0, "", START)
-        async with running(reader):
-            await put(lane, "b#1", START)
-            await put(lane, "a#2", history_of("a#1"), is_ahead=True)
-            await put(lane, "b#2", history_of("b#1", "a#2"))
-            await until(lambda: len(lane.came) == 3)
-            assert [each.name for each in lane.came] == ["b#1", "a#2", "b#2"]
-
-    with_lane(plane_at(server.url, name="overtaken", lanes=1), work)
-
-
 def test_a_history_begins_with_a_page_that_says_so(server: NatsServer) -> None:
     """As a `Blank` does, whose writer cannot know what was before. A message that is no page has a place in it."""
 
@@ -297,7 +281,6 @@ def test_a_message_whose_headers_say_something_else_is_no_page() -> None:
     page = Page(VERSION, "a", 0.0, [], name="a#1", history=START)
     data, history = encode_page(page), header_of(START)
     assert Pushed(1, data, 0, "a#1", history).page() == page
-    assert Pushed(1, data, 0, "a#1", history + "+").page() == page
     for name, said in (("a#2", history), ("a#1", "new"), ("a#1", history_of("x").hex())):
         assert Pushed(1, data, 0, name, said).page() is None
     ledger = Ledger()

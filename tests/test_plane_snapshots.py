@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,59 @@ async def lanes_apart(plane: PlaneSettings, folder: Path) -> None:
         with pytest.raises(SnapshotError, match="does not hold what it says"):
             await snapshots.load(kept_lie, empty, folder)
         assert (empty.stats().blocks, empty.workers()) == (0, [])
+
+
+@pytest.mark.parametrize("suffix", ["index", "streams"])
+@pytest.mark.parametrize("damage", ["all chunks", "the last chunk", "a chunk within", "other bytes", "its description"])
+def test_a_snapshot_that_the_servers_have_lost_a_part_of_is_damaged(tmp_path: Path, suffix: str, damage: str) -> None:
+    """At once, though nats-py waits without end for a chunk that does not come; a reader takes the one before."""
+    with nats_server(tmp_path / "nats", max_payload=SMALL) as server:
+        assert asyncio.run(damaged(plane_at(server.url, lanes=1), tmp_path / "index", suffix, damage))
+
+
+async def damaged(plane: PlaneSettings, path: Path, suffix: str, damage: str) -> bool:
+    """Of two snapshots the newest is damaged. Returns whether the one before is as it was."""
+    async with opened(plane, name="test") as client, asyncio.timeout(10.0):
+        js = client.jetstream()
+        layout = await make(js, plane)
+        snapshots, index = Snapshots(js, layout), filled(10_000)
+        taken = take(0, of(("engine", 0), *((f"idle-{number}", 0) for number in range(4_000))), {}, index, path)
+        made = (await state_of(js, layout, 0)).made
+        older, newest = [await snapshots.save(taken, path, 0, "test", made) for _ in range(2)]
+        await spoil(js, layout.snapshots, f"{newest.name}.{suffix}", damage)
+        assert await snapshots.is_whole(newest) == (damage == "other bytes")
+        empty = PrefixIndex()
+        with pytest.raises(SnapshotError, match=newest.name):
+            await snapshots.load(newest, empty, path.parent)
+        if suffix == "streams":
+            with pytest.raises(SnapshotError, match=newest.name):
+                await snapshots.streams(newest)
+        assert empty.workers() == []
+        assert await snapshots.is_whole(older)
+        await snapshots.load(older, empty, path.parent)
+        return empty.digest("engine") == index.digest("engine")
+
+
+async def spoil(js: JetStreamContext, bucket: str, name: str, damage: str) -> None:
+    store, stream = await js.object_store(bucket), f"OBJ_{bucket}"
+    info = await store.get_info(name)
+    subject = f"$O.{bucket}.C.{info.nuid}"
+    last = await js.get_last_msg(stream, subject)
+    assert last.seq is not None
+    assert info.chunks is not None
+    assert info.chunks > 1
+    if damage == "all chunks":
+        await js.purge_stream(stream, subject=subject)
+    elif damage == "the last chunk":
+        await js.delete_msg(stream, last.seq)
+    elif damage == "a chunk within":
+        await js.delete_msg(stream, last.seq - 1)
+    elif damage == "other bytes":
+        await js.delete_msg(stream, last.seq)
+        await js.publish(subject, bytes(reversed(last.data or b"")))
+    else:
+        meta = f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+        await js.publish(meta, b"no description", headers={"Nats-Rollup": "sub"})
 
 
 def test_pages_of_a_lane_that_was_made_anew_are_not_purged_for_snapshots_of_the_one_before(tmp_path: Path) -> None:

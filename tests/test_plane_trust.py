@@ -6,10 +6,12 @@ read, and heartbeats whose digest is another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,12 +22,28 @@ from kvevents.plane import listening
 from kvevents.plane.ledger import Ledger, Start
 from kvevents.plane.listening import Heard, Listener, findings_in
 from kvevents.plane.reading import Pushed
-from kvevents.plane.records import VERSION, Beat, Join, Page, Record, Trusting, encode_page
+from kvevents.plane.records import (
+    VERSION,
+    Batched,
+    Beat,
+    Join,
+    Lost,
+    Page,
+    Record,
+    Renewed,
+    StreamRecord,
+    Trusting,
+    encode_page,
+)
 from kvevents.plane.subscriber import LogSubscriber
+from kvevents.plane.writing import Composer
+from kvevents.publisher.history import History
+from kvevents.publisher.parts import spelled
 from kvevents.stream import Doubt, RawBatch, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.transport import FakeTransport
 from kvevents.wire import encode_batch
+from kvevents.wire.encode import batch_encoder
 from wire_cases import GOLDENS
 
 KEY: Final = ("engine", 0)
@@ -280,3 +298,149 @@ def test_a_replica_names_the_doubts_of_an_idle_stream() -> None:
     scene.settle()
     assert scene.log.status(*KEY).doubts == frozenset()
     assert scene.trust == Trust.EXACT
+
+
+# --- a snapshot that takes several pages of the log
+
+
+ROOM: Final = 2_500
+"""Bytes of a page: less than a part of the snapshot."""
+REPRESENTED: Final = 16
+"""Batches in the place of which the snapshot is sent."""
+KNOWN: Final = 40
+"""Blocks of each chain of the snapshot."""
+
+
+class Compacted(NamedTuple):
+    """What an engine has sent."""
+
+    first: bytes
+    """Its first batch."""
+    parts: list[bytes]
+    """What it sends in the place of that and others: each is larger than a page."""
+    digests: set[str]
+    """Of what it held behind its first batch, and behind all of them."""
+
+
+def compacted() -> Compacted:
+    history, truth, first, digests = History.create(), PrefixIndex(), b"", set[str]()
+    assert history is not None
+    for number in range(REPRESENTED):
+        hashes = list(range(number * 100, number * 100 + KNOWN))
+        tokens = list(range(number * 1_000, number * 1_000 + KNOWN * BLOCK))
+        payload = encode_batch(EventBatch(0.0, [BlockStored(hashes, None, tokens, BLOCK)]))
+        history.fold(payload)
+        truth.apply(RawBatch(*KEY, 0, number, False, payload))
+        first = first or payload
+        if number in {0, REPRESENTED - 1}:
+            digests.add(truth.digest(KEY))
+    held = history.told()
+    assert held is not None
+    parts = spelled(held, 0.0, 0, batch_encoder(None), 6_000, REPRESENTED - 1)
+    assert parts is not None
+    assert len(parts) > 2
+    assert min(map(len, parts)) > ROOM
+    return Compacted(first, parts, digests)
+
+
+class LogReader:
+    """A replica that reads pages, and may begin again with its own snapshot between two of them."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.log = LogSubscriber(lambda: 0.0, lambda _: None)
+        self.log.add_lane(0, Ledger(), {})
+
+    def read(self, position: int, page: Page) -> None:
+        self.log.put(0, [Pushed(position, encode_page(page), 0, page.name)])
+        for delivery in self.log.receive_many(timeout=0.0):
+            self.log.report(delivery, self.index.apply(delivery).findings)
+
+    def restart(self, folder: Path) -> None:
+        ledger, doubts = Ledger.restore(self.log.ledgers[0].save()), self.log.doubts()
+        self.index.snapshot(folder / "index", workers=[KEY] if self.index.workers() else [])
+        self.index = PrefixIndex()
+        self.index.absorb(folder / "index")
+        self.log = LogSubscriber(lambda: 0.0, lambda _: None)
+        self.log.add_lane(0, ledger, doubts)
+
+    def is_exact(self) -> bool:
+        return self.log.trust(*KEY) == Trust.EXACT
+
+
+def heard_by(bridge: str, ledger: Ledger, parts: Sequence[bytes], *, anew: bool) -> Iterator[StreamRecord]:
+    """What a bridge has to write of the engine that sends the parts: from where the log stands, or of a new incarnation."""
+    standing = ledger.streams.get(KEY)
+    life, last = (0, -1) if standing is None else (standing.incarnation, standing.last_seq)
+    yield Join(*KEY, b"")
+    if anew:
+        life, last = life + 1, -1
+        yield Renewed(*KEY, life, "it has not proven to be the same")
+    first = REPRESENTED
+    if last < first - 1:
+        yield Lost(*KEY, life, max(0, last + 1), first - 1, True)
+    for seq, part in enumerate(parts, first):
+        if seq > last:
+            yield Batched(*KEY, life, seq, True, part)
+    yield Trusting(*KEY, bridge, Trust.EXACT.name, "", {})
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("replica_restarts", [False, True])
+def test_a_snapshot_over_several_pages_is_not_exact_before_its_end(tmp_path: Path, anew: bool, replica_restarts: bool) -> None:
+    """Whichever page its bridge is killed behind, and whether another one goes on or begins anew; and for any other replica."""
+    sent = compacted()
+    total = pages_of(tmp_path, sent, killed_behind=10_000, anew=False, replica_restarts=replica_restarts)
+    assert total > 2 * len(sent.parts)
+    for killed_behind in range(1, total):
+        pages_of(tmp_path, sent, killed_behind=killed_behind, anew=anew, replica_restarts=replica_restarts)
+
+
+def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, anew: bool, replica_restarts: bool) -> int:
+    """How many pages take the snapshot. Behind each a replica that is EXACT holds what the engine holds.
+
+    A bridge in reserve, which has written nothing of it yet, has said that the stream is EXACT.
+    """
+    pages: list[Page] = []
+    reader = LogReader()
+
+    def append(page: Page) -> None:
+        pages.append(page)
+        if replica_restarts:
+            reader.restart(folder)
+        reader.read(len(pages), page)
+        assert not reader.is_exact() or reader.index.digest(KEY) in sent.digests, len(pages)
+
+    def beat(*records: Record) -> None:
+        """The bridge in reserve says that it is alive."""
+        page = Page(VERSION, "reserve", 0.0, [*records, Beat("reserve", 3600.0, 0.0)])
+        composer.read(len(pages) + 1, page)
+        append(page)
+
+    bridge, composer = "one", Composer(Ledger(), "none", ROOM, "none")
+    beat(Join(*KEY, b""), Batched(*KEY, 0, 0, False, sent.first), Trusting(*KEY, "reserve", Trust.EXACT.name, "", {}))
+    composer = following(bridge, pages, sent.parts, anew=False)
+    while composer.due() is not None:
+        composer.beat(Beat(bridge, 3600.0, 0.0))
+        page = composer.compose(0.0, 0.0)
+        assert page is not None
+        composer.landed(len(pages) + 1)
+        append(page)
+        beat()
+        if len(pages) // 2 == killed_behind:
+            bridge = "two"
+            composer = following(bridge, pages, sent.parts, anew=anew)
+    assert reader.is_exact()
+    return len(pages) // 2
+
+
+def following(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, anew: bool) -> Composer:
+    """A bridge that has read the log, and has all that it has to write."""
+    ledger = Ledger()
+    for position, page in enumerate(pages, 1):
+        ledger.feed(position, page)
+    composer = Composer(ledger, bridge, ROOM, bridge)
+    composer.anchor(KEY)
+    for record in heard_by(bridge, ledger, parts, anew=anew):
+        composer.offer(record)
+    return composer

@@ -59,7 +59,7 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
     with publishing(replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._broadcast._outlet, "send", failing)
+            patch.setattr(publisher._broadcast._events, "send", failing)
             publisher.publish(batch(0))
             wait_until(lambda: publisher.stats().dropped["send_failed"] == 1, "the batch to be dropped")
         publisher.publish(batch(1))

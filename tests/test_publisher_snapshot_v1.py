@@ -153,6 +153,7 @@ def test_only_what_device_memory_holds_is_told(context: Context) -> None:
     ]
     with publishing(snapshot_endpoint=ANY) as publisher:
         publisher.publish(KVEventBatch(0.0, events))
+        wait_until(lambda: publisher.stats().queued == 0, "what was published")
         reader = dealer(context, publisher)
         reader.send_multipart(REQUEST)
         assert read(reader)[1] == [[1, [2]], [2, [-1]]]

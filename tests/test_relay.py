@@ -15,7 +15,7 @@ from index_cases import tokens_of
 from index_keys import Scope
 from kvevents.config import resolve_dialect
 from kvevents.errors import ClosedError, ConfigError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import block_keys
 from kvevents.publisher.history import History
 from kvevents.publisher.parts import spelled
@@ -142,33 +142,57 @@ def test_a_doubt_is_told_before_the_batches_around_a_reset_or_a_gap(made: World,
     assert set(seen) == {"DEGRADED"}
 
 
-def test_what_was_sent_on_after_the_last_checkpoint_must_be_the_upstreams_after_a_kill(made: World) -> None:
+REWRITING: list[dict[str, Any]] = [{"dialect": "vllm-0.22"}, {"dialect": "sglang"}, {"tokens": "hash"}, {"tokens": "drop"}]
+
+
+SENT_ON: dict[str, list[list[KVEvent]]] = {
+    "stores": [[block(5)], [block(6)]],
+    "a clear": [[AllBlocksCleared()]],
+    "a snapshot": [[AllBlocksCleared(), block(5), block(6), BlockRemoved([], heartbeat=Heartbeat("", 1.0))]],
+    "a clear and a store": [[AllBlocksCleared(), block(5)]],
+    "a store and a heartbeat": [[block(5)], [BlockRemoved([], heartbeat=Heartbeat("", 1.0))]],
+}
+"""Batches that a relay sends on behind its last checkpoint."""
+
+
+@pytest.mark.parametrize("sent_on", SENT_ON)
+@pytest.mark.parametrize(("upstreams", "settings"), [*((1, settings) for settings in ({}, *REWRITING)), (2, {})])
+def test_what_was_sent_on_after_the_last_checkpoint_must_be_the_upstreams_after_a_kill(
+    upstreams: int, settings: dict[str, Any], sent_on: str, tmp_path: Path
+) -> None:
     """Another life that is the same up to the checkpoint, and not behind it: what is known there is not passed over."""
+    with world(tmp_path / "journal", upstreams) as made:
+        sent_on_after_the_last_checkpoint(made, settings, SENT_ON[sent_on])
+
+
+def sent_on_after_the_last_checkpoint(made: World, settings: dict[str, Any], sent_on: list[list[KVEvent]]) -> None:
     engine = made.upstream.engine
-    payloads = [encode_batch(KVEventBatch(float(number), [block(number)])) for number in range(1, 9)]
+    payloads = [encode_batch(KVEventBatch(float(number), [block(number)])) for number in range(1, 5)]
     for payload in payloads[:3]:
         engine.publish_payload(payload)
-    made.begin()
+    made.begin(**settings)
     consumer = made.consumer()
     made.settle()
     engine.publish_payload(payloads[3])
     made.settle()
     marked = made.relay._keeping.checkpoints[0].last_seq
-    for payload in payloads[4:6]:
-        engine.publish_payload(payload)
+    for number, events in enumerate(sent_on, 5):
+        engine.publish_payload(encode_batch(KVEventBatch(float(number), events)))
     made.turn(1)
-    assert consumer.held.total() == 6
+    held = {number for number, _ in consumer.held}
+    assert held != {1, 2, 3, 4}
     assert marked == made.relay._keeping.checkpoints[0].last_seq == 3, "what follows was not sent on behind the checkpoint"
     made.kill()
     made.upstream.restart()
     engine.disconnect()
-    for payload in [*payloads[:4], *(encode_batch(KVEventBatch(0.0, [block(number)])) for number in (21, 22))]:
+    for payload in [*payloads, *(encode_batch(KVEventBatch(0.0, [block(number)])) for number in (21, 22))]:
         engine.publish_payload(payload)
     engine.reconnect()
-    made.begin()
+    made.begin(**settings)
     made.settle()
     engine.publish_payload(encode_batch(KVEventBatch(0.0, [block(23)])))
     made.settle()
+    assert made.relay.status().resumed
     assert sorted(number for number, _ in consumer.held) == [1, 2, 3, 4, 21, 22, 23]
 
 
@@ -657,7 +681,7 @@ def test_a_damaged_journal_is_another_life(made: World, tmp_path: Path) -> None:
     made.settle()
     life = made.relay.status().incarnation
     made.kill()
-    segment = min((tmp_path / "journal").glob("*.segment"))
+    segment = min((tmp_path / "journal").glob("*.log"))
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 0xFF
     segment.write_bytes(data)
@@ -684,7 +708,7 @@ class FullDisk(WatchedDisk):
         self.full = False
 
     def _refuse(self, call: str, _data: bytes) -> None:
-        if self.full and call in {"write", "create", "reserve"}:
+        if self.full and call in {"write", "create"}:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 

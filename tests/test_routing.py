@@ -27,8 +27,9 @@ from kvevents.routing import (
     policy,
 )
 from kvevents.routing.affinity import AffinitySettings
-from kvevents.routing.scoring import TIER_WEIGHTS, TRUST_WEIGHTS, TierWeights
+from kvevents.routing.scoring import Scorer
 from kvevents.service.shapes import SelectRequest
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 PROMPT = Prompt(1000)
 
@@ -329,6 +330,7 @@ def test_tiers_have_their_weights() -> None:
     assert chosen(one, candidate(0, gpu=300), candidate(1, disk=550)) == "w0"
     assert chosen(policy("prefix-aware", 1, tiers={"cpu": 0.7}), candidate(0, gpu=300), candidate(1, gpu=0, cpu=400)) == "w0"
     assert chosen(policy("prefix-aware", 1, tiers={"disk": 0.9}), candidate(0, gpu=300), candidate(1, disk=550)) == "w1"
+    assert chosen(policy("prefix-aware", 1, tiers={"NVFS9": 0.9}), candidate(0, gpu=300), candidate(1, NVFS9=350)) == "w1"
 
 
 @given(st.dictionaries(st.sampled_from(["gpu", "cpu", "disk", "other"]), st.integers(0, 30)), st.integers(0, 20), st.randoms())
@@ -339,7 +341,10 @@ def test_each_token_counts_for_the_best_tier_that_reaches_it(tiers: dict[str, in
     worth = 0.0
     for place in range(min(tokens, whole)):
         worth += max([weights.get(tier, 0) for tier, reached in tiers.items() if place < reached] + [min(weights.values())])
-    assert TierWeights(weights).saved(tokens, tiers, whole) == pytest.approx(worth / max(whole, 1))
+    scorer = Scorer(weights, 0.0, 0.0, math.inf, 0)
+    ((score, uncached, load, hot),), best = scorer.weigh(whole, [tokens], [tiers], [1.0], [0.0], [0])
+    assert 1 - uncached == pytest.approx(worth / max(whole, 1))
+    assert (score, load, hot, best) == (uncached, 0.0, False, [0])
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from kvevents.errors import ConfigError
 from kvevents.service import access
 from kvevents.service.access import MAX_TOKEN_BYTES, Access, AccessConfig, Role, TokenConfig
 
-READER, WRITER, BOSS = "reader-0123456789", "writer-0123456789", "boss-0123456789ab"
+READER, WRITER, SECOND = "reader-0123456789", "writer-0123456789", "second-0123456789"
 TOKENS = (
     TokenConfig(role="read", token=READER, name="grafana"),
     TokenConfig(role="register", token=WRITER),
-    TokenConfig(role="admin", token=BOSS),
+    TokenConfig(role="register", token=SECOND),
 )
 
 
@@ -34,13 +34,13 @@ def bearer(token: str) -> bytes:
 
 def test_roles_include_those_below() -> None:
     """So that one comparison decides."""
-    assert Role.NONE < Role.READ < Role.REGISTER < Role.ADMIN
+    assert Role.NONE < Role.READ < Role.REGISTER
 
 
-def test_without_tokens_everybody_is_admin() -> None:
+def test_without_tokens_everybody_may_register() -> None:
     """The service listens on loopback unless told otherwise; a header that it does not ask for changes nothing."""
     open_to_all = Access(AccessConfig())
-    assert {open_to_all.caller(header).role for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.ADMIN}
+    assert {open_to_all.caller(header).role for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.REGISTER}
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ def test_without_tokens_everybody_is_admin() -> None:
     [
         (bearer(READER), Role.READ),
         (bearer(WRITER), Role.REGISTER),
-        (bearer(BOSS), Role.ADMIN),
-        (b"bearer " + BOSS.encode(), Role.ADMIN),
-        (b"BEARER   " + BOSS.encode() + b" ", Role.ADMIN),
+        (bearer(SECOND), Role.REGISTER),
+        (b"bearer " + SECOND.encode(), Role.REGISTER),
+        (b"BEARER   " + SECOND.encode() + b" ", Role.REGISTER),
         (None, Role.NONE),
         (b"", Role.NONE),
         (b"Bearer", Role.NONE),
         (b"Bearer ", Role.NONE),
-        (BOSS.encode(), Role.NONE),
-        (b"Basic " + BOSS.encode(), Role.NONE),
-        (bearer(BOSS[:-1]), Role.NONE),
-        (bearer(BOSS + "x"), Role.NONE),
-        (bearer(BOSS.upper()), Role.NONE),
-        (bearer(f"{READER} {BOSS}"), Role.NONE),
-        (b"Bearer\t" + BOSS.encode(), Role.NONE),
+        (SECOND.encode(), Role.NONE),
+        (b"Basic " + SECOND.encode(), Role.NONE),
+        (bearer(SECOND[:-1]), Role.NONE),
+        (bearer(SECOND + "x"), Role.NONE),
+        (bearer(SECOND.upper()), Role.NONE),
+        (bearer(f"{READER} {SECOND}"), Role.NONE),
+        (b"Bearer\t" + SECOND.encode(), Role.NONE),
         (b"Bearer \xff\x00", Role.NONE),
     ],
 )
@@ -81,7 +81,7 @@ def test_what_anonymous_callers_may_do() -> None:
     public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
     assert public.caller(None).role is Role.READ
     assert public.caller(bearer("wrong-0123456789")).role is Role.NONE
-    assert public.caller(bearer(BOSS)).role is Role.ADMIN
+    assert public.caller(bearer(SECOND)).role is Role.REGISTER
     assert Access(AccessConfig(anonymous="read")).caller(None).role is Role.READ
     assert Access(AccessConfig(anonymous="none")).caller(None).role is Role.NONE
 
@@ -103,7 +103,7 @@ def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
 
     known = Access(AccessConfig(tokens=TOKENS))
     monkeypatch.setattr(access, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
-    for header in (bearer(READER), bearer(BOSS), b"Bearer x", b"Basic x", b""):
+    for header in (bearer(READER), bearer(SECOND), b"Bearer x", b"Basic x", b""):
         compared.clear()
         known.caller(header)
         assert compared == [(32, 32)] * 3
@@ -124,12 +124,12 @@ def test_tokens_from_toml(tmp_path: Path) -> None:
         role = "register"
         token_file = "{tmp_path / "token"}"
         [[tokens]]
-        role = "admin"
-        token_env = "KV_ADMIN"
+        role = "register"
+        token_env = "KV_TOKEN"
         name = "operator"
     """)
-    known = Access(config, {"KV_ADMIN": BOSS})
-    assert [known.caller(bearer(token)).role for token in (READER, WRITER, BOSS)] == [Role.READ, Role.REGISTER, Role.ADMIN]
+    known = Access(config, {"KV_TOKEN": SECOND})
+    assert [known.caller(bearer(token)).role for token in (READER, WRITER, SECOND)] == [Role.READ, Role.REGISTER, Role.REGISTER]
     (tmp_path / "token").write_text("another-0123456789")
     assert known.caller(bearer(WRITER)).role is Role.REGISTER
 
@@ -141,7 +141,8 @@ def test_tokens_from_toml(tmp_path: Path) -> None:
         '[[tokens]]\nrole = "read"\ntoken = 123',
         '[[tokens]]\ntoken = "0123456789abcdef"',
         '[[tokens]]\nrole = "read"\ntoken = "0123456789abcdef"\nexpires = 1',
-        'anonymous = "admin"',
+        'anonymous = "register"',
+        '[[tokens]]\nrole = "admin"\ntoken = "0123456789abcdef"',
         'token = "0123456789abcdef"',
         '[[tokens]]\nrole = "read"',
         '[[tokens]]\nrole = "read"\ntoken = "0123456789abcdef"\ntoken_env = "X"',
@@ -188,7 +189,7 @@ def test_tokens_that_cannot_be_used(settings: dict[str, Any], sentence: str) -> 
 def test_a_token_is_there_once() -> None:
     """Two roles for one token would be decided by chance."""
     with pytest.raises(ConfigError, match="grafana and token 2 are the same token"):
-        Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="admin", token=READER))))
+        Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="register", token=READER))))
 
 
 def test_no_token_is_ever_shown() -> None:
@@ -206,7 +207,7 @@ def test_no_token_is_ever_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         Access(AccessConfig(tokens=(*TOKENS, TOKENS[0])))
     shown.append(str(caught.value))
-    for token in (READER, WRITER, BOSS):
+    for token in (READER, WRITER, SECOND):
         assert not any(token in text for text in shown)
     assert repr(TOKENS[0]) == "<TokenConfig role 'read', name 'grafana'>"
     assert repr(known) == "<Access 3 tokens, without one NONE>"

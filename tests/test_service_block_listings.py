@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
 from kvevents.service.http.block_listings import BlockListings
+from kvevents.service.shapes import Trusted
 
 BIG = st.integers(0, 2**64 - 1)
 BLOCKS = st.lists(
@@ -29,6 +30,10 @@ class Clock:
         return self.now
 
 
+def trust() -> Trusted:
+    return Trusted("EXACT")
+
+
 def some(count: int, start: int = 0) -> list[Block]:
     return [Block(number, number, "gpu", 0, 1) for number in range(start, start + count)]
 
@@ -37,7 +42,7 @@ def some(count: int, start: int = 0) -> list[Block]:
 def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
     """As it is, and no page has more than its limit; when the last one was read nothing is kept."""
     listings = BlockListings(1000, 60)
-    page = listings.first(A, iter(blocks), limit)
+    page = listings.first(A, iter(blocks), limit, trust)
     found = list(page.blocks)
     while page.next is not None:
         assert len(page.blocks) == limit
@@ -60,7 +65,7 @@ def test_the_blocks_are_read_once() -> None:
             yield block
 
     listings = BlockListings(1000, 60)
-    page = listings.first(A, blocks(), 10)
+    page = listings.first(A, blocks(), 10, trust)
     while page.next is not None:
         page = listings.next(A, page.next, 10)
     assert read == 100
@@ -70,9 +75,9 @@ def test_what_is_kept_is_bounded() -> None:
     """In blocks, the listing used longest ago goes first; in time; and one alone is kept however large it is."""
     clock = Clock()
     listings = BlockListings(100, 60, clock)
-    first, second = (listings.first(A, some(40), 10) for _ in range(2))
+    first, second = (listings.first(A, some(40), 10, trust) for _ in range(2))
     first = listings.next(A, first.next or "", 10)
-    third = listings.first(B, some(40), 10)
+    third = listings.first(B, some(40), 10, trust)
     assert len(listings) == 2
     with pytest.raises(NotFoundError, match="no listing of this worker"):
         listings.next(A, second.next or "", 10)
@@ -80,14 +85,14 @@ def test_what_is_kept_is_bounded() -> None:
     clock.now += 61
     with pytest.raises(NotFoundError):
         listings.next(B, third.next or "", 10)
-    large = listings.first(A, some(1000), 10)
+    large = listings.first(A, some(1000), 10, trust)
     assert len(listings) == 1
     assert listings.next(A, large.next or "", 10).total == 1000
 
 
 def test_a_cursor_is_of_its_worker() -> None:
     listings = BlockListings(100, 60)
-    page = listings.first(A, some(20), 10)
+    page = listings.first(A, some(20), 10, trust)
     for cursor in (page.next or "", "0" * 16 + ".10"):
         with pytest.raises(NotFoundError):
             listings.next(B, cursor, 10)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from certificate_cases import make_certificates
 from kvevents.errors import ConfigError
-from kvevents.service.config import to_config
+from kvevents.service.config import ServiceConfig
+from kvevents.settings import convert
 from service_cases import serving, write
-from test_cli import run
+from test_cli import Program, run
 
 ENGINE = 'model = "m"\nendpoint = "tcp://127.0.0.1:5557"\n'
 COLLIDING = '[[dns]]\ntarget = "localhost:6557"\nreplay_endpoint = "tcp://*:6558"\nranks = 4\nmodel = "m"\n'
@@ -110,6 +114,74 @@ def test_bridges_check_their_engines_too(case: str, tmp_path: Path, certificate:
     assert checked.code == 1
 
 
+FOLLOWING: dict[str, tuple[object, ...]] = {
+    "serve": ("serve", "--port", 0, "--from"),
+    "bridge": ("bridge", "--model", "m", "--worker", "a=tcp://10.0.0.7:5557", "--to"),
+}
+
+
+@pytest.mark.parametrize("command", FOLLOWING)
+@pytest.mark.parametrize("wrong", ["no certificate", "another key"])
+def test_check_refuses_files_with_which_no_plane_is_reached(
+    command: str, wrong: str, tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    """Before anything begins: a replica would live without ever being ready."""
+    text = write(tmp_path / "text", "no certificate")
+    flags: tuple[object, ...] = ("--tls-ca", text)
+    if wrong == "another key":
+        flags = ("--tls-cert", certificate[0], "--tls-key", certificate[1].with_name("client.key"))
+    args = (*FOLLOWING[command], "tls://127.0.0.1:1", *flags)
+    checked, begun = run(*args, "--check"), run(*args)
+    assert checked.err.startswith("kvevents: tls_ca, tls_certificate or tls_key is no PEM file"), checked.err
+    assert checked.err.count("\n") == 1, "one sentence"
+    assert (checked.code, checked.err) == (begun.code, begun.err)
+    assert checked.code == 1
+
+
+@pytest.mark.parametrize("command", FOLLOWING)
+def test_check_refuses_a_plane_without_what_it_takes(command: str) -> None:
+    program = "import sys; sys.modules['nats'] = None; from kvevents.cli.program import main; sys.exit(main(sys.argv[1:]))"
+    args = (*FOLLOWING[command], "nats://127.0.0.1:1")
+    for more in ((), ("--check",)):
+        with Program(*args, *more, command=(sys.executable, "-c", program)) as begun:
+            ended = begun.end()
+        assert ended.code == 1
+        assert ended.err == "kvevents: a plane needs nats, which is not installed: pip install 'kvevents[plane]'"
+
+
+ELSEWHERE = ("192.0.2.1", "kvevents.invalid")
+"""An address that no machine has (RFC 5737), and a name that nothing has (RFC 6761)."""
+
+
+@pytest.mark.parametrize("host", [*ELSEWHERE, "in use"])
+def test_check_refuses_an_address_that_serve_cannot_listen_at(host: str) -> None:
+    with occupied_port() as port:
+        at = ("--host", "127.0.0.1", "--port", port) if host == "in use" else ("--insecure", "--host", host, "--port", 0)
+        checked, served = run("serve", *at, "--check"), run("serve", *at)
+    assert checked.err.startswith(f"kvevents: cannot listen at {at[-3]} port {at[-1]}: "), checked.err
+    assert checked.err.count("\n") == 1, "one sentence"
+    assert (checked.code, checked.err) == (served.code, served.err)
+    assert checked.code == 1
+
+
+@pytest.mark.parametrize("host", [*ELSEWHERE, "in use"])
+def test_check_refuses_an_address_at_which_a_bridge_cannot_be_scraped(host: str) -> None:
+    with occupied_port() as port:
+        at = ("--metrics-port", port, "--metrics-host", "127.0.0.1" if host == "in use" else host)
+        args = ("bridge", "--to", "nats://127.0.0.1:1", "--model", "m", "--worker", f"a={PORTS[0]}", *at)
+        checked, bridged = run(*args, "--check"), run(*args)
+    assert checked.err.startswith(f"kvevents: cannot serve metrics at {at[-1]}:{port}: "), checked.err
+    assert checked.err.count("\n") == 1, "one sentence"
+    assert (checked.code, checked.err) == (bridged.code, bridged.err)
+    assert checked.code == 1
+
+
+@contextmanager
+def occupied_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
 PORTS = [f"tcp://10.0.0.7:{port}" for port in range(5557, 5561)]
 
 
@@ -131,7 +203,8 @@ PORTS = [f"tcp://10.0.0.7:{port}" for port in range(5557, 5561)]
     ],
 )
 def test_ranks_that_are_named_apart_have_endpoints_of_their_own(first: str, second: str, words: str) -> None:
-    checked = run("serve", "--model", "m", "--worker", f"a:0={first}", "--worker", f"a:1={second}", "--check")
+    args = ("serve", "--port", 0, "--model", "m", "--worker", f"a:0={first}", "--worker", f"a:1={second}")
+    checked = run(*args, "--check")
     assert words in checked.err, checked.err
     assert checked.code == (1 if words else 0)
 
@@ -139,11 +212,11 @@ def test_ranks_that_are_named_apart_have_endpoints_of_their_own(first: str, seco
 def test_check_leaves_no_trace(tmp_path: Path) -> None:
     """A state folder that can be made is not made, and one that a running service has is no error."""
     folder = tmp_path / "a" / "b"
-    checked = run("serve", "--state-dir", folder, "--check")
+    checked = run("serve", "--port", 0, "--state-dir", folder, "--check")
     assert (checked.code, list(tmp_path.iterdir())) == (0, []), checked.err
     with serving("--state-dir", folder):
         before = sorted(folder.iterdir())
-        assert run("serve", "--state-dir", folder, "--check").code == 0
+        assert run("serve", "--port", 0, "--state-dir", folder, "--check").code == 0
         assert sorted(folder.iterdir()) == before
 
 
@@ -154,7 +227,7 @@ def test_check_leaves_no_trace(tmp_path: Path) -> None:
             {"limits": {"max_token": 1}},
             "f: limits: unknown field 'max_token'; did you mean 'max_tokens'? known fields: max_body",
         ),
-        ({"zzz": 1}, "f: unknown field 'zzz'; known fields: host, port"),
+        ({"zzz": 1}, "f: unknown field 'zzz'; known fields: curve, sources"),
         ({"sources": [{"endpoin": "x"}]}, "f: sources[0]: unknown field 'endpoin'; did you mean 'endpoint'?"),
         ({"access": {"tokens": [{"rol": "x"}]}}, "f: access.tokens[0]: unknown field 'rol'; did you mean 'role'?"),
         ({"dns": [{"target": "h:1", "tls": 1}]}, "f: dns[0]: unknown field 'tls'; known fields: model"),
@@ -164,5 +237,5 @@ def test_check_leaves_no_trace(tmp_path: Path) -> None:
 )
 def test_an_error_names_the_field_and_what_there_is(given: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        to_config(given, "f")
+        convert(given, ServiceConfig, "f")
     assert str(caught.value).startswith(sentence)

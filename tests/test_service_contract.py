@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from typing import Any
@@ -19,8 +21,24 @@ import msgspec
 import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
+from kvevents.service.http.routing import ENDPOINTS
 from kvevents.service.spellings import MAX_UNKNOWN
-from service_cases import BLOCK, Engine, Service, Stream, engine, engines, prompt, registration, serving, until
+from service_cases import (
+    BLOCK,
+    DEADLINE,
+    MODEL,
+    Answer,
+    Client,
+    Engine,
+    Service,
+    Stream,
+    engine,
+    engines,
+    prompt,
+    registration,
+    serving,
+    until,
+)
 from test_cli import refusing
 
 EMPTY: dict[str, Any] = {"scores": {}, "frequencies": [], "instances": {}}
@@ -188,6 +206,38 @@ def test_an_unregistered_engine_comes_back_with_what_it_still_sends(service: Ser
 # --- listing, as Dynamo has it
 
 
+def test_ranks_that_several_clients_unregister_at_once_are_each_told_once(service: Service) -> None:
+    """Whoever ended one hears so, whatever has become of the others meanwhile, and the audit log names every one."""
+    ranks, clients = 4, 8
+    with refusing() as nowhere:
+        for number in range(10):
+            name = f"at-once-{number}"
+            for rank in range(ranks):
+                assert service.register(name, nowhere, rank).status == 201
+            together = threading.Barrier(clients)
+
+            def unregister(client_number: int, name: str = name, together: threading.Barrier = together) -> Answer:
+                client = Client(service.url)
+                try:
+                    client.get("/livez")
+                    together.wait(DEADLINE)
+                    # Every other one ends the first rank alone.
+                    which = {"dp_rank": 0} if client_number % 2 else {}
+                    return client.post("/unregister", instance_id=name, model=MODEL, **which)
+                finally:
+                    client.close()
+
+            with ThreadPoolExecutor(clients) as pool:
+                answers = list(pool.map(unregister, range(clients)))
+            assert {answer.status for answer in answers} <= {200, 404}
+            removed = [each for answer in answers if answer.status == 200 for each in answer.json["removed_instances"]]
+            expected = [f"{name}|default|{rank}" for rank in range(ranks)]
+            assert sorted(removed) == expected
+            line = f"unregistered {name} rank"
+            until("every one in the log", lambda line=line: len(service.told(line)) >= ranks)  # type: ignore[misc]
+            assert len(service.told(line)) == ranks
+
+
 def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     service.exact(number)
@@ -239,7 +289,8 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
     tokens = prompt(3, 2)
     service.exact(number)
     group = service.get("/dump").json[f"{model}:default"]
-    assert group == {"block_size": BLOCK, "events": []}
+    exact = {"state": "EXACT", "reason": "", "reason_codes": []}
+    assert group == {"block_size": BLOCK, "events": [], "trust": {str(number): {"0": exact}}}
     hashes = made.store(tokens[:BLOCK])
     made.store(tokens[BLOCK:], parent=hashes, medium="CPU")
     service.holds(number, tokens, model_name=model)
@@ -252,6 +303,24 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
     }
     assert stored == {(number, "device", keys[0], 0), (number, "host_pinned", keys[1], 0)}
     assert keys[0] == local_hashes(tokens, BLOCK)[0]  # a root's key is its local hash, as Dynamo's tokens_hash is
+
+
+def test_zeros_of_an_engine_that_is_not_heard_are_not_taken_for_an_empty_cache(service: Service) -> None:
+    """Each answer that tells of a worker's blocks says how far it can be trusted, also where there are none."""
+    with refusing() as nowhere:
+        assert service.register("unheard", nowhere, model_name="unheard").status == 201
+        until("the fault", lambda: "refused" in service.source("unheard")["trust"]["reason_codes"])
+        trust = service.source("unheard")["trust"]
+        assert trust["state"] == "CONNECTING"
+        assert service.get("/v1/blocks?instance=unheard").json == {"total": 0, "blocks": [], "next": None, "trust": trust}
+        assert service.get("/dump").json["unheard:default"] == {
+            "block_size": BLOCK,
+            "events": [],
+            "trust": {"unheard": {"0": trust}},
+        }
+        (group,) = service.get("/global_view?model=unheard").json["groups"]
+        assert group["instances"] == {"unheard": {"0": {"endpoint": nowhere, "blocks": 0, "trust": trust}}}
+        assert service.post("/unregister", instance_id="unheard").status == 200
 
 
 # --- queries, as Dynamo has them
@@ -545,6 +614,22 @@ def test_a_query_string_is_respected_or_refused(service: Service, path: str) -> 
     answer = service.get(f"{path}?{needed}nonsense=1")
     assert (answer.status, answer.reason) == (400, "unknown-field")
     assert answer.json["hint"].startswith("it takes ")
+
+
+POSTED = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST")
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_query_strings_beside_a_body_are_refused(service: Service, path: str) -> None:
+    """Whose a prompt is, is in the body: a tenant beside it would be ignored. Raw bodies have nothing but a query string."""
+    body = {"model": "m", "tokens": [], "token_ids": [], "instance_id": "nobody"}
+    for query in ("tenant=acme", "tenant_id=acme", "model=m", "cache_salt=s", "nonsense=1", "mm=x"):
+        answer = service.post(f"{path}?{query}", body)
+        assert (answer.status, answer.reason) == (400, "unknown-field"), query
+        assert answer.json["hint"] == "it takes none beside a body of this type"
+    answer = service.post(f"{path}?tenant=%ff", body)
+    assert (answer.status, answer.reason) == (400, "bad-query-string")
+    assert b"unknown-field" not in service.post(f"{path}?", body).body
 
 
 def name_of_no_field(name: str) -> str:
@@ -909,8 +994,8 @@ def test_services_and_global_view(service: Service) -> None:
         (group,) = [each for each in service.get("/global_view").json["groups"] if each["modelname"] == "viewed"]
         assert (group["tenant_id"], group["block_size"], group["blocks"]) == ("t", 16, 2)
         assert group["instances"]["x"] == {
-            "0": {"endpoint": made.endpoint, "blocks": 2},
-            "1": {"endpoint": nowhere, "blocks": 0},
+            "0": {"endpoint": made.endpoint, "blocks": 2, "trust": service.source("x", 0)["trust"]},
+            "1": {"endpoint": nowhere, "blocks": 0, "trust": service.source("x", 1)["trust"]},
         }
         for name in ("x", "y"):
             assert service.post("/unregister", instance_id=name, tenant_id="t").status == 200

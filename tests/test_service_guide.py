@@ -79,7 +79,7 @@ def test_the_files_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert name in GUIDE.read_text()
             text = text.replace(name, str(file))  # noqa: PLW2901 - one replacement after the other
         path.write_text(text)
-        ended = run("serve", "--config", path, "--check")
+        ended = run("serve", "--config", path, "--port", 0, "--check")
         assert (ended.code, ended.err.strip()) == (0, "these settings can be used")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvevents.service.http.workers import at_once
 from kvevents.service.lookups import MAX_UNCOUNTED, Lookups
 from kvevents.service.registration import Wall
 
@@ -38,12 +40,12 @@ def lookups(counts: Counts) -> Lookups:
 
 
 def test_a_lookup_is_counted_behind_its_answer(lookups: Lookups, counts: Counts) -> None:
-    def answer(found: list[Any], missing: str) -> str:
-        assert (len(found), missing, counts.told) == (1, "", [])
-        return "answer"
-
-    assert lookups.find(WALL, PROMPT, answer) == "answer"
-    assert lookups.find_keys(WALL, [1, 2], answer, local=False) == "answer"
+    """Also if that fails."""
+    for found in (
+        asyncio.run(lookups.find(at_once, WALL, PROMPT)),
+        asyncio.run(lookups.find_keys(at_once, WALL, [1, 2], local=False)),
+    ):
+        assert (len(found.rows), found.missing) == (1, "")
     assert counts.told == []
     lookups.count()
     assert counts.told == [(32, 16), (0, 16)]
@@ -51,23 +53,17 @@ def test_a_lookup_is_counted_behind_its_answer(lookups: Lookups, counts: Counts)
     assert len(counts.told) == 2
 
 
-def test_a_lookup_whose_answer_fails_is_counted_too(lookups: Lookups, counts: Counts) -> None:
-    with pytest.raises(ZeroDivisionError):
-        lookups.find(WALL, PROMPT, lambda found, _: 1 // (len(found) - 1))
-    lookups.count()
-    assert counts.told == [(32, 16)]
-
-
 def test_the_hottest_prefixes_have_all_that_was_asked(lookups: Lookups, counts: Counts) -> None:
     for _ in range(3):
-        lookups.find(WALL, PROMPT, lambda *_: None)
-    assert lookups.hottest(WALL, 10, lambda sampled, prefixes, _: (sampled, [each.lookups for each in prefixes])) == (3, [3])
+        asyncio.run(lookups.find(at_once, WALL, PROMPT))
+    found = asyncio.run(lookups.hottest(at_once, WALL, 10))
+    assert (found.sampled, [each.lookups for each in found.prefixes]) == (3, [3])
     assert len(counts.told) == 3
 
 
 def test_what_waits_to_be_counted_has_a_limit(lookups: Lookups, counts: Counts) -> None:
     """Where nobody comes to count, as behind the answers of a thread."""
-    lookups.find_many(WALL, [PROMPT] * MAX_UNCOUNTED, lambda *_: None)
+    asyncio.run(lookups.find_many(at_once, WALL, [PROMPT] * MAX_UNCOUNTED))
     assert counts.told == []
-    lookups.find(WALL, PROMPT, lambda *_: None)
+    asyncio.run(lookups.find(at_once, WALL, PROMPT))
     assert len(counts.told) == MAX_UNCOUNTED + 1

@@ -67,6 +67,8 @@ def test_answers_are_as_described(service: Service, label: str, mode: Generation
             if case.media_type == RAW:  # numbers of 32 bits each, which no schema can say, and a model beside them
                 case.body = b"\1\0\0\0\2\0\0\0"
                 case.query = {**(case.query or {}), "model": "m"}
+            elif case.media_type:  # parameters are of raw bodies alone, which no schema can say either
+                case.query = {}
         case.call_and_validate(base_url=service.url, timeout=20, excluded_checks=excluded)
 
     ask()

@@ -156,7 +156,8 @@ def kept(service: Service, path: str, body: bytes, **headers: str) -> Answer:
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         while len(content) < length:
             content += connection.recv(65_536)
-    return Answer(int(head.split()[1]), {"content-type": "application/json"}, content)
+    kind = head.lower().partition(b"content-type: ")[2].partition(b"\r\n")[0].decode()
+    return Answer(int(head.split()[1]), {"content-type": kind}, content)
 
 
 REGISTRATION = msgspec.json.encode(registration("forged", "tcp://127.0.0.1:9"))
@@ -248,6 +249,6 @@ def test_flags_and_file_agree_about_it(tmp_path: Path) -> None:
         (("--host", "0.0.0.0"), 1),  # noqa: S104 - the settings are checked, nothing listens
         (("--host", "0.0.0.0", "--insecure", "--allowed-host", "indexer"), 0),  # noqa: S104
     ):
-        done = run("serve", "--check", *args)
+        done = run("serve", "--check", "--port", 0, *args)
         assert done.code == code, (args, done.err)
         assert ("--insecure" in done.err) == bool(code)

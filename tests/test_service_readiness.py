@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.service.config import ServiceConfig, to_config
+from kvevents.service.config import ServiceConfig
 from kvevents.service.keeping import Keeper
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
+from kvevents.settings import convert
 from kvevents.stream import Trust
 from service_cases import Client, engine, prompt, serving, until, write
 
@@ -33,7 +34,7 @@ class Clock:
 @contextmanager
 def service_of(clock: Clock, watched: Path | None = None, **tables: Any) -> Iterator[Service]:
     """A service that follows nothing: only its own word on readiness is asked for."""
-    service = Service(to_config(tables, "test"), watched, clock=clock)
+    service = Service(convert(tables, ServiceConfig, "test"), watched, clock=clock)
     try:
         yield service
     finally:
@@ -131,6 +132,17 @@ def test_idle_engines_do_not_delay_it() -> None:
         assert told(service) == (True, "0 of 1 sources are EXACT, 1 wait for a live batch")
 
 
+def test_a_service_that_follows_nothing_any_more_is_not_ready() -> None:
+    """Every question is 503 then, whatever was ready before: a router must be sent elsewhere until the process is restarted."""
+    with service_of(Clock()) as service:
+        register(service, trust=Trust.EXACT)
+        assert told(service)[0]
+        service.fleet.failed(RuntimeError("it broke"))
+        assert told(service) == (False, "nothing is followed any more: RuntimeError: it broke")
+        service.is_ending = True
+        assert told(service) == (False, "the service is ending")
+
+
 def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:
     """The answer says that the deadline has passed, and later doubts do not take it back."""
     clock = Clock()
@@ -156,7 +168,7 @@ def test_it_is_not_ready_while_it_ends() -> None:
 @pytest.mark.parametrize("ready", [{"expected": -1}, {"grace_seconds": -1}, {"grace_seconds": 1e9}])
 def test_what_cannot_be_is_refused(ready: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="ready"):
-        to_config({"ready": ready}, "test")
+        convert({"ready": ready}, ServiceConfig, "test")
     assert ServiceConfig().ready.grace_seconds == 0
 
 
@@ -183,4 +195,4 @@ def test_after_sigterm_it_answers_for_the_grace_and_is_not_ready() -> None:
 def test_the_grace_comes_to_an_end() -> None:
     with serving("--grace-seconds", 0.3) as service:
         assert service.end(signal.SIGTERM).code == 0
-        assert service.told("not ready any more; ending in 0.3 s")
+        service.says("not ready any more; ending in 0.3 s")

@@ -10,9 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 import nats
 import pytest
+from nats.js import JetStreamContext
 
+from certificate_cases import make_certificates
 from kvevents.plane.bridge import Watch
+from kvevents.plane.layout import Layout
 from kvevents.plane.records import Blank
+from kvevents.plane.snapshots import Snapshots
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Log, bridging, plane_at
@@ -65,9 +69,33 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
             service.exact("one", blocks=6)
         with serving(*flags, "--replica", "b") as service:
             service.exact("one", blocks=6)
-            until("the log to say so", lambda: service.told("begun with snapshot"))
+            service.says("begun with snapshot")
             assert service.held(list(range(64))) == {"one": 64}
             assert first
+
+
+def test_a_replica_begins_with_the_snapshot_before_one_that_is_damaged(server: NatsServer) -> None:
+    """It would wait without end for what the servers have lost, and says what it has passed over."""
+    plane = plane_at(server.url, name="damaged", lanes=1)
+    flags = ("--from", server.url, "--plane", "damaged", "--snapshot-seconds")
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        with serving(*flags, "0.3", "--replica", "a") as service:
+            one.store(range(64))
+            service.exact("one", blocks=4)
+            until("two snapshots", lambda: first_page(server, "KVEVENTS_damaged_0") > 3)
+        name = asked(server, lambda js: lose_chunks(js, Layout("damaged", 1)))
+        with serving(*flags, "60", "--replica", "b") as service:
+            service.exact("one", blocks=4)
+            service.says("begun with snapshot")
+            assert any(name in warning for warning in service.get("/health").json["warnings"])
+
+
+async def lose_chunks(js: JetStreamContext, layout: Layout) -> str:
+    """The chunks of the newest snapshot's index, whose name is returned."""
+    kept, _ = await Snapshots(js, layout).kept(0)
+    info = await (await js.object_store(layout.snapshots)).get_info(f"{kept.name}.index")
+    await js.purge_stream(f"OBJ_{layout.snapshots}", subject=f"$O.{layout.snapshots}.C.{info.nuid}")
+    return kept.name
 
 
 def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) -> None:
@@ -97,7 +125,7 @@ def test_a_lane_that_is_deleted_is_built_anew(server: NatsServer) -> None:
         delete_stream(server, "KVEVENTS_deleted_0")
         one.store(range(100, 132))
         service.exact("one", blocks=6)
-        assert service.told("is built anew")
+        service.says("is built anew")
 
 
 def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
@@ -112,6 +140,23 @@ def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
             one.store(range(100, 132))
             server.start()
             service.exact("one", blocks=6)
+
+
+def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> None:
+    """As when they are renewed: the process lives, and tries again."""
+    authority = make_certificates(tmp_path) / "ca.pem"
+    right = authority.read_text()
+    with serving("--from", "tls://127.0.0.1:1", "--tls-ca", authority) as service:
+
+        def why() -> str:
+            assert service.get("/livez").status == 200
+            return str(service.get("/readyz").json["why"])
+
+        until("the servers to be away", lambda: "cannot use the NATS server" in why())
+        authority.write_text("no certificate")
+        until("the file to be wrong", lambda: "is no PEM file" in why())
+        authority.write_text(right)
+        until("the file to be right", lambda: "cannot use the NATS server" in why())
 
 
 def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:

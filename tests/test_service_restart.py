@@ -110,13 +110,13 @@ def test_killed_at_any_moment_it_comes_back_with_the_truth(tmp_path: Path) -> No
                 threading.Event().wait(moments.random() * 0.4)
                 service.kill()
         with serving("--state-dir", state, *FLAGS) as service:
-            assert service.told("restored [1-9][0-9]* blocks of 3 streams")
+            service.says("restored [1-9][0-9]* blocks of 3 streams")
             knows_the_truth(service, streams)
             assert [service.source(name)["lost"] for name in streams] == [0, 0, 0]
             assert [service.source(name)["resets"] for name in streams] == [0, 0, 0]
             assert service.get("/health").json == {"status": "ok", "warnings": []}
-            assert not list(state.glob(".*.tmp"))
             assert service.end().code == 0
+            assert not list(state.glob(".*.tmp"))
 
 
 def test_an_engine_that_restarted_meanwhile_begins_anew(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_an_engine_that_restarted_meanwhile_begins_anew(tmp_path: Path) -> None:
             service.exact("e", blocks=2)
             assert service.keys("e") == {(key, "gpu") for key in hex_keys(prompt(2, 2))}
             assert service.source("e")["resets"] == 1
-            assert service.told("e rank 0: its blocks are forgotten: publisher restarted")
+            service.says("e rank 0: its blocks are forgotten: publisher restarted")
             assert service.held(prompt(1)) == {}
 
 
@@ -168,7 +168,7 @@ def test_files_that_cannot_be_read_are_set_aside_and_told_of(tmp_path: Path, bro
         with serving("--state-dir", tmp_path, *FLAGS) as service:
             (warning,) = service.get("/health").json["warnings"]
             assert str(tmp_path) in warning
-            assert service.told(f"ERROR +{warning[:40]}")
+            service.says(f"ERROR +{warning[:40]}")
             if broken == "registered":
                 assert (tmp_path / "registered.bad").read_bytes() == path.with_suffix(".bad").read_bytes()
                 assert service.sources() == {}
@@ -189,6 +189,15 @@ def test_what_a_killed_process_had_begun_to_write_is_swept_away(tmp_path: Path) 
     write(tmp_path / ".current.tmp", "half")
     with serving("--state-dir", tmp_path):
         assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_killed_process_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    """What the control plane answers comes over no file."""
+    with serving(TMPDIR=str(tmp_path)) as service:
+        assert service.get("/openapi.json").status == 200
+        service.program.process.kill()
+        service.program.end()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_folder_is_for_one_process(tmp_path: Path) -> None:
@@ -323,3 +332,24 @@ def test_an_idle_service_waits_for_nothing_at_its_end(tmp_path: Path, number: si
     config = write(tmp_path / "c.toml", "snapshot_seconds = 3600\nlimits = { drain_seconds = 3600 }\n")
     with serving("--config", config, "--state-dir", tmp_path / "state") as service:
         assert service.end(number).code == 0
+
+
+def test_a_registration_that_is_refused_forgets_nothing_of_what_was_kept(tmp_path: Path) -> None:
+    """The right one goes on where the process before has ended, though a wrong one came first."""
+    tokens = prompt(1)
+    with engine(seed=1, buffer_steps=2, compact=False) as made:
+        with serving("--state-dir", tmp_path / "state") as service:
+            assert service.register("e", made.publisher).status == 201
+            for number in range(3):
+                made.store(prompt(number + 1))
+            service.exact("e", blocks=12)
+            assert service.end().code == 0
+        (tmp_path / "state" / "registered.json").unlink()
+        limits = write(tmp_path / "c.toml", "limits = { max_sources = 1 }\n")
+        with serving("--state-dir", tmp_path / "state", "--config", limits) as service:
+            assert service.register("another", "tcp://127.0.0.1:9").status == 201
+            assert service.register("e", made.publisher).status == 413
+            assert service.post("/unregister", instance_id="another").status == 200
+            assert service.register("e", made.publisher).status == 201
+            assert service.held(tokens) == {"e": len(tokens)}
+            service.exact("e", blocks=12)

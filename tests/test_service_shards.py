@@ -328,7 +328,7 @@ def test_shares_want_the_token_of_each_other(server: NatsServer, tmp_path: Any) 
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("0123456789abcdef" * 2)
     wrong.write_text("fedcba9876543210" * 2)
-    access = {"tokens": [{"role": "admin", "token": right.read_text()}], "anonymous": "none"}
+    access = {"tokens": [{"role": "read", "token": right.read_text()}], "anonymous": "none"}
     with planed(server, "tokens") as plane:
         good = Replica(server.url, plane.name, "good", access=access, shard={"token_file": str(right)})
         bad = Replica(server.url, plane.name, "bad", access=access, shard={"token_file": str(wrong)})

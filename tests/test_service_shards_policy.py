@@ -12,10 +12,11 @@ import pytest
 
 from certificate_cases import make_certificates
 from kvevents.errors import ConfigError
-from kvevents.service.config import ShardSettings, to_config
+from kvevents.service.config import ServiceConfig, ShardSettings
 from kvevents.service.shards.peers import AwayError, Peers
 from kvevents.service.shards.policy import PeerPolicy
 from kvevents.service.shards.shapes import Lanes, Noted
+from kvevents.settings import convert
 
 POD = "http://kv-0.kv-peers.ns.svc:8090"
 
@@ -82,7 +83,7 @@ def test_who_wants_certificates_has_one() -> None:
     tables = {"plane": {"servers": ["nats://n1"]}, "replica": "a", "shard": {"url": POD}}
     tls = {"certificate": "server.pem", "key": "server.key", "client_ca": "ca.pem"}
     with pytest.raises(ConfigError, match=r"name it as shard\.tls_certificate"):
-        to_config({**tables, "tls": tls}, "test")
+        convert({**tables, "tls": tls}, ServiceConfig, "test")
     with pytest.raises(ConfigError, match="belong together"):
         ShardSettings(url=POD, tls_certificate="client.pem")
 
@@ -109,7 +110,7 @@ async def test_replicas_prove_who_they_are_to_each_other(tmp_path: Path) -> None
         except AwayError:
             return False
         finally:
-            peers.close()
+            await peers.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"

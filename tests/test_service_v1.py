@@ -97,8 +97,9 @@ def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, 
         (path, 400, "malformed-body"),
         ("/v1/match", 422, "missing-model"),
         (f"{path}&expected=perhaps", 422, "bad-shape"),
-        (f"{path}&mm=x", 422, "bad-shape"),
-        (f"{path}&slat=x", 422, "bad-shape"),
+        (f"{path}&mm=x", 400, "unknown-field"),
+        (f"{path}&slat=x", 400, "unknown-field"),
+        (f"{path}&lora_id=x", 422, "bad-shape"),
         (f"{path}&lora=a&lora_name=b", 400, "contradiction"),
     ):
         body = b"123" if reason == "malformed-body" else packed(tokens)
@@ -347,36 +348,37 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
     name, model, made = fresh
     tokens = prompt(24)
     made.store(prompt(25))
-    with engine(seed=902) as other, refusing() as nowhere:
-        assert service.register("other", other.publisher, model_name=model).status == 201
-        other.store(tokens)
-        service.exact(name, blocks=4)
-        service.exact("other", blocks=4)
-    until("stale", lambda: service.trust("other")[0] == "STALE")
-    assert service.register("refused", nowhere, model_name=model).status == 201
-    until("refused", lambda: "nothing listens" in service.trust("refused")[1])
-    body = {"model": model, "tokens": tokens, "explain": True}
-    loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
-    every: list[dict[str, Any]] = [
-        {},
-        {"candidates": loads, "load_weight": 1000.0},
-        {"candidates": loads, "trust": {"STALE": 1.0}},
-    ]
-    for more in every:
-        for _ in range(6):
-            told = service.post("/v1/select", body | more).json
-            assert (told["instance"], told["trust"]["state"], len(told["considered"])) == (name, "EXACT", 1)
-            assert {each["instance"]: each["trust"]["state"] for each in told["unreachable"]} == {
-                "other": "STALE",
-                "refused": "CONNECTING",
-            }
-            assert told["why"].endswith("2 without a connection were left out.")
-    dead = {"candidates": loads[1:]}
-    told = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
-    assert (told["instance"], told["trust"]["state"]) == ("other", "STALE")
-    assert told["why"].endswith("no candidate is connected.")
-    for gone in ("other", "refused"):
-        assert service.post("/unregister", instance_id=gone).status == 200
+    with refusing() as nowhere:
+        with engine(seed=902) as other:
+            assert service.register("other", other.publisher, model_name=model).status == 201
+            other.store(tokens)
+            service.exact(name, blocks=4)
+            service.exact("other", blocks=4)
+        until("stale", lambda: service.trust("other")[0] == "STALE")
+        assert service.register("refused", nowhere, model_name=model).status == 201
+        until("refused", lambda: "nothing listens" in service.trust("refused")[1])
+        body = {"model": model, "tokens": tokens, "explain": True}
+        loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
+        every: list[dict[str, Any]] = [
+            {},
+            {"candidates": loads, "load_weight": 1000.0},
+            {"candidates": loads, "trust": {"STALE": 1.0}},
+        ]
+        for more in every:
+            for _ in range(6):
+                told = service.post("/v1/select", body | more).json
+                assert (told["instance"], told["trust"]["state"], len(told["considered"])) == (name, "EXACT", 1)
+                assert {each["instance"]: each["trust"]["state"] for each in told["unreachable"]} == {
+                    "other": "STALE",
+                    "refused": "CONNECTING",
+                }
+                assert told["why"].endswith("2 without a connection were left out.")
+        dead = {"candidates": loads[1:]}
+        told = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
+        assert (told["instance"], told["trust"]["state"]) == ("other", "STALE")
+        assert told["why"].endswith("no candidate is connected.")
+        for gone in ("other", "refused"):
+            assert service.post("/unregister", instance_id=gone).status == 200
 
 
 def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -475,7 +477,9 @@ def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
 def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
     """All pages are of one moment, whatever comes and goes meanwhile, and each block is on one of them."""
     name, _model, made = fresh
-    assert service.get(f"/v1/blocks?instance={name}").json == {"total": 0, "blocks": [], "next": None}
+    exact = {"state": "EXACT", "reason": "", "reason_codes": []}
+    service.exact(name)
+    assert service.get(f"/v1/blocks?instance={name}").json == {"total": 0, "blocks": [], "next": None, "trust": exact}
     tokens = prompt(16, 25)
     hashes = made.store(tokens)
     made.store(tokens, medium="CPU", parent=())
@@ -485,7 +489,7 @@ def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engin
     while True:
         page = service.get(f"/v1/blocks?instance={name}&limit=7&cursor={cursor}").json
         pages.append(page["blocks"])
-        assert page["total"] == 50
+        assert (page["total"], page["trust"]) == (50, exact)
         if len(pages) == 3:
             made.remove(hashes)
             until("less", lambda: service.source(name)["blocks"] == 25)

@@ -73,6 +73,9 @@ async def test_a_turn_is_for_one_at_a_time() -> None:
     await turn.take(DEADLINE)
 
 
+EXACT = {"state": "EXACT", "reason": "", "reason_codes": []}
+
+
 def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
     """Each engine's blocks come once, those of one model and group together, also where an engine has none."""
     blocks = PIECE_BLOCKS + 10
@@ -83,11 +86,14 @@ def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
             service.exact(f"e{number}", blocks=blocks)
         assert service.register("none", other.publisher).status == 201
         assert service.register("other", other.publisher, model_name='a "model"').status == 201
+        for name in ("e0", "e1", "none", "other"):
+            service.exact(name)
         answer = service.get("/dump")
         assert answer.headers["content-type"] == "application/json"
         told = answer.json
         assert set(told) == {"m:default", 'a "model":default'}
-        assert told['a "model":default'] == {"block_size": 16, "events": []}
+        assert told['a "model":default'] == {"block_size": 16, "events": [], "trust": {"other": {"0": EXACT}}}
+        assert told["m:default"]["trust"] == {name: {"0": EXACT} for name in ("e0", "e1", "none")}
         events = told["m:default"]["events"]
         for name in ("e0", "e1"):
             own = [event["event"] for event in events if event["worker_id"] == name]
@@ -133,19 +139,15 @@ def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path
 
 @pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])
 async def test_a_large_body_keeps_nobody_waiting(path: str, size: int) -> None:
-    """It is handled in a thread, whichever way its request comes; a smaller one at once, which costs less."""
+    """It is handled in a thread; a smaller one at once, which costs less."""
     service = Service(ServiceConfig())
     app, found = App(service), TABLE[path]["POST"]
     endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))
     try:
         for body, name in ((b" " * size, b"MainThread"), (b" " * (size + 1), b"kvevents-matching_0")):
             request = Request("POST", path, b"", Headers([]), body)
-            answered = app.answer(endpoint, request)
-            assert isinstance(answered, Response) is (name == b"MainThread")
-            response = answered if isinstance(answered, Response) else await answered
-            assert response.body == name
-            general = await app._handle(endpoint, request)
-            assert isinstance(general, Response)
-            assert general.body == name
+            answered = await app._handle(endpoint, request)
+            assert isinstance(answered, Response)
+            assert answered.body == name
     finally:
         service.fleet.follower.subscriber.close()

@@ -22,6 +22,7 @@ from kvevents.sim.follower import Follower
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.sockets import Sockets
 from kvevents.stream import Doubt, Findings, Gap, RawBatch, RawDelivery, Reset, Source, Trust
+from kvevents.subscriber import Sink
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import (
     quick_publishers,  # noqa: F401 - a fixture for all tests here
@@ -58,9 +59,10 @@ class Scripted:
     doubts: frozenset[Doubt] = frozenset()
     reports: list[tuple[RawDelivery, Findings | None]]
 
-    def __init__(self, sources: Sequence[Source], *, decode: bool) -> None:
+    def __init__(self, sources: Sequence[Source], *, decode: bool, sink: Sink) -> None:
         assert not decode
         self.sources = sources
+        self.sink = sink
 
     def __enter__(self) -> Self:
         return self
@@ -68,19 +70,20 @@ class Scripted:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def receive_many(self, limit: int, timeout: float) -> list[RawDelivery]:
+    def receive(self, timeout: float) -> RawDelivery | None:
         if not self.script:
             threading.Event().wait(timeout)
-        return [self.script.popleft() for _ in range(min(limit, len(self.script)))]
+            return None
+        delivery = self.script.popleft()
+        (outcome,) = self.sink.apply_many([delivery])
+        self.reports.append((delivery, outcome.findings))
+        return delivery
 
     def status(self, source: str, rank: int) -> Any:
         return SimpleNamespace(source=source, rank=rank, trust=Trust.EXACT, doubts=self.doubts)
 
     def statuses(self) -> list[Any]:
         return [self.status(*WORKER)]
-
-    def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
-        self.reports.append((delivery, findings))
 
 
 def life(_: object, ts: float) -> int:

@@ -187,6 +187,15 @@ def test_another_life_knows_nothing_of_the_one_before(tape: Tape, how: str) -> N
     assert requests.skipped == 1
 
 
+def test_a_batch_that_was_recorded_twice_begins_no_life(tape: Tape) -> None:
+    """The same number and the same bytes: what hangs below it is still known, and it is no request again."""
+    tape.batch(0.0, stored(1, 2))
+    tape.restart()
+    tape.batch(0.0, stored(1, 2))
+    tape.batch(1.0, stored(3, parent=2))
+    assert tape.told() == [(0.0, [1, 2], [3])]
+
+
 def test_tokens_are_those_of_the_text(tape: Tape) -> None:
     """Of EAGLE's pairs it is the first; numbers that are no token ids are counted, and do not end the reading."""
     tape.batch(0.0, BlockStored([1], None, [(10, 11), (11, 12)], 2), BlockStored([2], None, [-1, 2**32], 2))

@@ -12,6 +12,7 @@ from kvevents.stream import (
     Checkpoint,
     Doubt,
     Findings,
+    Gap,
     Phase,
     RawBatch,
     Reset,
@@ -517,3 +518,88 @@ def test_silence_ends_with_the_connection(wire: Wire) -> None:
     wire.later(LIMITS.silent_intervals * EVERY)
     wire.stream.disconnected()
     assert wire.stream.doubts == set()
+
+
+# --- snapshots of several batches --------------------------------------------------------------------------------------------
+
+
+def part(number: int, *, is_last: bool = False) -> bytes:
+    """A part of a snapshot, the first one if its number is 0."""
+    events: list[KVEvent] = [] if number else [AllBlocksCleared()]
+    trust = "EXACT" if is_last else "DEGRADED"
+    store = BlockStored([number + 100], None, [number + 100], 1)
+    return encode_batch(KVEventBatch(0.0, [*events, store, BlockRemoved([], heartbeat=heartbeat(trust))]))
+
+
+def asked_for_a_snapshot(raw: bool, parts: int) -> Wire:
+    """A stream that misses what was before the live batch 13, and has got the first parts of a snapshot, numbers 10 to 12."""
+    wire = Wire(raw=raw)
+    wire.believe()
+    wire.stream.receive_live(live_frames(TOPIC, 13, telling(13)), wire.now)
+    assert wire.stream.ask(wire.now) is not None
+    for number in range(parts):
+        wire.stream.receive_replay(replay_batch_frames(TOPIC, 10 + number, part(number, is_last=number == 2)), wire.now)
+    return wire
+
+
+def numbers(wire: Wire) -> list[int | str]:
+    """Of the batches that were delivered and are reported now; `R` for a reset, `c` for a gap that is compacted."""
+    found: list[int | str] = []
+    for delivery in wire.stream.deliveries():
+        if isinstance(delivery, Batch | RawBatch):
+            found.append(delivery.seq)
+            wire.report(delivery, agrees=None)
+        else:
+            found.append("c" if isinstance(delivery, Gap) and delivery.compacted else "R")
+    return found
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("waiting", [range(13, 14), range(10, 14), range(11, 13)], ids=["behind it", "all", "within it"])
+def test_parts_of_a_snapshot_take_the_place_of_live_batches(raw: bool, waiting: range) -> None:
+    """Their numbers are those of batches that may wait here, and they make sense together only."""
+    wire = Wire(raw=raw)
+    wire.believe()
+    for seq in waiting:
+        wire.stream.receive_live(live_frames(TOPIC, seq, telling(seq)), wire.now)
+    assert wire.stream.ask(wire.now) is not None
+    told = [(10 + number, part(number, is_last=number == 2)) for number in range(3)] + [(13, telling(13))]
+    for seq, payload in told:
+        wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, payload), wire.now)
+    delivered = [each for each in wire.stream.deliveries() if isinstance(each, Batch | RawBatch)]
+    assert [(each.seq, each.payload) for each in delivered] == told
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_snapshot_that_was_cut_is_told_again(raw: bool, parts: int) -> None:
+    """Who asks behind its first number gets what follows the snapshot; so all is asked for."""
+    wire = asked_for_a_snapshot(raw, parts)
+    wire.stream.receive_replay(END, wire.now)
+    while (ask := wire.stream.ask(wire.now)) is not None:
+        told = [10, 11, 12] if ask.start < 10 else []
+        for seq in told:
+            payload = part(seq - 10, is_last=seq == 12)
+            wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, payload), wire.now)
+        wire.stream.receive_replay(replay_batch_frames(TOPIC, 13, telling(13)), wire.now)
+        wire.stream.receive_replay(END, wire.now)
+    assert numbers(wire) == ["c", *range(10, 10 + parts), "R", "c", 10, 11, 12, 13]
+    assert Doubt.LOST not in wire.stream.doubts
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_snapshot_whose_end_never_comes_is_a_loss(raw: bool, parts: int) -> None:
+    """Replay is mute from then on, and live batches go on behind the part that came: what the others had is lost."""
+    wire = asked_for_a_snapshot(raw, parts)
+    while wire.stream.phase is not Phase.FOLLOWING:
+        wire.later(LIMITS.replay_timeout)
+        wire.stream.ask(wire.now)
+    wire.stream.receive_live(live_frames(TOPIC, 14, beating()), wire.now)
+    assert numbers(wire)[-1] == 14
+    assert (Doubt.LOST in wire.stream.doubts) is (parts < 3)
+    wire.stream.receive_live(live_frames(TOPIC, 15, encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))), wire.now)
+    for delivery in wire.stream.deliveries():
+        if isinstance(delivery, RawBatch):
+            wire.stream.report(delivery, Findings(cleared=True))
+    assert Doubt.LOST not in wire.stream.doubts

@@ -185,7 +185,9 @@ class RawStreamMachine(StreamMachine):
 
 
 class ForeignReplayMachine(RuleBasedStateMachine):
-    """The replay endpoint belongs to another publisher, ahead of the live one or behind it, or equal up to some number.
+    """The replay endpoint belongs to another publisher, for some answers or for all.
+
+    That one is ahead of the live one or behind it, or equal up to some number.
 
     Whatever arrives first: the stream is never EXACT while something delivered is not what the live publisher sent under its
     number. With the right endpoint it becomes EXACT again.
@@ -221,7 +223,8 @@ class ForeignReplayMachine(RuleBasedStateMachine):
             return [replay_batch_frames(TOPIC, seq, payload_of(0, seq, clear=False)) for seq in range(start, self.sent)]
         first = 0 if self.steps is None else max(0, self.other - self.steps)
         answer = [replay_batch_frames(TOPIC, seq, self.foreign_payload(seq)) for seq in range(max(start, first), self.other)]
-        if self.compacts and first > start:
+        # A snapshot of what both have in common would be right, and the batches behind it tell nobody whose it is.
+        if self.compacts and first > max(start, self.prefix):
             answer.insert(0, replay_batch_frames(TOPIC, first - 1, payload_of(1, first - 1, clear=True)))
         return answer
 
@@ -258,6 +261,11 @@ class ForeignReplayMachine(RuleBasedStateMachine):
         self.now += seconds
         self.stream.tick(self.now)
         self.settle()
+
+    @rule(is_foreign=st.booleans())
+    def redirect(self, is_foreign: bool) -> None:
+        """From the next request on, another one answers; what was answered may still arrive."""
+        self.is_foreign = is_foreign
 
     @rule()
     def reconnect(self) -> None:

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, assert_type
 
 import msgspec
@@ -20,7 +21,7 @@ import zmq
 from kvevents.config import Curve
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
-from kvevents.index import PrefixIndex
+from kvevents.index import Applied, PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import (
     Batch,
@@ -43,6 +44,7 @@ from kvevents.testing.proxy import FaultProxy
 from kvevents.testing.tape import TapePlayer
 from kvevents.testing.transport import FakeEngine, FakeTransport
 from network_model import payload_of
+from publisher_cases import wait_until
 
 LIMITS = StreamLimits(
     replay_timeout=2.0, reply_silence=0.5, quiet_before_probe=0.2, max_probe_interval=1.0, max_unanswered=1_000_000
@@ -69,13 +71,6 @@ class SyncDriver:
 
     def close(self) -> None:
         self.subscriber.close()
-
-
-class DirectDriver(SyncDriver):
-    """`Subscriber` with live connections that it reads itself."""
-
-    def __init__(self, *sources: Source, sockets: SocketOptions = USUAL, **options: Any) -> None:
-        super().__init__(*sources, sockets=replace(sockets, direct=True), **options)
 
 
 class AsyncDriver:
@@ -146,7 +141,7 @@ class Desk:
         return [item for item in self.taken if not isinstance(item, Batch)]
 
 
-@pytest.fixture(params=[SyncDriver, AsyncDriver, DirectDriver], ids=["sync", "async", "direct"])
+@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
 def desk(request: pytest.FixtureRequest) -> Iterator[Callable[..., Desk]]:
     """Opens subscribers of either kind and closes them."""
     opened: list[SyncDriver | AsyncDriver] = []
@@ -528,6 +523,60 @@ def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., D
         at.subscriber.report(taken[4], Findings(cleared=True))
 
 
+class Counting:
+    """A sink that notes what it was given, and fails when told to."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.given: list[Batch | RawBatch | Reset | Gap] = []
+        self.fails = False
+
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
+        if self.fails:
+            raise RuntimeError("injected")
+        self.given += deliveries
+        return self.index.apply_many(deliveries)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_sink_has_each_delivery_before_it_is_handed_out(desk: Callable[..., Desk], decode: bool) -> None:
+    """One by one or many, and what it found is reported without anybody's doing."""
+    unreadable = msgspec.msgpack.encode([3.0, [["Unheard", 1]]])
+    sink = Counting(PrefixIndex())
+    with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
+        at = desk(source_of(tape), decode=decode, sink=sink)
+        at.joined(tape)
+        tape.play(4)
+        for count in (1, 2):
+            at.until(lambda: len(at.taken) >= count)  # noqa: B023 - called before the next one
+            assert sink.given == at.taken
+        while len(at.taken) < 4:
+            at.taken += at.driver.receive_many(None, 0.05)
+            assert sink.given == at.taken
+        assert Doubt.REJECTED in at.subscriber.status("e").doubts
+        assert sink.index.worker("e").blocks == 3
+        tape.play()
+        at.until(lambda: len(at.taken) == 5)
+        at.trusted(Trust.EXACT)
+        assert sink.index.worker("e").blocks == 0
+
+
+def test_what_a_sink_raises_is_raised(desk: Callable[..., Desk]) -> None:
+    """A fault of the consumer's own; the next call goes on with what has come behind."""
+    sink = Counting(PrefixIndex())
+    with TapePlayer(frames(2)) as tape:
+        at = desk(source_of(tape), sink=sink)
+        at.joined(tape)
+        tape.play(1)
+        sink.fails = True
+        with pytest.raises(RuntimeError, match="injected"):
+            at.until(lambda: bool(at.taken))
+        sink.fails = False
+        tape.play(1)
+        at.until(lambda: bool(at.taken))
+        assert sink.given == at.taken
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_message_that_begins_as_the_batch_that_is_due_is_none(desk: Callable[..., Desk], decode: bool) -> None:
     """It goes on behind the payload, or ends before it: it is counted, and the batch itself follows."""
@@ -569,6 +618,7 @@ def test_a_restarted_subscriber_goes_on_with_a_publisher_that_went_on(desk: Call
     checkpoint = on_disk(before)
     for number in range(5, 9):
         publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
+    wait_until(lambda: publisher.stats().published == 9, "all to be sent before the next subscriber comes")
     after = desk()
     after.subscriber.add(Source(*endpoints, name="e"), resume=checkpoint)
     assert after.subscriber.trust("e") == Trust.STALE
@@ -960,3 +1010,20 @@ def test_healed_gaps_leave_no_timers_behind() -> None:
         assert subscriber.status("e").counters.healed == 499
         assert len(subscriber._hub._timers) < 10
     assert ticks < 500 * 2
+
+
+@pytest.mark.parametrize("lost", [0.01, 0.2])
+def test_each_hole_costs_one_request(lost: float) -> None:
+    """The answer that fills it holds the live batch behind it, too, which proves whose answer it is."""
+    transport, random = FakeTransport(), Random(3)
+    engine = transport.engine("tcp://engine:1", "tcp://engine:2")
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e")
+    with Subscriber(source, transport=transport, clock=transport.clock) as subscriber:
+        for number in range(3_000):
+            engine.publish(BlockRemoved([number]), lost=random.random() < lost)
+            for _ in range(2):
+                subscriber.receive_many(timeout=0)
+            transport.clock.advance(0.01)
+        counters = subscriber.status("e").counters
+        assert counters.healed > 10
+        assert counters.requests == counters.healed + 1, "one at the start"

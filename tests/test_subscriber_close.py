@@ -19,7 +19,7 @@ import pytest
 from kvevents.errors import ClosedError, UsageError
 from kvevents.events import BlockRemoved
 from kvevents.stream import Source, Trust
-from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
+from kvevents.subscriber import AsyncSubscriber, Subscriber
 from kvevents.testing.transport import FakeTransport
 
 DEADLINE = 20.0
@@ -45,11 +45,6 @@ def iterates(subscriber: Subscriber) -> None:
 
 
 WAITS = pytest.mark.parametrize("wait", [receives, receives_many, iterates])
-DIRECT = pytest.mark.parametrize("direct", [False, True], ids=["libzmq", "direct"])
-
-
-def transport(direct: bool) -> ZmqTransport:
-    return ZmqTransport(options=SocketOptions(direct=direct))
 
 
 def descriptors() -> list[str]:
@@ -76,12 +71,11 @@ async def begun(task: asyncio.Task[Any]) -> None:
     assert not done
 
 
-@DIRECT
 @WAITS
-def test_another_thread_ends_what_waits(wait: Callable[[Subscriber], None], direct: bool) -> None:
+def test_another_thread_ends_what_waits(wait: Callable[[Subscriber], None]) -> None:
     """The thread ends, with the error or the end of the iteration that is due, and has closed everything."""
     before = descriptors()
-    subscriber = Subscriber(NOBODY, transport=transport(direct))
+    subscriber = Subscriber(NOBODY)
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -104,12 +98,11 @@ def test_another_thread_ends_what_waits(wait: Callable[[Subscriber], None], dire
     assert list(subscriber) == []
 
 
-@DIRECT
-def test_close_and_receive_race(direct: bool) -> None:
+def test_close_and_receive_race() -> None:
     """Whenever `close` comes, before, within or after a call, the thread ends without another error, and nothing stays open."""
     before = descriptors()
     for attempt in range(100):
-        subscriber = Subscriber(NOBODY, transport=transport(direct))
+        subscriber = Subscriber(NOBODY)
         failures: list[BaseException] = []
 
         def run(subscriber: Subscriber = subscriber, failures: list[BaseException] = failures) -> None:
@@ -182,12 +175,11 @@ def test_a_signal_handler_may_close_in_the_middle_of_anything() -> None:
     assert descriptors() == before
 
 
-@DIRECT
 @pytest.mark.parametrize("many", [False, True])
-async def test_another_task_ends_what_waits(many: bool, direct: bool) -> None:
+async def test_another_task_ends_what_waits(many: bool) -> None:
     """`receive` raises, `async for` ends, and asyncio watches nothing of it any more."""
     before = descriptors()
-    subscriber = AsyncSubscriber(NOBODY, transport=transport(direct))
+    subscriber = AsyncSubscriber(NOBODY)
     task: asyncio.Task[Any] = asyncio.create_task(subscriber.receive_many() if many else subscriber.receive())
     await begun(task)
     await subscriber.close()

@@ -103,7 +103,7 @@ class Plant:
             self.transport = Faulty(fake)
         else:
             clock = time.monotonic
-            sockets = SocketOptions(direct=kind == "direct", reconnect_ms=10, reconnect_max_ms=40)
+            sockets = SocketOptions(reconnect_ms=10, reconnect_max_ms=40)
             self.engines = [ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") for _ in range(3)]
             self.transport = Faulty(ZmqTransport(options=sockets))
         self.transport.victim = "e0"
@@ -159,7 +159,7 @@ class Plant:
                 engine.shutdown()
 
 
-KINDS = ["libzmq", "direct", "fake"]
+KINDS = ["libzmq", "fake"]
 
 
 @pytest.fixture(params=KINDS)

@@ -62,7 +62,7 @@ def test_what_came_with_a_disconnect_is_read_after_a_long_silence_and_not_after_
     A full socket whose connection has timed out must not be read: libzmq 4.3.5 ends the process.
     """
     clock = VirtualClock()
-    rig = RealRig(direct=False)
+    rig = RealRig()
     rig.transport.close()
     rig.transport = ZmqTransport(options=OPTIONS, clock=clock)
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-from kvevents.wire import Dialect
+from kvevents.wire import Dialect, Rejected
 
 DATA = Path(__file__).parent / "data"
 CAPTURES = DATA / "vllm-0.32-captures.jsonl.gz"
@@ -178,3 +180,17 @@ def events_of(row: Dialect) -> st.SearchStrategy[KVEvent]:
 def batches_of(row: Dialect) -> st.SearchStrategy[KVEventBatch]:
     rank = st.none() | st.integers(0, 64) if row.rank else st.none()
     return st.builds(KVEventBatch, st.floats(0, 1e11), st.lists(events_of(row), max_size=4), rank)
+
+
+def worded_as(native: Sequence[Rejected], python: Sequence[Rejected]) -> tuple[Rejected, ...]:
+    """What Python set aside, with the native decoder's words where its own are msgspec's or quote a peer."""
+    found = []
+    for ours, theirs in zip_longest(native, python):
+        if ours is None or theirs is None:
+            return tuple(python)
+        subject, is_foreign, _ = theirs.detail.partition(": ")
+        if theirs.detail.startswith("event type "):
+            subject, is_foreign = "event type", ": "
+        is_same = is_foreign and ours.detail.startswith(f"{subject} ") and len(ours.detail) <= 256
+        found.append(msgspec.structs.replace(theirs, detail=ours.detail) if is_same else theirs)
+    return tuple(found)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -49,8 +49,6 @@ class Consumer:
     decode: bool = False
     """Whether its subscriber hands out events instead of bytes."""
     asynchronous: bool = False
-    direct: bool = False
-    """Whether it reads its live connection without libzmq, as the service and relays do."""
     brisk: bool = True
     leaps: int = 0
     """A clock that leaps forward: about so many times a second."""
@@ -166,7 +164,9 @@ class Follower:
     # --- what it says
 
     def report(self) -> Report:
-        """How it stands."""
+        """How it stands, which is a claim like those before."""
+        if self._consumer.claims:
+            self._claim()
         status = self.subscriber.status(NAME)
         trust = status.trust
         doubts = tuple(sorted(doubt.name for doubt in status.doubts)) if trust == Trust.DEGRADED else ()
@@ -259,7 +259,7 @@ def _answer(pipe: Connection, follower: Follower) -> None:
 
 
 def _options(consumer: Consumer) -> dict[str, Any]:
-    sockets = replace(BRISK_SOCKETS if consumer.brisk else SocketOptions(), direct=consumer.direct)
+    sockets = BRISK_SOCKETS if consumer.brisk else SocketOptions()
     options: dict[str, Any] = {"decode": consumer.decode, "transport": ZmqTransport(options=sockets)}
     if consumer.brisk:
         options["limits"] = BRISK

@@ -63,8 +63,7 @@ class Plan:
             f"  {engine.faults}" if engine.make == "tape" else "",
             *(f"  {each}" for each in setting.hops),
             *(
-                f"  consumer {each.name}: decode={each.decode} async={each.asynchronous} direct={each.direct}"
-                f" leaps={each.leaps} saves={each.saves}"
+                f"  consumer {each.name}: decode={each.decode} async={each.asynchronous} leaps={each.leaps} saves={each.saves}"
                 for each in self.consumers
             ),
             *(f"  {' '.join(map(str, command))}" for command in self.script),
@@ -222,7 +221,6 @@ class _Drawing:
             topic=setting.engine.topic,
             decode=self.chance(0.25),
             asynchronous=self.chance(0.4),
-            direct=self.chance(0.6),
             brisk=setting.brisk,
             leaps=self.random.choice((1, 5)) if setting.leaps else 0,
             saves=name == "mortal",

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from benchmarks.chaos.consumer import BRISK, BRISK_SOCKETS, NAME
 from benchmarks.chaos.parts import START_SECONDS, Part
-from kvevents.relay import Relay, RelaySettings, upstreams
+from kvevents.relay import Relay, RelaySettings, keeping, relay, upstreams
+from kvevents.relay.journal import Journal, JournalLimits
 from kvevents.stream import Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 
@@ -40,7 +41,6 @@ class Hop:
             buffer_steps=self.buffer_steps,
             heartbeat=self.heartbeat,
             journal=journal if self.journal else None,
-            fsync="never",  # a process is killed here, not a machine
         )
 
 
@@ -91,13 +91,16 @@ def run(pipe: Connection, settings: RelaySettings, brisk: bool) -> None:
         # A relay's patience with its upstream is no setting, and a round has not got as much of it.
         options: dict[str, Any] = {"limits": BRISK, "transport": ZmqTransport(options=BRISK_SOCKETS)}
         setattr(upstreams, "Subscriber", partial(Subscriber, **options))  # noqa: B010 - it is no attribute to a type checker
-    with suppress(EOFError, BrokenPipeError), Relay(settings) as relay:
+        # Nor has it time for logs that are long: so snapshots are in most rounds, and kills in the midst of them.
+        setattr(relay, "Journal", partial(Journal, limits=JournalLimits(compact_bytes=20_000)))  # noqa: B010 - as above
+        setattr(keeping, "COLLAPSE_AGAIN_SECONDS", 0.1)  # noqa: B010 - as above
+    with suppress(EOFError, BrokenPipeError), Relay(settings) as running:
         pipe.send("open")
         while True:
-            relay.turn(TURN_SECONDS)
+            running.turn(TURN_SECONDS)
             while pipe.poll():
                 pipe.recv()
-                pipe.send(repr(relay.status()))
+                pipe.send(repr(running.status()))
 
 
 def source(endpoint: str, replay_endpoint: str | None, topic: str) -> Source:

@@ -120,7 +120,7 @@ minutes (`--hours 1` for longer), and `python -m benchmarks.chaos --write` write
   released classes of vLLM and SGLang out of their wheels. Relays, none to two, are `kvevents.relay` with journals and
   heartbeats.
 - Consumers: one from the beginning, one that joins late, one that is killed and goes on from its checkpoint and snapshot; with
-  threads or asyncio, with events or bytes, with libzmq or without. Every few milliseconds, a consumer that is `EXACT` writes
+  threads or asyncio, with events or bytes. Every few milliseconds, a consumer that is `EXACT` writes
   down what it holds, and after which batch. Each of these claims is compared with the truth after that batch.
 - At the end faults stop, the last batches come, or are lost and only replay has them, and the engine is quiet. Within a bounded
   time each consumer must be `EXACT` with what the engine holds, or say why it is not.

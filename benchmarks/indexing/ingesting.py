@@ -1,14 +1,10 @@
-"""From the socket to visible: `python -m benchmarks.indexing.ingesting ingest WHO BLOCKS PER_EVENT`.
-
-Besides `ours` and Dynamo's `service` there is `libzmq`: ours with libzmq's thread, as docs/adr/0015 compares them.
-"""
+"""From the socket to visible: `python -m benchmarks.indexing.ingesting ingest WHO BLOCKS PER_EVENT`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from benchmarks.indexing import memory, procfs
@@ -35,18 +31,15 @@ def service(feed: Feed, blocks: int) -> tuple[int, float, float]:
         return prepared.events, wall, procfs.cpu(rival.pid) - cpu
 
 
-def ours(feed: Feed, blocks: int, *, direct: bool = True) -> tuple[int, float, float]:
+def ours(feed: Feed, blocks: int) -> tuple[int, float, float]:
     """The same of a loop that gives our index what our subscriber receives."""
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - each process loads only what its trial is about
     from kvevents.stream import RawBatch, Source  # noqa: PLC0415 - as above
-    from kvevents.subscriber import SocketOptions, Subscriber, ZmqTransport  # noqa: PLC0415 - as above
+    from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
 
     index = PrefixIndex()
-    transport, source = (
-        ZmqTransport(options=SocketOptions(direct=direct)),
-        Source(f"tcp://127.0.0.1:{feed.port}", name="worker-1"),
-    )
-    with Subscriber([source], decode=False, transport=transport) as subscriber:
+    source = Source(f"tcp://127.0.0.1:{feed.port}", name="worker-1")
+    with Subscriber([source], decode=False) as subscriber:
         subscriber.receive_many(timeout=0.2)  # connects
         prepared = ready(feed, blocks)
         began, cpu, seq = time.monotonic(), time.process_time(), -1
@@ -62,7 +55,6 @@ def ours(feed: Feed, blocks: int, *, direct: bool = True) -> tuple[int, float, f
 
 _WAYS: Final[dict[str, Callable[[Feed, int], tuple[int, float, float]]]] = {
     "ours": ours,
-    "libzmq": partial(ours, direct=False),
     "service": service,
 }
 

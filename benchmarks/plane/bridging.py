@@ -5,7 +5,7 @@ engines, in turn, into 8 lanes; each engine has a connection of its own. What th
 nothing is lost and nothing is replayed. Reported is the time from the first batch to when the last one is acknowledged by the
 server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory and
 publishes each as one message with `Nats-Msg-Id`, into as many streams, `WINDOW` of them waiting for their acknowledgement at
-any time. A bridge packs batches into pages of up to half a MiB, of which two of a lane at most wait for their acknowledgement;
+any time. A bridge packs batches into pages of up to half a MiB, of which one of a lane waits for its acknowledgement;
 it also reads ZeroMQ and follows the trust of every stream, which nats-py is spared. Each trial has a server of its own.
 
 *As a fleet is*, not judged: 1,000 engines say 10 batches a second each, and three servers keep three copies of 256 lanes, as

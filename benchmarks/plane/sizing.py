@@ -29,13 +29,11 @@ from kvevents.plane.bridge import PAGE_BYTES, BridgeSettings
 from kvevents.plane.connection import opened
 from kvevents.plane.layout import Layout
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.listening import RECEIVE_QUEUE
 from kvevents.plane.records import VERSION, Batched, Join, Page, Record, decode_page, encode_page
-from kvevents.plane.settings import MAX_LANES, PlaneSettings
+from kvevents.plane.settings import MAX_LANES, RECEIVE_QUEUE, PlaneSettings
 from kvevents.plane.sharding import owners
 from kvevents.plane.sharding import plan as cover
 from kvevents.plane.snapshots import CHUNK_BYTES
-from kvevents.plane.writing import MAX_UNDER_WAY
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
 
@@ -323,7 +321,7 @@ def plan(fleet: Fleet, costs: Costs) -> Plan:
         _bootstrap(replicas, fleet, costs),
         len({Layout("p", MAX_LANES).subject(lane) for lane in range(MAX_LANES)}),
         written,
-        MAX_UNDER_WAY * PAGE_BYTES / fleet.latency,
+        PAGE_BYTES / fleet.latency,
         bridges,
         BRIDGE_BYTES + fleet.engines / bridges * (each + RECEIVE_QUEUE * costs.payload) + 2 * MAX_QUEUED_BYTES,
         (batches * FLEET.servers / 1e6 + saved * costs.store * fleet.copies) / BUSY,
@@ -438,7 +436,7 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
         (
             "a lane takes at most",
             f"{amount(found.lane_takes, 'B')}/s",
-            f"{MAX_UNDER_WAY} pages under way",
+            "one page under way",
         ),
         ("bridges", str(found.bridges), f"{BUSY:.0%} of one core each; twice as many where each engine is watched by two"),
         ("memory of a bridge", amount(found.bridge_memory, "B"), "while it reads nothing, as its queue is full"),

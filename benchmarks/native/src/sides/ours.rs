@@ -33,7 +33,7 @@ impl Ours {
     fn apply(&mut self, worker: u32, payload: &[u8]) {
         let Reader { index, names, .. } = &self.reader;
         self.seq += 1;
-        let outcome = index.batch(&names[worker as usize], 0, 0, self.seq, payload);
+        let outcome = index.batch(&names[worker as usize], 0, 0, self.seq, payload).outcome;
         assert_eq!(outcome, Outcome::Applied(false));
     }
 

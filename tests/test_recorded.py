@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from export_cases import column, note, payload, pub, removed, replay, stored, table, write
-from kvevents.export import ExportLimits, export
-from kvevents.export.ordering import Arrived, Ordering, Placed
+from kvevents.export import export
+from kvevents.recorded import Arrived, Ordering, OrderingLimits, Placed
 from kvevents.recording import RecordedFrame
 
-LIMITS = ExportLimits(held_batches=3)
+LIMITS = OrderingLimits(held_batches=3)
 
 
 def batch(seq: int, body: bytes = b"", *, replayed: bool = False) -> Arrived:
@@ -32,7 +32,7 @@ def told(found: list[Placed]) -> list[tuple[int, int, int]]:
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.randoms(use_true_random=False))
 def test_what_replay_brings_in_any_order_is_put_in_its_place(live: list[bool], random: object) -> None:
     """Batches that did not come live come by replay, shuffled and repeated: the outcome is every number once, in order."""
-    ordering = Ordering(ExportLimits())
+    ordering = Ordering(OrderingLimits())
     arrived = [batch(seq) for seq, here in enumerate(live) if here]
     late = [batch(seq, replayed=True) for seq in range(len(live))] * 2
     random.shuffle(late)  # type: ignore[attr-defined]

@@ -1,0 +1,253 @@
+"""Every setting can be given by an option, a variable and a file, and is the same; what is wrong says where it is."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.cli import bridge, plane, relay, serve
+from kvevents.cli.command import Command, CommandLineError
+from kvevents.cli.parser import CommandParser
+from kvevents.cli.settings import Form, Given, Setting
+from kvevents.cli.sim import compare
+from kvevents.errors import ConfigError
+from kvevents.settings import Range, Unit, parts_of
+from kvevents.sim.costs import PRESETS
+
+COMMANDS: dict[str, Command] = {
+    each.name: each for each in (serve.COMMAND, bridge.COMMAND, relay.COMMAND, plane.COMMAND, compare.COMMAND)
+}
+ARGUMENTS = {"plane": ["status"]}
+SUBJECTS = st.text("abc", min_size=1, max_size=8)
+
+
+@cache
+def parser_of(command: str) -> CommandParser:
+    parser = CommandParser(command)
+    COMMANDS[command].add_arguments(parser)
+    return parser
+
+
+def parsed(command: str, *words: str) -> Namespace:
+    return parser_of(command).parse_args([*ARGUMENTS.get(command, []), *words])
+
+
+def form_of(command: str) -> Form[Any]:
+    found: Form[Any] = parsed(command).form
+    return found
+
+
+def tables_of(given: Given[Any]) -> dict[str, Any]:
+    return given._tables
+
+
+ALL = [(command, path) for command in COMMANDS for path in form_of(command).settings]
+
+
+def values(setting: Setting) -> st.SearchStrategy[Any]:
+    """Values that a setting can have by its type; what goes with what is not looked at."""
+    parts = [*parts_of(setting.kind)]
+    limits = next((each for each in parts if isinstance(each, Range)), Range())
+    if choices := next((get_args(each) for each in parts if get_origin(each) is Literal), ()):
+        return st.sampled_from(choices)
+    if setting.is_tables:
+        return st.lists(st.dictionaries(SUBJECTS, st.integers(0, 9) | SUBJECTS, min_size=1), min_size=1, max_size=3)
+    one: st.SearchStrategy[Any] = SUBJECTS
+    if bool in parts:
+        one = st.booleans()
+    elif int in parts:
+        one = st.integers(int(limits.least), int(min(limits.most, 1 << 40)))
+    elif float in parts:
+        one = st.floats(limits.least, min(limits.most, 1e9), exclude_min=limits.is_open)
+    elif Unit.ENDPOINT in parts:
+        one = st.integers(1, 65535).map(lambda port: f"tcp://h:{port}")
+    elif setting.path == "upstreams":
+        one = st.integers(1, 65535).map(lambda port: f"h:{port}")
+    return st.lists(one, min_size=1, max_size=3) if setting.is_list else one
+
+
+def written(value: Any) -> str:
+    """As TOML and as text for an option; floats in full."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {written(each)}' for key, each in value.items())}}}"
+    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+
+
+def words_of(setting: Setting, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
+    if setting.path == "upstreams":
+        return list(value)
+    return [f"{setting.flag}={each}" for each in (value if setting.is_list else [value])]
+
+
+def file_of(form: Form[Any], path: str, value: Any, folder: Path) -> Path:
+    *tables, name = [*([form.within] if form.within else []), *path.split(".")]
+    head = f"[{'.'.join(tables)}]\n" if tables else ""
+    file = folder / "settings.toml"
+    file.write_text(f"{head}{name} = {written(value)}\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("settings")
+
+
+@pytest.mark.parametrize(("command", "path"), ALL, ids=str)
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_a_setting_is_the_same_by_option_variable_and_file(command: str, path: str, data: st.DataObject, folder: Path) -> None:
+    """Secrets have no option, since everybody on a machine sees arguments, nor have lists of tables, which hold some."""
+    form = form_of(command)
+    setting = form.settings[path]
+    value = data.draw(values(setting))
+    given_ways = [form.read(parsed(command, "--config", str(file_of(form, path, value, folder))), {})]
+    text = written(value) if setting.is_list or isinstance(value, bool) else str(value)
+    given_ways.append(form.read(parsed(command), {setting.variable: text}))
+    if Unit.SECRET not in parts_of(setting.kind) and not setting.is_tables:
+        given_ways.append(form.read(parsed(command, *words_of(setting, value)), {}))
+    first, *others = map(tables_of, given_ways)
+    assert all(each == first for each in others)
+    assert path in given_ways[0] or value in (0, False)
+
+
+@pytest.mark.parametrize(("command", "path"), ALL, ids=str)
+def test_a_setting_says_what_it_is(command: str, path: str) -> None:
+    setting = form_of(command).settings[path]
+    assert setting.is_tables or len(setting.help) > 8
+    assert "\n" not in setting.help
+
+
+def struct(**given: Any) -> Any:
+    return form_of("relay").kind(**given)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "c.toml"
+
+
+def test_an_option_goes_before_a_variable_before_the_file_before_the_default(file: Path) -> None:
+    file.write_text("upstreams = ['h:1']\nhwm = 2\nbuffer_steps = 2\nheartbeat = 2\n")
+    variables = {"KVEVENTS_RELAY_HWM": "3", "KVEVENTS_RELAY_HEARTBEAT": "3", "KVEVENTS_SERVE_PORT": "x", "OTHER": "1"}
+    args = parsed("relay", "--config", str(file), "--heartbeat", "4")
+    found = args.form.read(args, variables).settings()
+    assert found == struct(upstreams=("h:1",), buffer_steps=2, hwm=3, heartbeat=4.0)
+
+
+def test_engines_of_all_places_count(file: Path) -> None:
+    """And those of the file are left to whoever watches it."""
+    file.write_text("source_files = ['a']\n[[sources]]\nendpoint = 'tcp://h:1'\nmodel = 'm'\n")
+    args = parsed("serve", "--config", str(file), "--sources", "c", "--worker", "x=h:3", "--model", "m")
+    variables = {"KVEVENTS_SERVE_SOURCE_FILES": "b", "KVEVENTS_SERVE_SOURCES": "[{endpoint = 'tcp://h:2', model = 'm'}]"}
+    found = serve.following(args.form.read(args, variables), args)
+    assert found.source_files == ["a", "b", "c"]
+    assert [each.endpoint for each in found.sources] == ["tcp://h:2", "tcp://h:3"]
+
+
+def test_one_login_takes_the_place_of_another_one(file: Path) -> None:
+    file.write_text("[plane]\nservers = ['nats://h:1']\ntoken = 't'\n")
+    args = parsed("bridge", "--config", str(file), "--nkey", "seed")
+    assert tables_of(args.form.read(args, {}))["plane"] == {"servers": ["nats://h:1"], "nkey": "seed"}
+
+
+def wrong() -> Iterator[Any]:
+    yield "serve", [], {}, "ready = 3", "FILE: ready: Expected `object`, got `int`"
+    yield (
+        "serve",
+        [],
+        {},
+        "[limits]\nmax_token = 3",
+        "FILE: limits: unknown field 'max_token'; did you mean 'max_tokens'?",
+    )
+    yield "serve", [], {}, "[limits]\nmax_tokens = 0", "FILE: limits.max_tokens is 0; it must be at least 1"
+    yield "serve", ["--limits-drain-seconds", "0"], {}, "", "--limits-drain-seconds: drain_seconds is 0.0; it must be above 0"
+    yield "serve", [], {"PROBE_PAUSE_SECONDS": "0"}, "", "KVEVENTS_SERVE_PROBE_PAUSE_SECONDS: pause_seconds is 0.0; it must be"
+    yield "serve", [], {"LIMITS_MAX_TOKENS": "x"}, "", "KVEVENTS_SERVE_LIMITS_MAX_TOKENS: 'x' must be a whole number above 0"
+    yield "serve", [], {"READY_QUORUM": "x"}, "", "KVEVENTS_SERVE_READY_QUORUM: invalid value 'x': Expected `float`"
+    yield (
+        "serve",
+        [],
+        {"LIMITS_MAX_TOKEN": "1"},
+        "",
+        "KVEVENTS_SERVE_LIMITS_MAX_TOKEN: no setting has this variable; did you",
+    )
+    yield "serve", [], {"INSECURE": "perhaps"}, "", "KVEVENTS_SERVE_INSECURE: invalid value 'perhaps': Expected `bool`"
+    yield "serve", [], {"ACCESS_ANONYMOUS": "x"}, "", "KVEVENTS_SERVE_ACCESS_ANONYMOUS: invalid value 'x': Invalid enum"
+    yield "serve", [], {"SOURCES": "[{"}, "", "KVEVENTS_SERVE_SOURCES: "
+    yield "serve", ["--host", "10.0.0.1"], {}, "", "--host: host 10.0.0.1 is reached by other machines"
+    yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be from 0 to 1"
+    yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --from, the URL of a NATS server; for HTTPS, name certificate"
+    yield "serve", [], {"TLS_KEY": "x"}, "", "KVEVENTS_SERVE_TLS_KEY: missing field 'certificate'"
+    yield "serve", ["--dns", "h:1"], {}, "[[dns]]\ntarge = 1", "FILE: dns[0]: unknown field 'targe'; did you mean 'target'?"
+    yield "bridge", ["--to", "nats://h:1", "--lanes", "1000"], {}, "", "--lanes: lanes is 1000; it must be from 1 to 256"
+    yield "relay", ["h:1"], {}, "upstream = 1", "FILE: unknown field 'upstream'; did you mean 'upstreams'?"
+    yield "relay", ["h:1", "--server-key", "k"], {}, "", "--server-key: curve needs key_file"
+    yield "plane", [], {}, "[plane]\nserver = 1", "FILE: unknown field 'server'; did you mean 'servers'?"
+    yield "plane", [], {}, "plane = 1", "FILE: plane is not a table"
+    yield "compare", [], {}, "engine = 1", "FILE: unknown field 'engine'; did you mean 'engines'?"
+
+
+def checked(args: Namespace, environ: dict[str, str]) -> Any:
+    given: Given[Any] = args.form.read(args, environ)
+    return serve.following(given, args) if "workers" in args else given.settings()
+
+
+@pytest.mark.parametrize(("command", "words", "variables", "text", "said"), [*wrong()])
+def test_what_is_wrong_says_where_it_is(
+    command: str, words: list[str], variables: dict[str, str], text: str, said: str, file: Path
+) -> None:
+    file.write_text(text)
+    args = parsed(command, *words, *(["--config", str(file)] if text else []))
+    name = "SIM" if command == "compare" else command.upper()
+    environ = {f"KVEVENTS_{name}_{variable}": value for variable, value in variables.items()}
+    with pytest.raises((ConfigError, CommandLineError)) as caught:
+        checked(args, environ)
+    assert str(caught.value).startswith(said.replace("FILE", str(file))), str(caught.value)
+
+
+def test_secrets_are_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("bridge", "--plane-token", "hunter2")
+    said = capsys.readouterr().err
+    assert "everybody on this machine sees arguments; set KVEVENTS_BRIDGE_PLANE_TOKEN, or write it in --config" in said
+    assert "hunter2" not in said
+
+
+def test_a_service_of_our_name_in_kubernetes_is_no_setting() -> None:
+    """It puts variables into the environment of each pod that begin as ours do."""
+    links = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80", "PORT": "tcp://10.0.0.1:80"}
+    links |= {"PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_ADDR": "10.0.0.1", "PORT_80_TCP_PROTO": "tcp"}
+    args = parsed("serve")
+    assert tables_of(args.form.read(args, {f"KVEVENTS_SERVE_{name}": value for name, value in links.items()})) == {}
+    assert args.form.read(args, {"KVEVENTS_SERVE_PORT": "80"}).settings().port == 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_whole_help_has_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the short one is short."""
+    with pytest.raises(SystemExit):
+        parsed(command, "--help")
+    assert len(capsys.readouterr().out.splitlines()) < 110
+    with pytest.raises(SystemExit) as ended:
+        parsed(command, "--help-all")
+    assert ended.value.code == 0
+    whole = capsys.readouterr().out
+    for setting in form_of(command).settings.values():
+        assert setting.is_tables or setting.path == "upstreams" or f"{setting.flag} " in whole, setting.path
+
+
+def test_the_help_names_the_presets() -> None:
+    told = form_of("compare").settings["preset"].help
+    assert not [preset for preset in PRESETS if preset not in told]

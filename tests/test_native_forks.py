@@ -1,0 +1,167 @@
+"""What native code does in a forked child, where no other thread of its parent's exists, nor will it ever release a lock."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple
+from io import BytesIO
+
+import pytest
+
+from index_cases import Feed, removal, store, tokens_of
+from kvevents import _native
+from kvevents.errors import ForkedError
+from kvevents.index import PrefixIndex
+from kvevents.wire import DEFAULT_WIRE_LIMITS
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def faults_of(look: Callable[[], list[str]]) -> str:
+    """What `look` finds wrong in a forked child."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                faults = look()
+            except BaseException as error:  # noqa: BLE001 - told to the parent
+                faults = [repr(error)]
+            os.write(writing, "; ".join(faults).encode())
+            status = len(faults)
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        found = said.read()
+    os.waitpid(child, 0)
+    return found
+
+
+@contextmanager
+def busy(index: PrefixIndex) -> Iterator[None]:
+    """Restores a snapshot in another thread, which stands still in the middle of it, with locks."""
+    saved = BytesIO()
+    index.snapshot(saved)
+    held, go_on = threading.Event(), threading.Event()
+
+    class Slow(BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            held.set()
+            go_on.wait()
+            return super().read(size)
+
+    thread = threading.Thread(target=index.restore, args=(Slow(saved.getvalue()),))
+    thread.start()
+    held.wait()
+    try:
+        yield
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_an_index_is_refused_in_a_forked_child_and_works_on_in_its_parent() -> None:
+    index = PrefixIndex()
+    feed = Feed(index)
+    feed(store(range(1, 3_001), range(3_000), 1))
+    listing = index._blocks("a", 0)
+    assert listing is not None
+    calls: dict[str, Callable[[], object]] = {
+        "match": lambda: index.match([1, 2]),
+        "match a long prompt": lambda: index.match(list(range(100_000))),
+        "match with overlay": lambda: index.match([1, 2], overlay=True),
+        "match_many": lambda: index.match_many([[1]]),
+        "match_keys": lambda: index.match_keys([1]),
+        "apply": lambda: feed(removal(1)),
+        "apply_payload": lambda: index.apply_payload("a", 0, 9, b"\x93"),
+        "apply_payloads": lambda: index.apply_payloads("a", 0, 9, [b"\x93"]),
+        "label": lambda: index.label("a", "m"),
+        "remove_worker": lambda: index.remove_worker("a"),
+        "admit": lambda: index.admit("a"),
+        "workers": index.workers,
+        "worker": lambda: index.worker("a"),
+        "stats": index.stats,
+        "blocks": lambda: index.blocks("a"),
+        "a listing": lambda: listing.take(1),
+        "digest": lambda: index.digest("a"),
+        "snapshot": lambda: index.snapshot(BytesIO()),
+        "restore": lambda: index.restore(BytesIO()),
+        "absorb": lambda: index.absorb(BytesIO()),
+        "speculate": lambda: index.speculate("a", [1]),
+    }
+
+    def look() -> list[str]:
+        faults = []
+        for name, call in calls.items():
+            with suppress(ForkedError):
+                faults.append(f"{name} answered {call()!r}")
+        return faults
+
+    with busy(index):
+        assert faults_of(look) == ""
+    assert tokens_of(index, [0, 1]) == 2
+
+
+def test_a_forked_child_makes_an_index_of_its_own_while_threads_of_its_parent_make_theirs() -> None:
+    """The memory of all indexes is one pool, which another thread may be changing at any moment."""
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            Feed(PrefixIndex())(store(range(1, 3_001), range(3_000), 1))
+
+    def look() -> list[str]:
+        for _ in range(20):
+            index = PrefixIndex()
+            Feed(index)(store(range(1, 3_001), range(3_000), 1))
+            if tokens_of(index, list(range(3_000))) != 3_000:
+                return ["it does not match"]
+        return []
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert faults_of(look) == ""
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_is_dropped_in_a_forked_child_waits_for_nobody() -> None:
+    kept = [PrefixIndex()]
+    history = [_native.Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])]
+
+    def look() -> list[str]:
+        kept.clear()
+        history.clear()
+        gc.collect()
+        return []
+
+    def forked() -> None:
+        with busy(kept[0]):
+            assert faults_of(look) == ""
+
+    history[0]._locked(forked)
+
+
+def test_a_history_is_refused_in_a_forked_child() -> None:
+    history = _native.Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
+
+    def look() -> list[str]:
+        try:
+            return [f"it has {history.live}"]
+        except ForkedError:
+            return []
+
+    history._locked(lambda: faults_of(look) == "" or pytest.fail("it was not refused"))
+    assert history.live == 0

@@ -1,0 +1,191 @@
+"""`native/server`: the data plane answers what the control plane answers, which is asked where a request looks unusual."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from service_cases import BLOCK, Answer, Service, engines, prompt, serving, until
+
+PROMPT: Final = prompt(1)
+FORWARDED: Final = {"sec_fetch_site": "none"}
+"""A header that has the control plane answer: a request as a browser sends it for its user."""
+JSON: Final = "application/json"
+MSGPACK: Final = "application/msgpack"
+
+
+@pytest.fixture(scope="module", name="service")
+def fleet() -> Iterator[Service]:
+    """Engines that hold different parts of a prompt: on several tiers, of a LoRA, behind a salt, and one that is not there."""
+    with engines(6) as made, serving() as service:
+        for number, each in enumerate(made[:3]):
+            service.register(f"e{number}", each.publisher)
+        service.register("ranks", made[3].publisher, rank=0)
+        service.register("ranks", made[4].publisher, rank=1)
+        service.register("lora", made[5].publisher, lora_name="sql")
+        service.register("gone", "tcp://127.0.0.1:1")
+        service.register('na"me é', "tcp://127.0.0.1:1", additionalsalt="s3cret")
+        first = made[0].store(PROMPT[: 2 * BLOCK])
+        made[0].store(PROMPT[2 * BLOCK :], parent=first, medium="CPU")
+        made[1].store(PROMPT[:BLOCK])
+        made[1].store(PROMPT[:BLOCK], lora_name="own", lora_id=7)
+        made[3].store(PROMPT)
+        made[4].store(PROMPT[: 3 * BLOCK], medium="DISK")
+        made[5].store(PROMPT)
+        for name, rank, blocks in (("e0", 0, 4), ("e1", 0, 2), ("e2", 0, 0), ("ranks", 0, 4), ("ranks", 1, 3), ("lora", 0, 4)):
+            service.exact(name, rank, blocks=blocks)
+        until("the port to be found closed", lambda: "refused" in service.source("gone")["trust"]["reason_codes"])
+        yield service
+
+
+SCOPES: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "a LoRA": {"lora_name": "sql"},
+    "an adapter of events": {"lora": "own"},
+    "its number": {"lora_id": 7},
+    "a salt": {"cache_salt": "s3cret"},
+    "another tenant": {"tenant": "acme"},
+    "empty names": {"lora": "", "salt": ""},
+    "a contradiction": {"lora": "a", "lora_name": "b"},
+    "a misspelling": {"tenantid": "x"},
+    "whole": {"whole_prompt": True},
+    "null": {"lora": None, "tenant": None},
+}
+BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "dynamo": ("/query", {"model_name": "m", "token_ids": PROMPT}),
+    "mooncake": ("/query", {"model": "m", "token_ids": PROMPT}),
+    "adapter as model": ("/query", {"model": "sql", "token_ids": PROMPT}),
+    "one instance": ("/query", {"model": "m", "token_ids": PROMPT, "instance_id": "e0", "block_size": BLOCK}),
+    "another block size": ("/query", {"model_name": "m", "token_ids": PROMPT, "block_size": 32}),
+    "no tokens": ("/query", {"model_name": "m", "token_ids": []}),
+    "unknown": ("/query", {"model_name": "x", "token_ids": PROMPT}),
+    "unknown field": ("/query", {"model_name": "m", "token_ids": PROMPT, "extra": 1}),
+    "bad token": ("/query", {"model_name": "m", "token_ids": [*PROMPT, -1]}),
+    "local hashes": ("/query_by_hash", {"model_name": "m", "block_hashes": [1, -1, "0xff"]}),
+    "rolling hashes": ("/query_by_hash", {"model": "m", "seq_hashes": ["18446744073709551615", 7]}),
+    "bad hash": ("/query_by_hash", {"model": "m", "seq_hashes": ["1_0"]}),
+    "match": ("/v1/match", {"model": "m", "tokens": PROMPT}),
+    "match with media": ("/v1/match", {"model": "m", "tokens": PROMPT, "mm": [{"id": "x", "start": 0, "length": 3}]}),
+    "match expected": ("/v1/match", {"model": "m", "tokens": PROMPT, "expected": True}),
+    "match of an array": ("/v1/match", {"model": "m", "tokens": PROMPT, "mm": [["x", 0, 3]]}),
+    "many": ("/v1/match_many", {"model": "m", "prompts": [PROMPT, [], PROMPT[:20]]}),
+    "select": ("/v1/select", {"model": "m", "tokens": PROMPT, "tie": "first", "explain": True}),
+    "select among": (
+        "/v1/select",
+        {
+            "model": "m",
+            "tokens": PROMPT,
+            "tie": "first",
+            "explain": True,
+            "candidates": [
+                {"instance": "e0", "load": 3},
+                {"instance": "ranks", "rank": 1, "load": 0.1},
+                {"instance": "stranger", "load": 7.25},
+                {"instance": "gone"},
+                {"instance": "lora"},
+            ],
+            "tiers": {"cpu": 0.25, "nvme": 0.1},
+            "trust": {"DEGRADED": 1},
+            "load_weight": 0.3,
+        },
+    ),
+    "select twice": ("/v1/select", {"model": "m", "tokens": [], "candidates": [{"instance": "e0"}, {"instance": "e0"}]}),
+    "select none": ("/v1/select", {"model": "m", "tokens": [], "candidates": []}),
+    "select too heavy": ("/v1/select", {"model": "m", "tokens": [], "load_weight": 1001}),
+    "select by array": ("/v1/select", {"model": "m", "tokens": [], "candidates": [["e0", 0, 0.0]]}),
+}
+
+
+def both(service: Service, path: str, body: bytes, kind: str, accept: str) -> tuple[Answer, Answer]:
+    """What both planes answer."""
+    headers = {"content_type": kind, "accept": accept}
+    return service.ask("POST", path, body, **headers), service.ask("POST", path, body, **headers, **FORWARDED)
+
+
+def plain(answer: Answer) -> tuple[int, dict[str, str], bytes]:
+    """An answer without what is another one each time."""
+    return answer.status, {name: value for name, value in answer.headers.items() if name != "date"}, answer.body
+
+
+@pytest.mark.parametrize("accept", ["*/*", MSGPACK])
+@pytest.mark.parametrize("kind", [JSON, MSGPACK])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_both_planes_answer_alike(service: Service, scope: str, kind: str, accept: str) -> None:
+    for name, (path, fields) in BODIES.items():
+        value = {**fields, **SCOPES[scope]}
+        body = msgspec.json.encode(value) if kind == JSON else msgspec.msgpack.encode(value)
+        native, forwarded = both(service, path, body, kind, accept)
+        assert plain(native) == plain(forwarded), name
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "model=m",
+        "model_name=m&lora=sql",
+        "model=m&whole_prompt=true",
+        "model=m&what=1",
+        "model=m&model=m",
+        "model=%6D",
+        "",
+        "=",
+        "model",
+    ],
+)
+def test_raw_prompts_are_answered_alike(service: Service, query: str) -> None:
+    for body in (struct.pack(f"<{len(PROMPT)}I", *PROMPT), b"", b"odd"):
+        native, forwarded = both(service, f"/v1/match?{query}", body, "application/octet-stream", "*/*")
+        assert plain(native) == plain(forwarded)
+
+
+MALFORMED: Final = (
+    b"",
+    b"[]",
+    b"null",
+    b'["m", [1]]',
+    b'{"model": "m", "tokens": [1]} x',
+    b'{"model": "m", "tokens": [1], "tokens": [2]}',
+    b'{"model": "m", "tokens": [1.0]}',
+    b'{"model": "m", "tokens": [1e0]}',
+    b'{"model": "m", "tokens": [-0]}',
+    b'{"model": "m", "tokens": [4294967296]}',
+    b'{"model": "\xff", "tokens": [1]}',
+    b'{"model": "\\ud800", "tokens": [1]}',
+    b'{"model": "m", "t\\u006fkens": [1]}',
+    b'{"model": "m", "tokens": [1], "expected": 1}',
+    b'{"model": "m", "tokens": null}',
+    b'\xef\xbb\xbf{"model": "m", "tokens": [1]}',
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/match", "/v1/select"])
+def test_what_is_odd_is_answered_alike(service: Service, path: str) -> None:
+    for body in MALFORMED:
+        native, forwarded = both(service, path, body, JSON, "*/*")
+        if native.status == 200 and path == "/v1/select":  # equal workers take turns
+            assert forwarded.status == 200
+        else:
+            assert plain(native) == plain(forwarded), body
+
+
+def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:
+    before = service.get("/v1/stats").json["lookups"]
+    body = msgspec.json.encode({"model_name": "m", "token_ids": PROMPT})
+    both(service, "/query", body, JSON, "*/*")
+    assert service.get("/v1/stats").json["lookups"] == before + 2
+    hot = service.get("/v1/hot?model=m").json
+    assert hot["sampled"] > 0
+    assert hot["prefixes"]
+
+
+def test_http_2_is_spoken(service: Service) -> None:
+    """Its preface is answered with settings: nothing else begins so."""
+
+    with socket.create_connection((service.host, service.port), 5) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        assert connection.recv(9)[3:5] == b"\x04\x00"

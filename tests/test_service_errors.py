@@ -1,0 +1,154 @@
+"""Every error of the service is one shape (RFC 9457), whichever plane writes it, and the OpenAPI document describes it."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import Any, Final
+
+import jsonschema_rs
+import msgspec
+import pytest
+
+from service_cases import DEADLINE, Answer, Client, Service, registration, serving, until, write
+
+TOKENS: Final = {"read": "reading-0123456789", "register": "registering-0123456789"}
+JSON: Final = "application/json"
+LIMITS: Final = "max_body_bytes = 100_000, max_tokens = 100, max_clients = 4, reserved_clients = 1, request_seconds = 0.5"
+
+
+@pytest.fixture(scope="module", name="service")
+def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    lines = ",".join(f'{{ role = "{role}", token = "{token}" }}' for role, token in TOKENS.items())
+    text = f"access = {{ tokens = [{lines}] }}\nlimits = {{ {LIMITS} }}\n"
+    config = write(tmp_path_factory.mktemp("errors") / "service.toml", text)
+    with serving("--config", config, token=TOKENS["register"]) as service:
+        assert service.register("e", "tcp://127.0.0.1:1").status == 201
+        yield service
+
+
+class _Received:
+    """What `http.client` reads a response from."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def makefile(self, *_: object) -> BytesIO:
+        return BytesIO(self.content)
+
+
+def exchange(service: Service, sent: bytes, *others: bytes) -> Answer:
+    """What comes for bytes, on a connection that is opened after those that send `others`."""
+    held = [socket.create_connection((service.host, service.port), DEADLINE) for _ in others]
+    try:
+        for connection, bytes_of in zip(held, others, strict=True):
+            connection.sendall(bytes_of)
+        with socket.create_connection((service.host, service.port), DEADLINE) as connection:
+            connection.sendall(sent)
+            received = bytearray()
+            while piece := connection.recv(1 << 16):
+                received += piece
+    finally:
+        for connection in held:
+            connection.close()
+    response = http.client.HTTPResponse(_Received(bytes(received)))  # type: ignore[arg-type]  # all that it uses
+    response.begin()
+    return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+def asking(method: str, path: str, body: bytes | None = None, token: str | None = TOKENS["register"], **headers: str) -> Any:
+    def ask(service: Service) -> Answer:
+        client = Client(service.url, token)
+        try:
+            return client.ask(method, path, body, **headers)
+        finally:
+            client.close()
+
+    return ask
+
+
+def posting(path: str, value: Any, token: str | None = TOKENS["register"]) -> Any:
+    return asking("POST", path, msgspec.json.encode(value), token, content_type=JSON)
+
+
+def crowded(service: Service) -> Answer:
+    """Requests in progress on as many connections as there may be."""
+    head = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\n" % TOKENS["read"].encode()
+    busy = head + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+
+    def look() -> Answer | None:
+        answer = exchange(service, b"GET /v1/stats HTTP/1.1\r\nhost: localhost\r\n\r\n", *[busy] * 4)
+        return answer if answer.status == 503 else None
+
+    return until("no room for a request", look)
+
+
+HEAD: Final = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer reading-0123456789\r\n"
+QUERY: Final = {"model_name": "m", "token_ids": [1, 2]}
+ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Service], Answer]]]] = {
+    # Status, reason, the operation of the document (None for a request that is none of its), and what is asked.
+    "malformed": (400, "malformed-body", ("post", "/query"), asking("POST", "/query", b"{", content_type=JSON)),
+    "not http": (400, "malformed-request", None, lambda service: exchange(service, b"no http at all\r\n\r\n")),
+    "endpoint": (400, "bad-endpoint", ("post", "/register"), posting("/register", registration(7, "tcp://x"))),
+    "no token": (401, "unauthorized", ("post", "/query"), posting("/query", QUERY, token=None)),
+    "wrong token": (401, "unauthorized", ("post", "/v1/match"), posting("/v1/match", {}, token="x" * 20)),
+    "role": (403, "forbidden", ("post", "/register"), posting("/register", {}, token=TOKENS["read"])),
+    "origin": (403, "foreign-origin", ("get", "/v1/stats"), asking("GET", "/v1/stats", origin="http://evil.example")),
+    "model": (404, "unknown-model", ("post", "/query"), posting("/query", {**QUERY, "model_name": "x"})),
+    "model in /v1": (404, "unknown-model", ("post", "/v1/select"), posting("/v1/select", {"model": "x", "tokens": [1]})),
+    "path": (404, "no-such-path", None, asking("GET", "/nothing")),
+    "method": (405, "method-not-allowed", None, asking("DELETE", "/query")),
+    "slow head": (408, "too-slow", None, lambda service: exchange(service, b"GET /health HTTP/1.1\r\nhost:")),
+    "slow body": (
+        408,
+        "too-slow",
+        ("post", "/query"),
+        lambda service: exchange(service, HEAD + b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{"),
+    ),
+    "conflict": (409, "registered", ("post", "/register"), posting("/register", registration("e", "tcp://127.0.0.1:2"))),
+    "large": (413, "too-large", ("post", "/query"), asking("POST", "/query", b" " * 100_001, content_type=JSON)),
+    "tokens": (413, "too-many-tokens", ("post", "/v1/match"), posting("/v1/match", {"model": "m", "tokens": [1] * 101})),
+    "type": (415, "unsupported-media-type", ("post", "/query"), asking("POST", "/query", b"{}", content_type="text/plain")),
+    "shape": (422, "bad-shape", ("post", "/query"), posting("/query", {**QUERY, "token_ids": "x"})),
+    "no shard": (409, "no-shard", ("post", "/v1/shard/match"), posting("/v1/shard/match", {})),
+    "headers": (
+        431,
+        "headers-too-large",
+        None,
+        lambda service: exchange(service, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000),
+    ),
+    "crowd": (503, "too-many-clients", ("get", "/v1/stats"), crowded),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_problem_details(service: Service, name: str) -> None:
+    """`Answer.reason` checks the content type and all members; here they are held against the document as well."""
+    status, reason, operation, ask = ERRORS[name]
+    answer = ask(service)
+    assert (answer.status, answer.reason) == (status, reason), answer
+    described = asking("GET", "/openapi.json")
+    document = until("room", lambda: (told := described(service)).status == 200 and told.json)
+    schema = document["components"]["schemas"]["Problem"]
+    jsonschema_rs.validate(schema, answer.json)
+    assert set(schema["required"]) == set(answer.json)
+    if operation is not None:
+        method, path = operation
+        content = document["paths"][path][method]["responses"][str(status)]["content"]
+        assert content == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+
+
+def test_an_unknown_host_is_a_problem_too() -> None:
+    """While requests need no token."""
+    with serving() as service:
+        answer = service.ask("POST", "/query", b"{}", host="evil.example", content_type=JSON)
+        assert (answer.status, answer.reason) == (421, "unknown-host")
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/msgpack"])
+def test_errors_are_json_whatever_is_accepted(service: Service, accept: str) -> None:
+    body = msgspec.msgpack.encode({"model": "x", "tokens": [1]})
+    ask = asking("POST", "/v1/match", body, content_type="application/msgpack", accept=accept)
+    assert ask(service).reason == "unknown-model"

@@ -1,0 +1,155 @@
+"""HTTP requests to others, against servers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvevents.service.http_client import Answer, Bounds, HttpConnections, HttpError
+
+DEADLINE = 20.0
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+OK = Answer(200, b"ok")
+BOUNDS = Bounds(DEADLINE, 1_000)
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncGenerator[str, None]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # who has heard enough goes
+        finally:
+            writer.close()
+
+    async with asyncio.timeout(DEADLINE), await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+
+
+async def trouble(url: str, bounds: Bounds = BOUNDS) -> str:
+    async with HttpConnections(bounds) as connections:
+        with pytest.raises(HttpError) as caught:
+            await connections.get(url, {})
+    return caught.value.trouble
+
+
+async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
+    """The question is asked again over a new one; when that is closed as well, there is no answer."""
+    left = [2, 1]  # answers of each connection
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(left.pop(0) if left else 0):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ANSWER)
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with serving(serve) as url, HttpConnections(BOUNDS, kept=60.0) as connections:
+        assert [await connections.post(url, {}, b"") for _ in range(3)] == [OK] * 3
+        assert left == []
+        with pytest.raises(HttpError) as caught:
+            await connections.post(url, {}, b"")
+        assert caught.value.trouble == "closed"
+
+
+async def test_so_many_connections_and_no_more() -> None:
+    """Further requests wait for one of them."""
+    now = most = made = 0
+    full = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal now, most, made
+        made += 1
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            now += 1
+            most = max(most, now)
+            if now == 2:
+                full.set()
+            await full.wait()
+            now -= 1
+            writer.write(ANSWER)
+
+    async with serving(serve) as url, HttpConnections(BOUNDS, kept=60.0, most=2) as connections:
+        assert await asyncio.gather(*(connections.post(url, {}, b"") for _ in range(20))) == [OK] * 20
+    assert (most, made) == (2, 2)
+
+
+@pytest.mark.parametrize("bounds", [Bounds(0.2, 1_000), Bounds(0.2, 1_000, DEADLINE)], ids=["all", "after connecting"])
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "body"])
+async def test_bytes_now_and_then_do_not_prolong_the_time(bounds: Bounds, begin: bytes) -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin or b"HTTP/1.1 200 ")
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with serving(serve) as url:
+        began = asyncio.get_running_loop().time()
+        assert await trouble(url, bounds) == "timeout"
+        assert asyncio.get_running_loop().time() - began < DEADLINE / 2
+
+
+@pytest.mark.parametrize(
+    ("head", "again", "word"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n", "not-http"),
+        (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 100, "not-http"),
+        (b"HTTP/1.1 200 ", b"y" * 100, "not-http"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"y" * 100, "too-large"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"2\r\nyy\r\n", "too-large"),
+    ],
+    ids=["headers", "header", "status", "body", "chunks"],
+)
+async def test_what_never_ends_is_given_up(head: bytes, again: bytes, word: str) -> None:
+    """Before it takes memory."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        while True:
+            writer.write(again * 100)
+            await writer.drain()
+
+    async with serving(serve) as url:
+        assert await trouble(url) == word
+
+
+async def test_a_connection_that_is_reset_is_closed() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        option = struct.pack("ii", 1, 0)  # closing discards what is unsent, and resets
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+
+    async with serving(serve) as url:
+        assert await trouble(url) == "closed"
+
+
+async def test_redirects_are_told_and_not_followed() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 302 Found\r\nlocation: /there\r\ncontent-length: 0\r\n\r\n")
+
+    async with serving(serve) as url, HttpConnections(BOUNDS) as connections:
+        assert await connections.get(url, {}) == Answer(302, b"", "/there")
+
+
+def test_commands_that_ask_nobody_do_not_load_it() -> None:
+    """It takes a tenth of a second."""
+    lines = (
+        "import sys",
+        "from kvevents.cli import main",
+        "try: main(['--version'])",
+        "finally: assert 'aiohttp' not in sys.modules",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")

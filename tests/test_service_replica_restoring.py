@@ -1,0 +1,100 @@
+"""What a generation begins a lane with: the newest snapshot that can be read, in a bounded time, or the log alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvevents.errors import PlaneError, SnapshotError
+from kvevents.index import PrefixIndex
+from kvevents.plane.layout import LaneState, Layout
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.snapshots import Kept, Snapshots
+from kvevents.service.replica import generation
+from kvevents.service.replica.generation import Generation
+
+pytest.importorskip("nats")
+LATE = PlaneError("snapshot newest was not read within 300 s", fault="timeout")
+DAMAGED = SnapshotError("snapshot newest is damaged")
+
+
+class FakeSnapshots:
+    """The snapshots `newest` and `before`, both of page 7, which fail to be read as they are told to."""
+
+    def __init__(self, failures: Mapping[str, Exception]) -> None:
+        self.failures = dict(failures)
+        self.reads: list[str] = []
+
+    async def usable(self, lane: int, _: LaneState) -> list[Kept]:
+        return [Kept(name, lane, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
+
+    async def load(self, kept: Kept, *_: object) -> tuple[Ledger, dict[Any, Any]]:
+        self.reads.append(kept.name)
+        if kept.name in self.failures:
+            raise self.failures[kept.name]
+        ledger = Ledger()
+        ledger.position = kept.position
+        return ledger, {}
+
+
+async def begun(monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, lanes: Collection[int] = (0,)) -> Any:
+    """A generation that has begun lanes whose first page is `first`, and has read nothing of them."""
+    state: Any = SimpleNamespace(made="made", first=first, last=9)
+
+    async def state_of(*_: object) -> Any:
+        return state
+
+    async def read(*_: object) -> None: ...
+
+    monkeypatch.setattr(generation, "state_of", state_of)
+    monkeypatch.setattr(Generation, "_read", read)
+    client: Any = SimpleNamespace(jetstream=lambda: None)
+    answering: Snapshots = snapshots  # type: ignore[assignment]
+    made = Generation(client, Layout("default", 1), answering, PrefixIndex())
+    try:
+        await made.adjust(lanes, ())
+    finally:
+        await made.end()
+    return made
+
+
+@pytest.mark.parametrize("failure", [LATE, DAMAGED])
+def test_a_snapshot_that_cannot_be_read_gives_way_to_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """It would be asked for again and again otherwise, and the replica never answer."""
+    snapshots = FakeSnapshots({"newest": failure})
+    made = asyncio.run(begun(monkeypatch, snapshots, first=5))
+    assert (snapshots.reads, made.began_with, made.hole) == (["newest", "before"], {0: "before"}, "")
+    assert made.passed_over == [str(failure)]
+    made.know(Kept("newest", 0, 0.0, "test", 7, "made", 0, 0))
+    assert made.passed_over == [str(failure)]
+    made.know(Kept("after", 0, 0.0, "test", 9, "made", 0, 0))
+    assert made.passed_over == []
+
+
+def test_where_none_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = FakeSnapshots({"newest": LATE, "before": LATE})
+    made = asyncio.run(begun(monkeypatch, snapshots, first=1))
+    assert (made.began_with, made.hole, made.subscriber.ledgers[0].position) == ({}, "", 0)
+    assert made.passed_over == [str(LATE)]
+
+
+def test_where_the_log_alone_is_not_enough_the_hole_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane stays hidden, and is begun again from time to time."""
+    snapshots = FakeSnapshots({"newest": LATE, "before": DAMAGED})
+    made = asyncio.run(begun(monkeypatch, snapshots, first=5))
+    assert made.began_with == {}
+    assert made.hole == f"pages of lane 0 are gone that no snapshot stands for, and {LATE}; {DAMAGED}"
+
+
+@pytest.mark.parametrize("fault", ["away", "denied"])
+def test_servers_that_answer_nothing_at_all_are_no_fault_of_a_snapshot(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    snapshots = FakeSnapshots({"newest": PlaneError("no connection", fault=fault)})
+    with pytest.raises(PlaneError, match="no connection"):
+        asyncio.run(begun(monkeypatch, snapshots, first=5))
+    assert snapshots.reads == ["newest"]
