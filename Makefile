@@ -16,7 +16,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit crate lint types bench bench-native faults chaos plane-chaos partitions soak fuzz fuzz-native dist clean
+.PHONY: demo test unit crate lint types bench bench-native faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist clean
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
@@ -27,10 +27,10 @@ test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest 
 	+$(MAKE) --no-print-directory --jobs 2 unit crate lint
 
 unit: $(NATIVE) $(TESTS_STAMP)  # tests wait longer than they work: three processes of them for two CPUs, a file to each at a time
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-crate:
-	+cargo test $(CARGO_FLAGS) --workspace
+crate:  # no document has tests: with those, all libraries would be compiled a second time
+	+cargo test $(CARGO_FLAGS) --workspace --lib --tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,6 +38,7 @@ lint: $(STAMP)
 	cargo fmt --all --check --manifest-path native/Cargo.toml
 	cargo fmt --check --manifest-path benchmarks/native/Cargo.toml
 	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --workspace --all-targets --all-features -- -D warnings
+	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --package kvevents-python --features python -- -D warnings  # as in wheels
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -68,13 +69,34 @@ soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which 
 
 fuzz: $(NATIVE) $(TESTS_STAMP) fuzz-native  ## Every property test with FUZZ times as many, and new, examples; hours for a high one
 	HYPOTHESIS_PROFILE=explore HYPOTHESIS_SCALE=$(FUZZ) $(BIN)/python -m pytest -m hypothesis --timeout 3600 \
-	  --numprocesses 3 --dist loadfile
+	  --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# The sanitizer is a nightly feature that stable ships; RUSTC_BOOTSTRAP lets it in. A target of its own keeps it off build scripts.
-fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples, then fewer under AddressSanitizer
+fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples, then fewer under the sanitizers
 	PROPTEST_CASES=$(PROPTEST_CASES) cargo test --release $(CARGO_FLAGS) --workspace
-	host=$$(rustc --print host-tuple) && PROPTEST_CASES=1000 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
+	+$(MAKE) --no-print-directory sanitize SANITIZED_CASES=1000
+
+model:  ## What lookups may read beside a writer, in the orders of threads and of memory that loom knows: a minute
+	RUSTFLAGS="--cfg loom" cargo test $(CARGO_FLAGS) --package kvevents-index --lib --target-dir native/target/loom model::
+
+# Sanitizers are nightly features that stable ships; RUSTC_BOOTSTRAP lets them in. A target of its own keeps them off build scripts. The
+# module has none of the sanitizer's own code, so Python is started with that of the C compiler.
+SANITIZED_CASES ?= 100
+SANITIZED := RUSTC_BOOTSTRAP=1 PROPTEST_CASES=$(SANITIZED_CASES)
+NATIVE_TESTS := $(wildcard $(addprefix tests/test_,native*.py index*.py snapshot*.py block_keys.py bulk.py compactor.py keyed_stores.py \
+  lifting.py scan.py))
+
+sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under AddressSanitizer, and the index under ThreadSanitizer: minutes
+	host=$$(rustc --print host-tuple) && $(SANITIZED) RUSTFLAGS=-Zsanitizer=address \
 	  cargo test $(CARGO_FLAGS) --workspace --lib --tests --target $$host --target-dir native/target/sanitized
+	host=$$(rustc --print host-tuple) && $(SANITIZED) RUSTFLAGS=-Zsanitizer=address PYO3_PYTHON=$(abspath $(BIN)/python) \
+	  cargo build $(CARGO_FLAGS) --package kvevents-python --features python,testing --target $$host --target-dir native/target/sanitized && \
+	  KVEVENTS_NATIVE=native/target/sanitized/$$host/debug/libkvevents_native.so PYTHONPATH=tests PYTHONMALLOC=malloc \
+	  LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p native_elsewhere \
+	  --numprocesses 2 --dist loadfile --timeout 600 --deselect \
+	  tests/test_index.py::test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size $(NATIVE_TESTS)
+	host=$$(rustc --print host-tuple) && $(SANITIZED) TSAN_OPTIONS=suppressions=$(abspath native/thread_sanitizer.txt) \
+	  RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg thread_sanitizer" \
+	  cargo test $(CARGO_FLAGS) --package kvevents-index --lib --tests --target $$host --target-dir native/target/threads
 
 dist: $(NATIVE)  ## The sdist, and a wheel built from it
 	rm -rf dist

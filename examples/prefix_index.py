@@ -26,11 +26,10 @@ def tokens(text: str) -> list[int]:
 def follow(sources: Sequence[Source], prompt: Sequence[int]) -> None:
     """Keep the index, and tell when an answer has changed, trust in it included."""
     index, told = PrefixIndex(), [""] * len(sources)
-    with Subscriber(sources, decode=False) as subscriber:  # raw: the index reads payloads natively
+    # Raw: the index reads payloads natively. As the sink it has each delivery before it is handed out.
+    with Subscriber(sources, decode=False, sink=index) as subscriber:
         while True:
-            deliveries = subscriber.receive_many(timeout=1)
-            for delivery, applied in zip(deliveries, index.apply_many(deliveries), strict=True):
-                subscriber.report(delivery, applied.findings)  # only the index has read the payload; trust depends on it
+            subscriber.receive_many(timeout=1)
             match = index.match(prompt)
             for at, source in enumerate(sources):
                 hit = match.get(source.label)
