@@ -296,18 +296,22 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
             until("a batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
             found = {name: values for name, values in scrape(port).items() if name.startswith("kvevents")}
             assert {name.removeprefix("kvevents_bridge_") for name in found} == {
-                *("connected", "name_shared", "network_suspected", "unnamed_engines", "queue_limit_bytes", "discovery_faults"),
-                *("written_batches_total", "conflicts_total", "followed_anew_total", "breaches_total"),
-                *("lane_position", "lane_waiting", "lane_queued_bytes", "lane_held_up", "streams"),
+                *("connected", "name_shared", "network_failure_suspected", "unclaimed_engines"),
+                *("queue_limit_bytes", "discovery_faults"),
+                *("written_batches_total", "write_conflicts_total", "resyncs_total", "invalid_records_total"),
+                *("partition_position", "partition_queued_records", "partition_queued_bytes", "partition_blocked", "streams"),
             }
             streams = {labels["state"]: value for labels, value in found["kvevents_bridge_streams"]}
             assert streams == {"CONNECTING": 1, "REPLAYING": 0, "EXACT": 1, "DEGRADED": 0, "STALE": 0}
-            assert [labels for labels, _ in found["kvevents_bridge_lane_position"]] == [{"lane": "0"}, {"lane": "1"}]
-            assert sum(value for _, value in found["kvevents_bridge_lane_position"]) > 0
+            assert [labels for labels, _ in found["kvevents_bridge_partition_position"]] == [
+                {"partition": "0"},
+                {"partition": "1"},
+            ]
+            assert sum(value for _, value in found["kvevents_bridge_partition_position"]) > 0
             singles = {name: values[0][1] for name, values in found.items() if values[0][0] == {}}
             assert (singles["kvevents_bridge_connected"], singles["kvevents_bridge_name_shared"]) == (1, 0)
             assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeOptions().max_queued_bytes
-            assert singles["kvevents_bridge_breaches_total"] == 0
+            assert singles["kvevents_bridge_invalid_records_total"] == 0
             second = run("bridge", "--to", server.url, "--plane", "metrics", "--name", "other", *more)
             assert second.code == 1
             assert f"cannot serve metrics at 127.0.0.1:{port}" in last(second)
@@ -340,7 +344,7 @@ def test_the_document_lists_what_there_is() -> None:
     text = (Path(__file__).parent.parent / "docs" / "plane.md").read_text()
     rows = " ".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
     listed = set(re.findall(r"`(\w+)[{`]", rows))
-    exported = {*metrics._GAUGES, *(f"{name}_total" for name in metrics._COUNTERS), *metrics._LANES, "streams"}
+    exported = {*metrics._GAUGES, *(f"{name}_total" for name in metrics._COUNTERS), *metrics._PARTITIONS, "streams"}
     assert exported - listed == set()
     parser = CommandParser("bridge")
     cli.add_arguments(parser)

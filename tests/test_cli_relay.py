@@ -146,7 +146,7 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
             Truth(publisher).say()
             program.err.wait("engine rank 0: EXACT")
             with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
-                assert b'kvevents_relay_state{state="EXACT"} 1.0' in answer.read()
+                assert b'kvevents_relay_upstream_state{state="EXACT"} 1.0' in answer.read()
             second = run(*ends.arguments(publisher))
             assert (second.code, second.out) == (1, "")
             assert "another process uses it" in second.err

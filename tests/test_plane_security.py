@@ -210,7 +210,7 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
     ):
         one.store(range(64))
         router.exact("one", blocks=4)
-        failing = "kvevents_plane_snapshot_failing 1"
+        failing = "kvevents_plane_snapshot_failed 1"
         until("a snapshot that may not be", lambda: failing in router.get("/metrics").body.decode())
         only_reads(router)
         one.store(range(100, 132))
@@ -428,7 +428,10 @@ def test_users_that_may_not_listen_to_each_other(tmp_path: Path) -> None:
             one.store(range(64))
             for service in (replica, router):
                 service.exact("one", blocks=4)
-            until("a snapshot", lambda: "kvevents_plane_snapshot_age_seconds" in replica.get("/metrics").body.decode())
+            until(
+                "a snapshot",
+                lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in replica.get("/metrics").body.decode(),
+            )
             only_reads(router)
 
         async def listen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -195,17 +196,20 @@ def test_prometheus_is_told_of_everything(tmp_path: Path) -> None:
         taken.close()
         end = metrics.serve(relay.status, port)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
-            told = answer.read().decode()
+            page = answer.read().decode()
         end()
+    document = (Path(__file__).parent.parent / "docs" / "relay.md").read_text()
+    exported = set(re.findall(r"^# TYPE (kvevents_\w+) ", page, re.MULTILINE))
+    assert set(re.findall(r"`(kvevents_relay_\w+)", document)) == exported
     for line in (
-        'kvevents_relay_state{state="EXACT"} 1.0',
+        'kvevents_relay_upstream_state{state="EXACT"} 1.0',
         'kvevents_relay_journal_state{state="disk"} 1.0',
         "kvevents_relay_blocks 2.0",
-        "kvevents_relay_carried_total 1.0",
-        "kvevents_relay_diverged_total 0.0",
+        "kvevents_relay_forwarded_batches_total 1.0",
+        "kvevents_relay_divergences_total 0.0",
         "kvevents_relay_history_lost 0.0",
     ):
-        assert line in told, told
+        assert line in page, page
 
 
 def test_a_port_that_is_taken_leaves_nothing_open(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_busy_connections_never_keep_probes_from_their_answers(patient: Service)
         assert other.post("/query", model_name="m", token_ids=[1]).status == 503
         other.close()
     until("room", lambda: once(patient, "/v1/stats") == 200)
-    assert metrics(patient, "kvevents_http_refusals_total")['reason="too-many-clients"'] >= 3
+    assert metrics(patient, "kvevents_http_rejected_requests_total")['reason="too-many-clients"'] >= 3
     assert metrics(patient, "kvevents_http_requests_total")['path="/v1/stats",status="503"'] >= 2
 
 
@@ -340,11 +340,14 @@ def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
             connection.settimeout(2.0)
             with suppress(OSError):  # refused
                 connection.sendall(b" " * (size - 1))
-        until("refusals", lambda: metrics(patient, "kvevents_http_refusals_total").get('reason="too-much-at-once"', 0) >= 2)
-        assert metrics(patient, "kvevents_http_received_bytes")[""] <= PATIENT["max_received_bytes"]
+        until(
+            "refusals",
+            lambda: metrics(patient, "kvevents_http_rejected_requests_total").get('reason="too-much-at-once"', 0) >= 2,
+        )
+        assert metrics(patient, "kvevents_http_request_buffer_bytes")[""] <= PATIENT["max_received_bytes"]
         assert once(patient, "/v1/stats") == 200
         assert patient.post("/query", model_name="m", token_ids=[1] * 10_000).status == 404  # a small one is always taken
-    until("room", lambda: metrics(patient, "kvevents_http_received_bytes") == {"": 0})
+    until("room", lambda: metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
 
 
 def test_requests_that_wait_for_an_answer_are_not_read() -> None:
@@ -356,7 +359,7 @@ def test_requests_that_wait_for_an_answer_are_not_read() -> None:
         connection.settimeout(1.0)
         with pytest.raises(TimeoutError):
             connection.sendall(queued * 1_000)
-        assert metrics(service, "kvevents_http_received_bytes")[""] < 1 << 20
+        assert metrics(service, "kvevents_http_request_buffer_bytes")[""] < 1 << 20
         assert once(service, "/v1/stats") == 200
 
 

@@ -82,29 +82,32 @@ def test_each_source_is_in_one_state(service: Service) -> None:
     }
 
 
-def test_what_is_not_known_is_not_told(service: Service) -> None:
-    """Zero would be an age and a limit."""
+def test_unknown_values_are_absent(service: Service) -> None:
+    """Zero would be a time, a number and a limit."""
     member = register(service)
     for name in (
-        "kvevents_source_staleness_seconds",
+        "kvevents_source_last_batch_timestamp_seconds",
         "kvevents_source_lag_seconds",
+        "kvevents_source_last_seq",
         "kvevents_index_limit_bytes",
-        "kvevents_snapshot_age_seconds",
+        "kvevents_snapshot_timestamp_seconds",
     ):
         assert value(service, name) is None
     assert value(service, "kvevents_source_batches_total") is None
     look(service)
     assert value(service, "kvevents_source_batches_total") == 0, "before there are any: else the first increase is not seen"
-    member.last_event, member.lag = time.time() - 60, 0.25
-    assert 60 <= (value(service, "kvevents_source_staleness_seconds") or 0) < 120
+    assert value(service, "kvevents_source_last_seq") is None
+    member.last_event, member.lag = 1_700_000_000.5, 0.25
+    assert value(service, "kvevents_source_last_batch_timestamp_seconds") == 1_700_000_000.5
     assert value(service, "kvevents_source_lag_seconds") == 0.25
-    member.last_event = time.time() + 3600
-    assert value(service, "kvevents_source_staleness_seconds") == 0, "the clock was set back"
+    assert member.status
+    member.status = replace(member.status, last_seq=0)
+    assert value(service, "kvevents_source_last_seq") == 0
 
 
 def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
     store(service, register(service), "GPU", "CPU", "PMEM", "TAPE")
-    tiers = {tier: value(service, "kvevents_tier_blocks", tier=tier) for tier in ("gpu", "cpu", "disk", "other")}
+    tiers = {tier: value(service, "kvevents_index_tier_blocks", tier=tier) for tier in ("gpu", "cpu", "disk", "other")}
     assert tiers == {"gpu": 1, "cpu": 1, "disk": 0, "other": 2}
     assert b"PMEM" not in service.metrics.exposition()
 
@@ -184,8 +187,8 @@ def test_requests_and_lookups_are_counted(service: Service) -> None:
         ("kvevents_http_request_duration_seconds_sum", {"path": "/query"}, 3.0004),
         ("kvevents_lookups_total", {}, 3),
         ("kvevents_lookup_hits_total", {}, 2),
-        ("kvevents_hit_depth_ratio_count", {}, 2),
-        ("kvevents_hit_depth_ratio_bucket", {"le": "0.5"}, 2),
+        ("kvevents_lookup_match_ratio_count", {}, 2),
+        ("kvevents_lookup_match_ratio_bucket", {"le": "0.5"}, 2),
     ):
         assert value(service, name, **wanted) == pytest.approx(count), name
 

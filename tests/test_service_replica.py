@@ -249,14 +249,14 @@ def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
             ]
             return {name: float(value) for name, value in lines if not name.startswith("#")}
 
-        until("a snapshot", lambda: "kvevents_plane_snapshot_age_seconds" in told())
+        until("a snapshot", lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in told())
         found = told()
-        assert found["kvevents_plane_complete"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
-        assert found["kvevents_plane_generations_total"] == 1
-        assert found["kvevents_plane_disagreements_total"] == found["kvevents_plane_breaches_total"] == 0
-        assert found["kvevents_plane_snapshot_failing"] == 0
-        assert found['kvevents_plane_lane_position{lane="0"}'] > 0
-        assert found['kvevents_plane_lane_behind{lane="0"}'] >= 0
+        assert found["kvevents_plane_synced"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
+        assert found["kvevents_plane_index_builds_total"] == 1
+        assert found["kvevents_plane_divergences_total"] == found["kvevents_plane_invalid_records_total"] == 0
+        assert found["kvevents_plane_snapshot_failed"] == 0
+        assert found['kvevents_plane_partition_position{partition="0"}'] > 0
+        assert found['kvevents_plane_partition_lag_pages{partition="0"}'] >= 0
 
 
 def first_page(server: NatsServer, stream: str) -> int:

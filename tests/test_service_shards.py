@@ -251,7 +251,7 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
         assert (header.status, "no replica answers" in header.headers["kvevents-missing"]) == (200, True)
         stale = {instance for instance, state, _ in sources(one) if state == "STALE"}
         assert stale <= lost
-        assert 'kvevents_shard_lanes{state="uncovered"}' in one.get("/metrics").body.decode()
+        assert 'kvevents_shard_partitions{state="uncovered"}' in one.get("/metrics").body.decode()
         until("the other's lanes", lambda: one.shown == frozenset(range(LANES)))
         until("a whole answer", lambda: plane.is_right(one))
         assert {state for _, state, _ in sources(one)} == {"EXACT"}
@@ -281,7 +281,7 @@ def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
         url = f"http://127.0.0.1:{foreign.getsockname()[1]}"
         for number in range(3):
             announce(server, plane.name, f"evil-{number}", Announcement(url, 1, list(range(LANES))))
-        until("it to be refused", lambda: "kvevents_shard_refused_replicas 3" in one.get("/metrics").body.decode())
+        until("it to be refused", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
         for _ in range(20):
             assert plane.is_right(one)
         assert one.shown == frozenset(range(LANES))

@@ -29,7 +29,7 @@ PROMPT: Final = list(range(96))
 HELD: Final = {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}
 """What is the truth all the time: each engine holds another length of the prompt."""
 NAMES: Final = ("a", "b", "c")
-FAILURES: Final = "kvevents_shard_failures_total"
+FAILURES: Final = "kvevents_shard_request_failures_total"
 ANSWERS: Final = 50
 """That each of those who are asked gives after something has happened."""
 
@@ -181,4 +181,4 @@ def test_while_one_is_killed_every_answer_is_whole(shares: Shares) -> None:
             until("it not to be heard of", lambda: shares.counted(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
         for each in both:
             each.some()
-    assert [shares.counted(name, "kvevents_shard_incomplete_total") for name in left] == [0, 0]
+    assert [shares.counted(name, "kvevents_shard_incomplete_answers_total") for name in left] == [0, 0]

@@ -608,7 +608,7 @@ def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service
         stream.close()
 
     def metric() -> bool:
-        return b"kvevents_event_listeners 0\n" in service.get("/metrics").body
+        return b"kvevents_event_stream_clients 0\n" in service.get("/metrics").body
 
     until("the service to notice", metric)
 

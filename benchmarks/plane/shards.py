@@ -91,7 +91,7 @@ def blocks_in(replica: Running) -> int:
 
 def incomplete(replica: Running) -> int:
     """Answers that were not whole so far."""
-    found = re.search(rb"^kvevents_shard_incomplete_total (\d+)", replica.ask("GET", "/metrics"), re.MULTILINE)
+    found = re.search(rb"^kvevents_shard_incomplete_answers_total (\d+)", replica.ask("GET", "/metrics"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of a bridge; docs/plane.md says what to do about it."""
+"""Prometheus metrics of a bridge; docs/plane.md lists them."""
 
 from __future__ import annotations
 
@@ -15,62 +15,71 @@ _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 
 
 class Scraped(NamedTuple):
-    """A bridge as a process, at one moment."""
+    """The status of a bridge process at the moment of a scrape."""
 
     bridge: BridgeStatus
     streams: Mapping[str, int]
-    """Followed ranks of engines, by the name of their trust."""
+    """Followed streams by the name of their trust state."""
     max_queued_bytes: int
     faults: int
-    """Sentences about what cannot be found out, or followed."""
+    """Engines and providers that the bridge cannot discover or follow."""
 
 
 _GAUGES: Final[dict[str, tuple[str, Callable[[Scraped], float]]]] = {
-    "connected": ("1 while it is connected to a server of its plane.", lambda seen: seen.bridge.connected),
-    "name_shared": ("1 while another process writes under its name.", lambda seen: bool(seen.bridge.namesake)),
-    "network_suspected": (
-        "1 while so many engines are gone at once that it is not they that are suspected.",
+    "connected": ("1 while the bridge is connected to a NATS server.", lambda seen: seen.bridge.connected),
+    "name_shared": ("1 while another process uses the bridge's name.", lambda seen: bool(seen.bridge.namesake)),
+    "network_failure_suspected": (
+        "1 while more than half of the engines are unreachable, so that none is removed from the log.",
         lambda seen: bool(seen.bridge.suspects),
     ),
-    "unnamed_engines": ("Engines of the log that no bridge names.", lambda seen: seen.bridge.unnamed),
-    "queue_limit_bytes": ("Of what waits at most; above it nothing more is heard.", lambda seen: seen.max_queued_bytes),
-    "discovery_faults": ("What cannot be found out about engines, or not be followed.", lambda seen: seen.faults),
+    "unclaimed_engines": ("Engines in the log that no bridge announces.", lambda seen: seen.bridge.unnamed),
+    "queue_limit_bytes": (
+        "Limit of the queued bytes of all partitions; above it the bridge stops reading.",
+        lambda seen: seen.max_queued_bytes,
+    ),
+    "discovery_faults": ("Current faults of discovery.", lambda seen: seen.faults),
 }
 _COUNTERS: Final[dict[str, tuple[str, Callable[[Scraped], float]]]] = {
-    "written_batches": ("Batches that it has put into the log.", lambda seen: seen.bridge.written),
-    "conflicts": ("Pages that others were quicker than.", lambda seen: seen.bridge.conflicts),
-    "followed_anew": ("Times that a stream and the log had lost each other.", lambda seen: seen.bridge.adrift),
-    "breaches": ("Records of the log that no bridge writes; stays at 0.", lambda seen: seen.bridge.breaches),
+    "written_batches": ("Batches that the bridge wrote to the log.", lambda seen: seen.bridge.written),
+    "write_conflicts": ("Pages that the log refused because another bridge wrote first.", lambda seen: seen.bridge.conflicts),
+    "resyncs": ("Times that a stream started over because it no longer matched the log.", lambda seen: seen.bridge.adrift),
+    "invalid_records": ("Records in the log that no bridge writes; stays at 0.", lambda seen: seen.bridge.breaches),
 }
-_LANES: Final[dict[str, tuple[str, Callable[[LaneStatus], float]]]] = {
-    "lane_position": ("Number of the newest page of a lane that was read.", lambda lane: lane.position),
-    "lane_waiting": ("Records that are not known to be in the lane.", lambda lane: lane.waiting),
-    "lane_queued_bytes": ("Bytes of those.", lambda lane: lane.queued_bytes),
-    "lane_held_up": ("1 while nothing can be read or written.", lambda lane: bool(lane.fault)),
+_PARTITIONS: Final[dict[str, tuple[str, Callable[[LaneStatus], float]]]] = {
+    "partition_position": ("Number of the newest page that the bridge read.", lambda partition: partition.position),
+    "partition_queued_records": ("Records that the log has not acknowledged yet.", lambda partition: partition.waiting),
+    "partition_queued_bytes": (
+        "Bytes of records that the log has not acknowledged yet.",
+        lambda partition: partition.queued_bytes,
+    ),
+    "partition_blocked": (
+        "1 while the bridge cannot read or write the partition.",
+        lambda partition: bool(partition.fault),
+    ),
 }
 
 
 class BridgeCollector:
-    """Asks a bridge whenever it is scraped."""
+    """Reads a bridge's status at each scrape."""
 
     def __init__(self, look: Callable[[], Scraped]) -> None:
         self._look: Final = look
 
     def collect(self) -> Iterable[Metric]:
-        """Every family."""
+        """Yield every metric family."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - an extra
 
         seen = self._look()
-        for name, (told, value) in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvevents_bridge_{name}", told, value=value(seen))
-        for name, (told, value) in _COUNTERS.items():
-            yield CounterMetricFamily(f"kvevents_bridge_{name}", told, value=value(seen))
-        for name, (told, of_lane) in _LANES.items():
-            lanes = GaugeMetricFamily(f"kvevents_bridge_{name}", told, labels=["lane"])
-            for lane in seen.bridge.lanes:
-                lanes.add_metric([str(lane.lane)], of_lane(lane))
-            yield lanes
-        streams = GaugeMetricFamily("kvevents_bridge_streams", "Followed ranks of engines, by trust.", labels=["state"])
+        for name, (text, value) in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvevents_bridge_{name}", text, value=value(seen))
+        for name, (text, value) in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvevents_bridge_{name}", text, value=value(seen))
+        for name, (text, read) in _PARTITIONS.items():
+            family = GaugeMetricFamily(f"kvevents_bridge_{name}", text, labels=["partition"])
+            for partition in seen.bridge.lanes:
+                family.add_metric([str(partition.lane)], read(partition))
+            yield family
+        streams = GaugeMetricFamily("kvevents_bridge_streams", "Followed streams by trust state.", labels=["state"])
         for trust in _TRUSTS:
             streams.add_metric([trust], seen.streams.get(trust, 0))
         yield streams

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of a relay; docs/relay.md says what to do about it."""
+"""Prometheus metrics of a relay; docs/relay.md lists them."""
 
 from __future__ import annotations
 
@@ -14,63 +14,81 @@ if TYPE_CHECKING:
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 _JOURNALS: Final = ("none", "new", "disk", "memory", "closed")
 
-_GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
-    "number": ("Number of the newest batch sent.", lambda status: status.last_number),
-    "blocks": ("Blocks that consumers have resident.", lambda status: status.blocks),
-    "subscribers": ("Consumers that are subscribed.", lambda status: status.subscribers),
-    "buffered_batches": ("Batches kept as they were sent.", lambda status: status.buffered_batches),
-    "buffered_bytes": ("Bytes of those.", lambda status: status.buffered_bytes),
-    "unsent_bytes": ("Bytes of large replies that ZeroMQ holds for their readers.", lambda s: s.replay.unsent_bytes),
-    "history_bytes": ("Memory of what older ones are collapsed into.", lambda s: s.history.bytes if s.history else 0),
-    "history_lost": (
-        "1 while no snapshot of history can be given.",
-        lambda s: float(s.history is None or s.history.lost is not None),
+_GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float | None]]]] = {
+    "last_seq": (
+        "Sequence number of the newest batch sent; absent before the first.",
+        lambda status: status.last_number if status.last_number >= 0 else None,
     ),
-    "incarnation": ("The relay's life; it changes when numbers begin anew.", lambda status: status.incarnation),
-    "recovery_seconds": ("How long reading the journal took.", lambda status: status.recovery_seconds),
-    "journal_bytes": ("Of the journal's snapshot and logs.", lambda status: status.journal.bytes if status.journal else 0),
+    "incarnation": (
+        "Incarnation of the relay; it changes when sequence numbers start over.",
+        lambda status: status.incarnation,
+    ),
+    "blocks": ("Blocks that consumers hold after the newest batch.", lambda status: status.blocks),
+    "subscribers": ("Subscribed consumers.", lambda status: status.subscribers),
+    "buffered_batches": ("Batches in the replay buffer.", lambda status: status.buffered_batches),
+    "buffered_bytes": ("Bytes in the replay buffer.", lambda status: status.buffered_bytes),
+    "replay_unsent_bytes": ("Bytes of replay replies that consumers have not read yet.", lambda s: s.replay.unsent_bytes),
+    "history_bytes": (
+        "Memory of the history that is older than the replay buffer.",
+        lambda status: status.history.bytes if status.history else 0,
+    ),
+    "history_lost": (
+        "1 while the relay cannot send a snapshot of its history.",
+        lambda status: float(status.history is None or status.history.lost is not None),
+    ),
+    "journal_bytes": (
+        "Bytes of the journal's snapshot and logs.",
+        lambda status: status.journal.bytes if status.journal else 0,
+    ),
+    "journal_recovery_seconds": ("Time that reading the journal took at the start.", lambda status: status.recovery_seconds),
 }
 _COUNTERS: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
-    "carried": ("Batches of upstreams that were sent on.", lambda status: status.carried),
-    "holes": ("Numbers left out because something is missing.", lambda status: status.holes),
+    "forwarded_batches": ("Batches of upstreams that the relay sent on.", lambda status: status.carried),
+    "skipped_seqs": ("Sequence numbers left out because upstream batches were lost.", lambda status: status.holes),
     "heartbeats": ("Heartbeats sent.", lambda status: status.heartbeats),
-    "diverged": ("Heartbeats of upstreams that told of other blocks than the relay has; stays at 0.", lambda s: s.diverged),
-    "replayed": ("Batches sent by replay.", lambda status: status.replay.batches),
-    "journal_dropped": (
-        "Batches that the journal could not write.",
+    "divergences": (
+        "Upstream heartbeats whose digest differed from the relay's blocks; stays at 0.",
+        lambda status: status.diverged,
+    ),
+    "replayed_batches": ("Batches sent by replay.", lambda status: status.replay.batches),
+    "journal_dropped_batches": (
+        "Batches that were not written to the journal.",
         lambda status: status.journal.dropped if status.journal else 0,
     ),
-    "journal_failures": ("Times that the disk refused.", lambda status: status.journal.failures if status.journal else 0),
+    "journal_write_failures": (
+        "Failed writes to the journal.",
+        lambda status: status.journal.failures if status.journal else 0,
+    ),
 }
 
 
 class RelayCollector:
-    """Asks a relay whenever it is scraped."""
+    """Reads a relay's status at each scrape."""
 
     def __init__(self, status: Callable[[], RelayStatus]) -> None:
         self._status: Final = status
 
     def collect(self) -> Iterable[Metric]:
-        """Every family."""
+        """Yield every metric family."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - an extra
 
         status = self._status()
-        for name, (told, value) in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvevents_relay_{name}", told, value=value(status))
-        for name, (told, value) in _COUNTERS.items():
-            yield CounterMetricFamily(f"kvevents_relay_{name}", told, value=value(status))
+        for name, (text, gauge) in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvevents_relay_{name}", text, value=gauge(status))
+        for name, (text, counter) in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvevents_relay_{name}", text, value=counter(status))
         states = GaugeMetricFamily(
-            "kvevents_relay_state", "1 for the state of the relay's upstreams, the least of all.", labels=["state"]
+            "kvevents_relay_upstream_state", "1 for the lowest trust state of the relay's upstreams.", labels=["state"]
         )
         for name in _TRUSTS:
             states.add_metric([name], float(status.trust.name == name))
         yield states
-        journal = GaugeMetricFamily("kvevents_relay_journal_state", "1 for where the journal is.", labels=["state"])
+        journal = GaugeMetricFamily("kvevents_relay_journal_state", "1 for the current state of the journal.", labels=["state"])
         for name in _JOURNALS:
             journal.add_metric([name], float(name == (status.journal.state if status.journal else "none")))
         yield journal
 
 
 def serve(status: Callable[[], RelayStatus], port: int, host: str = "127.0.0.1") -> Callable[[], None]:
-    """Answer scrapes at a port until the function that is returned is called. Raises `EndpointError`."""
+    """Serve metrics at a port until the returned function is called. Raises `EndpointError` if the port cannot be bound."""
     return scraping.serve(RelayCollector(status), port, host)

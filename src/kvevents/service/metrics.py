@@ -6,12 +6,12 @@ Labels, and what bounds them. None is a peer's word:
   call an engine instance, but that label is Prometheus' own, for the address that it scrapes
 - `state`: the five of `STATES`
 - `reason` of a source: those of `Reason`; of what was set aside: the fixed words of `Rejected` and of the index
-- `outcome`: lost, healed; complete, truncated, unanswered, contradicted
+- `outcome`: lost, recovered; complete, truncated, unanswered, contradicted
 - `dialect`: a row of `kvevents.wire.dialects`, or unknown
 - `tier`: gpu, cpu, disk; every other medium that engines name is other
 - `path`, `status`: of the table of endpoints; requests for anything else are not counted
 - `provider`: a way of discovery, as the configuration names it
-- `lane`: of a plane, 256 at most
+- `partition`: of a plane, 256 at most
 - `state` and `reason` of connections and refusals: fixed words of `kvevents.service.http`
 """
 
@@ -127,7 +127,7 @@ class Metrics:
     def exposition(self) -> bytes:
         """In Prometheus' text format."""
         page = _Page()
-        _write_fleet(page, self._service, time.time())
+        _write_fleet(page, self._service)
         _write_index(page, self._service)
         if self._service.replica is not None:
             write_plane(page, self._service.replica, time.time())
@@ -140,36 +140,44 @@ class Metrics:
         self._service.lookups.count()
         counts = self._service.data_plane.counts()
         native = counts.answers
-        page.counter("kvevents_lookups_total", "Prompts that were looked up", {"": self.lookups + native.lookups})
+        page.counter("kvevents_lookups_total", "Prefix lookups.", {"": self.lookups + native.lookups})
         hits = {"": self.hits + native.hits}
-        page.counter("kvevents_lookup_hits_total", "Of those, prompts of which somebody holds a beginning", hits)
+        page.counter("kvevents_lookup_hits_total", "Prefix lookups that matched at least one block.", hits)
         depth = {"": self.depth.plus(native.depth)}
-        page.histogram("kvevents_hit_depth_ratio", "Share of a looked up prompt's tokens that the best worker holds", depth)
+        page.histogram("kvevents_lookup_match_ratio", "Fraction of a prompt's tokens that the best worker holds.", depth)
         ignored = {labels(path=path): count for path, count in dict(self.ignored_fields).items()}
-        page.counter("kvevents_http_ignored_fields_total", "Unknown fields of bodies that were ignored", ignored)
+        page.counter(
+            "kvevents_http_ignored_fields_total", "Unknown fields in request bodies that the service ignored.", ignored
+        )
         requests = Counter(dict(self.requests))
         seconds = dict(self.seconds)
         for path, answered in native.requests.items():
             requests.update({(path, status): count for status, count in answered.by_status.items()})
             seconds[path] = seconds.get(path, Tally(_SECONDS)).plus(answered.seconds)
         answers = {labels(path=path, status=status): count for (path, status), count in requests.items()}
-        page.counter("kvevents_http_requests_total", "Requests by path and status", answers)
+        page.counter("kvevents_http_requests_total", "HTTP and gRPC requests by path and status.", answers)
         tallies = {labels(path=path): tally for path, tally in seconds.items()}
-        page.histogram("kvevents_http_request_duration_seconds", "From a request's headers to the end of its answer", tallies)
+        page.histogram(
+            "kvevents_http_request_duration_seconds", "Time from the request's headers to the end of the response.", tallies
+        )
         _write_connections(page, counts, self._service.config.limits.max_clients)
 
 
 def _write_connections(page: _Page, counts: Counts, max_clients: int) -> None:
     open_ = {labels(state=state): count for state, count in counts.connections.items()}
-    page.gauge("kvevents_http_connections", "Open connections by what they do", open_)
-    page.gauge("kvevents_http_connections_limit", "Connections above which only probes are answered", {"": max_clients})
-    page.counter("kvevents_http_connections_opened_total", "Connections that clients have opened", {"": counts.opened})
+    page.gauge("kvevents_http_connections", "Open connections by state.", open_)
+    page.gauge("kvevents_http_connections_limit", "Connections above which the service answers probes only.", {"": max_clients})
+    page.counter("kvevents_http_connections_opened_total", "Connections that clients opened.", {"": counts.opened})
     closed = _by_reason(dict.fromkeys(CLOSED, 0) | counts.closed)
     refused = _by_reason(dict.fromkeys(REFUSED, 0) | counts.refusals)
-    page.counter("kvevents_http_connections_closed_total", "Connections that the service closed, by reason", closed)
-    page.counter("kvevents_http_refusals_total", "Errors that were sent before a request was known, by reason", refused)
-    page.gauge("kvevents_http_received_bytes", "Of requests that are held, beyond 64 KiB of each", {"": counts.received})
-    page.gauge("kvevents_http_unread_bytes", "Of answers that clients have not read yet", {"": counts.unread})
+    page.counter("kvevents_http_connections_closed_total", "Connections that the service closed, by reason.", closed)
+    page.counter("kvevents_http_rejected_requests_total", "Requests rejected before their path was known, by reason.", refused)
+    page.gauge(
+        "kvevents_http_request_buffer_bytes", "Memory of received request bodies beyond 64 KiB each.", {"": counts.received}
+    )
+    page.gauge(
+        "kvevents_http_response_buffer_bytes", "Memory of responses that clients have not read yet.", {"": counts.unread}
+    )
 
 
 def _by_reason(counts: Mapping[str, int]) -> Samples:
@@ -247,47 +255,70 @@ class _Count(NamedTuple):
 
 
 _GAUGES: Final = (
-    _Column("blocks", "Different blocks that it holds", lambda member: member.blocks),
-    _Column("orphans", "Blocks that wait for their parent", lambda member: member.info.orphans if member.info else 0),
+    _Column("blocks", "Distinct blocks that the index holds for the source.", lambda member: member.blocks),
+    _Column(
+        "orphan_blocks",
+        "Blocks that wait for their parent.",
+        lambda member: member.info.orphans if member.info else 0,
+    ),
     _Column(
         "waiting_batches",
-        "Batches held back because an earlier one is missing",
+        "Received batches that wait for an earlier batch.",
         lambda member: member.status.waiting if member.status else 0,
     ),
-    _Column("lag_seconds", "From its clock to ours when its newest live batch came", lambda member: member.lag),
+    _Column(
+        "lag_seconds",
+        "Delay of the newest live batch: receive time minus the publisher's timestamp.",
+        lambda member: member.lag,
+    ),
+    _Column(
+        "last_batch_timestamp_seconds",
+        "Unix time at which the newest batch arrived; absent before the first.",
+        lambda member: member.last_event,
+    ),
     _Column(
         "last_seq",
-        "Number of its newest batch in its present life; -1 before the first",
-        lambda member: member.status.last_seq if member.status else -1,
+        "Sequence number of the newest batch of the current incarnation; absent before the first.",
+        lambda member: member.status.last_seq if member.status and member.status.last_seq >= 0 else None,
     ),
 )
 _COUNTS: Final = (
-    _Count("batches", "Batches delivered", lambda counted: counted.delivered),
-    _Count("replayed_batches", "Of those, how many came by replay", lambda counted: counted.replayed),
-    _Count("lost_batches", "Batches that are lost for good", lambda counted: counted.lost),
-    _Count("compacted_batches", "Older batches that a snapshot came in place of", lambda counted: counted.compacted),
+    _Count("batches", "Batches delivered to the index.", lambda counted: counted.delivered),
+    _Count("replayed_batches", "Delivered batches that arrived by replay.", lambda counted: counted.replayed),
+    _Count("lost_batches", "Batches that were never received and can no longer be replayed.", lambda counted: counted.lost),
+    _Count("compacted_batches", "Batches that a snapshot of the publisher replaced.", lambda counted: counted.compacted),
     _Count(
-        "restarts", "Lives after the first, and lives that could not be proven to be the same", lambda counted: counted.resets
+        "resets",
+        "Resets of the stream: incarnations after the first, including those that might be the same.",
+        lambda counted: counted.resets,
     ),
-    _Count("reconnects", "Connections after the first", lambda counted: counted.reconnects),
-    _Count("duplicates", "Messages with nothing new", lambda counted: counted.duplicates),
-    _Count("overflowed_batches", "Live batches that found no room to wait", lambda counted: counted.overflowed),
-    _Count("malformed_messages", "Messages that are no batch", lambda counted: sum(counted.malformed.values())),
-    _Count("rejected_events", "Events that could not be read", lambda counted: sum(counted.rejected.values())),
-    _Count("replay_requests", "Replays that were asked for", lambda counted: counted.requests),
-    _Count("heartbeats", "Batches that say what their sender holds", lambda counted: counted.heartbeats),
-    _Count("digest_agreements", "Heartbeats after which the index held the same", lambda counted: counted.agreements),
-    _Count("divergences", "Heartbeats after which it did not, with nothing to explain it", lambda counted: counted.divergences),
+    _Count("reconnects", "Connections after the first.", lambda counted: counted.reconnects),
+    _Count("duplicate_messages", "Messages that contained nothing new.", lambda counted: counted.duplicates),
+    _Count(
+        "overflowed_batches",
+        "Live batches dropped because the waiting buffer was full; they are replayed later.",
+        lambda counted: counted.overflowed,
+    ),
+    _Count("malformed_messages", "Messages that are not a batch.", lambda counted: sum(counted.malformed.values())),
+    _Count("rejected_events", "Events that could not be decoded.", lambda counted: sum(counted.rejected.values())),
+    _Count("replay_requests", "Replay requests sent.", lambda counted: counted.requests),
+    _Count("heartbeats", "Heartbeats received with the publisher's digest.", lambda counted: counted.heartbeats),
+    _Count("digest_matches", "Heartbeats whose digest matched the index.", lambda counted: counted.agreements),
+    _Count(
+        "divergences",
+        "Heartbeats whose digest differed from the index without a known cause; stays at 0.",
+        lambda counted: counted.divergences,
+    ),
 )
 _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]]], ...]] = (
     (
         "gaps",
-        "Missing batches in a row, by what became of them: one that was healed in part is both",
-        {"lost": lambda counted: counted.gaps, "healed": lambda counted: counted.healed},
+        "Runs of missing batches by outcome; a run that was recovered in part counts for both outcomes.",
+        {"lost": lambda counted: counted.gaps, "recovered": lambda counted: counted.healed},
     ),
     (
         "replays",
-        "Replay requests by what came of them: all, not all, nothing in time, something that contradicts the live stream",
+        "Replay requests by outcome: complete, truncated, unanswered, or contradicted by the live stream.",
         {
             "complete": lambda counted: counted.complete,
             "truncated": lambda counted: counted.truncated,
@@ -298,19 +329,19 @@ _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]
 )
 
 
-def _write_fleet(page: _Page, service: Service, now: float) -> None:
+def _write_fleet(page: _Page, service: Service) -> None:
     sources = {_named(member): member for member in list(service.fleet.members.values())}
     counted = {told: member.status.counters for told, member in sources.items() if member.status is not None}
     states = Counter(member.trusted.state for member in sources.values())
-    page.gauge("kvevents_sources", "Sources by state", {labels(state=state): states[state] for state in STATES})
-    page.gauge("kvevents_source_state", "1 for the state that a source is in", _states(sources))
-    page.gauge("kvevents_source_reason", "1 for each reason why a source is not EXACT", _reasons(sources))
-    staleness = {told: _since(member.last_event, now) for told, member in sources.items()}
-    page.gauge("kvevents_source_staleness_seconds", "Since its newest batch came; none before the first", staleness)
+    page.gauge("kvevents_sources", "Sources by trust state.", {labels(state=state): states[state] for state in STATES})
+    page.gauge("kvevents_source_state", "1 for the current trust state of the source, 0 for the others.", _states(sources))
+    page.gauge("kvevents_source_reason", "1 for each reason why the source is not EXACT.", _reasons(sources))
     for name, text, read in _GAUGES:
         page.gauge(f"kvevents_source_{name}", text, {told: read(member) for told, member in sources.items()})
     evicted = {told: member.info.evicted for told, member in sources.items() if member.info is not None}
-    page.counter("kvevents_source_evicted_blocks_total", "Its blocks that the memory limit has cost", evicted)
+    page.counter(
+        "kvevents_source_evicted_blocks_total", "Blocks of the source that the index refused at its memory limit.", evicted
+    )
     for name, text, count in _COUNTS:
         page.counter(f"kvevents_source_{name}_total", text, {told: count(counters) for told, counters in counted.items()})
     for name, text, outcomes in _OUTCOMES:
@@ -350,42 +381,57 @@ def _reasons(sources: dict[str, Member]) -> Samples:
     }
 
 
-def _since(when: float | None, now: float) -> float | None:
-    return None if when is None else max(0.0, now - when)
-
-
 # --- the service -------------------------------------------------------------------------------------------------------------
 
 
 def _write_index(page: _Page, service: Service) -> None:
     stats = service.stats()
     build = labels(version=stats.version, python=platform.python_version())
-    page.gauge("kvevents_build_info", "1, with what this is as labels", {build: 1})
+    page.gauge("kvevents_build_info", "Build information; the value is always 1.", {build: 1})
     for name, text, value in _numbers(service, stats):
         page.gauge(name, text, {"": value})
-    page.gauge("kvevents_tier_blocks", "Blocks of all workers by tier", _tiers(stats.tiers))
-    page.gauge("kvevents_discovery_faults", "What could not be found out", _faults(service.faults()))
-    page.counter("kvevents_batches_total", "Batches that came into the index", {"": stats.batches})
-    page.counter("kvevents_evicted_blocks_total", "Blocks that the memory limit has cost", {"": stats.evicted})
+    page.gauge(
+        "kvevents_index_tier_blocks", "Blocks by tier; a block counts once for each worker that holds it.", _tiers(stats.tiers)
+    )
+    page.gauge("kvevents_discovery_faults", "Current discovery faults by provider.", _faults(service.faults()))
+    page.counter("kvevents_index_batches_total", "Batches applied to the index.", {"": stats.batches})
+    page.counter(
+        "kvevents_index_evicted_blocks_total", "Blocks that the index refused at its memory limit.", {"": stats.evicted}
+    )
     aside = _set_aside(service.index.stats().rejected)
-    page.counter("kvevents_set_aside_stores_total", "Stores that could be read, but not used", aside)
-    page.counter("kvevents_rejected_events_total", "Events that could not be read", _rejected(service.fleet.counts))
+    page.counter("kvevents_index_rejected_stores_total", "Decoded stores that the index could not use, by reason.", aside)
+    page.counter(
+        "kvevents_rejected_events_total",
+        "Events that could not be decoded, by dialect and reason.",
+        _rejected(service.fleet.counts),
+    )
 
 
 def _numbers(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, float | None]]:
-    yield "kvevents_ready", "Whether /readyz says yes", int(service.readiness().ready)
-    yield "kvevents_follower_failed", "Whether nothing is followed any more", int(service.fleet.failure is not None)
-    yield "kvevents_event_listeners", "Clients of /v1/events", len(service.fleet.announcer)
-    yield "kvevents_index_bytes", "Memory of the index", stats.index_bytes
-    yield "kvevents_index_limit_bytes", "At the limit new blocks are refused; none without a limit", stats.memory_limit
-    yield "kvevents_index_blocks", "Different blocks, however many workers hold each", stats.unique_blocks
+    yield "kvevents_ready", "1 while /readyz returns 200.", int(service.readiness().ready)
+    yield (
+        "kvevents_ingest_failed",
+        "1 after the ingest thread failed; restart the service.",
+        int(service.fleet.failure is not None),
+    )
+    yield "kvevents_event_stream_clients", "Clients connected to /v1/events.", len(service.fleet.announcer)
+    yield "kvevents_index_bytes", "Memory that the index uses.", stats.index_bytes
+    yield "kvevents_index_limit_bytes", "Memory limit of the index; absent without a limit.", stats.memory_limit
+    yield (
+        "kvevents_index_blocks",
+        "Distinct blocks in the index; a block that several workers hold counts once.",
+        stats.unique_blocks,
+    )
     if service.keeper is not None:
-        age = stats.uptime_seconds if stats.snapshot_at is None else _since(stats.snapshot_at, time.time())
-        yield "kvevents_snapshot_age_seconds", "Since the last snapshot was written, or since the start when none was", age
-        yield "kvevents_snapshot_interval_seconds", "Between two snapshots, as configured", service.config.snapshot_seconds
+        yield (
+            "kvevents_snapshot_timestamp_seconds",
+            "Unix time at which this process last wrote a snapshot; absent before the first.",
+            stats.snapshot_at,
+        )
+        yield "kvevents_snapshot_interval_seconds", "Configured interval between snapshots.", service.config.snapshot_seconds
         yield (
             "kvevents_snapshot_failed",
-            "Whether the last attempt to keep something failed",
+            "1 while the last write to state_dir failed.",
             int(stats.snapshot_fault is not None),
         )
 

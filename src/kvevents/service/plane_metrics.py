@@ -1,8 +1,8 @@
-"""What Prometheus is told of a replica and the log that it reads."""
+"""Prometheus metrics of a plane's replica; docs/plane-runbook.md explains each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from kvevents.plane.ledger import Ledger
@@ -12,97 +12,109 @@ from kvevents.service.shards.asking import Shards
 
 
 class Page(Protocol):
-    """What metrics are written on."""
+    """Receives metric families; samples map label text to values, and None stands for an unknown value."""
 
     def gauge(self, name: str, text: str, samples: Mapping[str, float | None]) -> None:
-        """A value that goes up and down."""
+        """Add a family of values that rise and fall."""
 
     def counter(self, name: str, text: str, samples: Mapping[str, float | None]) -> None:
-        """A value that only rises."""
+        """Add a family of values that only rise."""
+
+
+_LEDGER_COUNTS: Final[tuple[tuple[str, str, Callable[[Ledger], int]], ...]] = (
+    (
+        "kvevents_plane_invalid_records_total",
+        "Records and messages in the log that no bridge writes; stays at 0.",
+        lambda ledger: ledger.breaches + ledger.foreign,
+    ),
+    (
+        "kvevents_plane_duplicate_records_total",
+        "Records that repeat the log or belong to an incarnation that has ended; stays at 0.",
+        lambda ledger: ledger.doubled,
+    ),
+    (
+        "kvevents_plane_discarded_pages_total",
+        "Pages without effect because their writer expected other pages before them; the bridge writes them again.",
+        lambda ledger: ledger.overtaken + ledger.strays,
+    ),
+)
 
 
 def write_plane(page: Page, replica: Replica, now: float) -> None:
-    """Everything about the plane that a replica knows, at `now` seconds since the epoch."""
-    for name, text, value in _numbers(replica):
-        page.gauge(name, text, {"": value})
-    page.counter("kvevents_plane_generations_total", "Times that the index was built from the log", {"": replica.generations})
+    """Write what a replica knows about the plane; `now` is a Unix time in seconds."""
+    for name, text, value in (
+        ("kvevents_plane_synced", "1 once the replica has read the log to its end since it started.", replica.is_complete),
+        ("kvevents_plane_readable", "1 while the replica can read the log.", not replica.fault),
+        (
+            "kvevents_plane_snapshot_failed",
+            "1 while the replica's last attempt to take a snapshot failed.",
+            bool(replica.snapshot_fault),
+        ),
+    ):
+        page.gauge(name, text, {"": int(value)})
     page.counter(
-        "kvevents_plane_disagreements_total", "Times that another replica held something else", {"": replica.disagreements}
+        "kvevents_plane_index_builds_total", "Times that the replica built its index from the log.", {"": replica.generations}
+    )
+    page.counter(
+        "kvevents_plane_divergences_total",
+        "Times that another replica's digest differed at the same position of the log; stays at 0.",
+        {"": replica.disagreements},
     )
     if (generation := replica.generation) is None:
         return
     subscriber = generation.subscriber
-    lanes = dict(subscriber.lanes)
+    partitions = dict(subscriber.lanes)
     ledgers = list(subscriber.ledgers.values())
-    for name, text, count in _COUNTS:
+    for name, text, count in _LEDGER_COUNTS:
         page.counter(name, text, {"": sum(map(count, ledgers))})
-    page.gauge("kvevents_plane_bridges", "Bridges that are heard", {"": subscriber.bridges()})
+    page.gauge("kvevents_plane_bridges", "Bridges whose heartbeats arrive.", {"": subscriber.bridges()})
     page.gauge(
-        "kvevents_plane_lane_position", "Number of the newest page in the index", _by_lane(lanes, lambda lane: lane.position)
-    )
-    page.gauge(
-        "kvevents_plane_lane_behind",
-        "Pages that are not in the index yet; -1 while that is not known",
-        _by_lane(lanes, lambda lane: -1 if lane.behind is None else lane.behind),
+        "kvevents_plane_partition_position",
+        "Number of the newest page in the index.",
+        _by_partition(partitions, lambda partition: partition.position),
     )
     page.gauge(
-        "kvevents_plane_lane_age_seconds",
-        "Since the newest page in the index was written, by its writer's clock",
-        _by_lane(lanes, lambda lane: None if lane.at is None else max(0.0, now - lane.at)),
+        "kvevents_plane_partition_lag_pages",
+        "Pages in the log that are not in the index yet; absent while unknown.",
+        _by_partition(partitions, lambda partition: partition.behind),
     )
     page.gauge(
-        "kvevents_plane_lane_snapshot_age_seconds",
-        "Since this replica found the newest snapshot of the lane",
-        {f'lane="{lane}"': age for lane, age in generation.snapshot_ages().items()},
+        "kvevents_plane_partition_last_page_timestamp_seconds",
+        "Unix time at which the newest page in the index was written, by the bridge's clock.",
+        _by_partition(partitions, lambda partition: partition.at),
+    )
+    page.gauge(
+        "kvevents_plane_partition_snapshot_timestamp_seconds",
+        "Unix time at which this replica found the newest snapshot; absent before the first.",
+        {f'partition="{partition}"': now - age for partition, age in generation.snapshot_ages().items()},
     )
 
 
-def _numbers(replica: Replica) -> Iterable[tuple[str, str, float | None]]:
-    yield "kvevents_plane_complete", "Whether the log was ever read to its end", int(replica.is_complete)
-    yield "kvevents_plane_readable", "Whether the log can be read at the moment", int(not replica.fault)
-    ages = {} if replica.generation is None else replica.generation.snapshot_ages()
-    age = max(ages.values(), default=None)
-    yield (
-        "kvevents_plane_snapshot_age_seconds",
-        "Since this replica found the newest snapshot of a lane, the longest of those",
-        age,
-    )
-    yield "kvevents_plane_snapshot_failing", "Whether the last attempt to take one failed", int(bool(replica.snapshot_fault))
-
-
-_COUNTS: Final[tuple[tuple[str, str, Callable[[Ledger], int]], ...]] = (
-    (
-        "kvevents_plane_breaches_total",
-        "Records of the log that no bridge writes",
-        lambda ledger: ledger.breaches + ledger.foreign,
-    ),
-    (
-        "kvevents_plane_doubled_records_total",
-        "Records of the log that say again what it said, or are of a life that has ended",
-        lambda ledger: ledger.doubled,
-    ),
-    (
-        "kvevents_plane_void_pages_total",
-        "Pages of the log that are void, since their writer expected others before them",
-        lambda ledger: ledger.overtaken + ledger.strays,
-    ),
-)
-"""Of each lane's ledger."""
-
-
-def _by_lane(lanes: Mapping[int, Lane], value: Callable[[Lane], float | None]) -> dict[str, float | None]:
-    return {f'lane="{number}"': value(lane) for number, lane in lanes.items()}
+def _by_partition(partitions: Mapping[int, Lane], value: Callable[[Lane], float | None]) -> dict[str, float | None]:
+    return {f'partition="{number}"': value(partition) for number, partition in partitions.items()}
 
 
 def write_shards(page: Page, replica: Replica, shards: Shards) -> None:
-    """What a replica that holds a share knows of it, and of the others."""
-    lanes = {
-        'state="shown"': len(replica.shown),
-        'state="wanted"': len(replica.wanted),
+    """Write what a replica that holds a shard knows about it and about the other replicas."""
+    partitions = {
+        'state="serving"': len(replica.shown),
+        'state="assigned"': len(replica.wanted),
         'state="uncovered"': len(shards.uncovered),
     }
-    page.gauge("kvevents_shard_lanes", "Lanes that are answered for here, are to be, and that no replica holds", dict(lanes))
-    page.gauge("kvevents_shard_replicas", "Other replicas that are heard of", {"": shards.replicas})
-    page.gauge("kvevents_shard_refused_replicas", "Other replicas that must not be asked", {"": len(replica.refused)})
-    page.counter("kvevents_shard_failures_total", "Questions that another replica did not answer", {"": shards.peers.failures})
-    page.counter("kvevents_shard_incomplete_total", "Answers that were not of the whole fleet", {"": shards.incomplete})
+    page.gauge(
+        "kvevents_shard_partitions",
+        "Partitions that this replica answers for, that are assigned to it, and that no replica holds.",
+        dict(partitions),
+    )
+    page.gauge("kvevents_shard_replicas", "Other replicas that announce themselves.", {"": shards.replicas})
+    page.gauge(
+        "kvevents_shard_denied_replicas",
+        "Other replicas that are not queried because shard.allow does not list their hosts.",
+        {"": len(replica.refused)},
+    )
+    page.counter(
+        "kvevents_shard_request_failures_total", "Requests that another replica did not answer.", {"": shards.peers.failures}
+    )
+    page.counter(
+        "kvevents_shard_incomplete_answers_total", "Answers that lacked the engines of a partition.", {"": shards.incomplete}
+    )

@@ -56,7 +56,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.IDENTITY: f"{_AGAIN}; a larger buffer_steps in the engine lets it be proven",
     Reason.LOST: f"{_AGAIN}; a larger buffer_steps in the engine avoids it",
     Reason.REJECTED: f"{_AGAIN}; is the engine's release newer than this one? {_LOOK}",
-    Reason.DIVERGED: f"{_AGAIN}, or once a digest agrees; see SourceDiverged in docs/runbook.md",
+    Reason.DIVERGED: f"{_AGAIN}, or once a digest agrees; see KveventsSourceDiverged in docs/runbook.md",
     Reason.SENDER: "the relay does not trust what it tells: look there",
     Reason.SILENT: f"is the relay still running? it sends no heartbeats any more; {_LOOK}",
     Reason.EVICTED: "raise --memory-limit, or follow fewer engines with one service",
