@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import kvevents
@@ -74,6 +75,49 @@ def test_the_modules_are_found() -> None:
 
 def test_imports_run_downward_only() -> None:
     assert [offence for module in MODULES for offence in imports_upwards(module)] == []
+
+
+def modules_imported_by(module: Path) -> set[Path]:
+    """The modules of this package that a module imports; a package stands for its `__init__`."""
+    found = set[Path]()
+    for name in imports_of(module):
+        parts = name.split(".")
+        while len(parts) > 1 and parts[0] == "kvevents":
+            path = Path(*parts[1:])
+            if target := next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each in KNOWN), None):
+                found.add(target)
+                break
+            parts.pop()
+    return found - {module}
+
+
+KNOWN = frozenset(MODULES)
+
+
+def cycles(graph: Mapping[Path, set[Path]]) -> list[list[Path]]:
+    """The groups of modules that import each other, directly or by way of others."""
+    reachable: dict[Path, set[Path]] = {}
+    for module in graph:
+        seen, left = set[Path](), [module]
+        while left:
+            new = graph[left.pop()] - seen
+            seen |= new
+            left += new
+        reachable[module] = seen
+    groups = {frozenset({module, *(each for each in reachable[module] if module in reachable[each])}) for module in graph}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def test_cycles_are_found() -> None:
+    """A module that only imports a cycle, or is only imported by one, is not in it."""
+    a, b, c, d, e = map(Path, "abcde")
+    assert cycles({a: {b}, b: {c}, c: {b, d}, d: set(), e: {e} - {e}}) == [[b, c]]
+    assert cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == [[a, b, c], [d, e]]
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports within functions and imports for type checkers count."""
+    assert cycles({module: modules_imported_by(module) for module in MODULES}) == []
 
 
 NATIVE = {Path("routing/scoring.py"), Path("service/data_plane.py"), Path("service/selecting.py")}

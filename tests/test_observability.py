@@ -25,8 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat
 from kvevents.index import PrefixIndex
+from kvevents.service.exposition import STATES
 from kvevents.service.http.routing import TABLE
-from kvevents.service.metrics import STATES
 from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch

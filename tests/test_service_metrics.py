@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvevents.events import BlockStored, EventBatch
 from kvevents.service import fleet
 from kvevents.service.config import ServiceConfig
+from kvevents.service.exposition import STATES, exposition, labels
 from kvevents.service.member import Member
-from kvevents.service.metrics import STATES, Tally, labels
+from kvevents.service.metrics import Tally
 from kvevents.service.reasons import Fault, Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
@@ -56,7 +57,7 @@ def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
     """All of them, by name and labels; each of which is there once."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
-        for family in text_string_to_metric_families(service.metrics.exposition().decode())
+        for family in text_string_to_metric_families(exposition(service).decode())
         for sample in family.samples
     ]
     assert len(dict(found)) == len(found)
@@ -109,7 +110,7 @@ def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
     store(service, register(service), "GPU", "CPU", "PMEM", "TAPE")
     tiers = {tier: value(service, "kvevents_index_tier_blocks", tier=tier) for tier in ("gpu", "cpu", "disk", "other")}
     assert tiers == {"gpu": 1, "cpu": 1, "disk": 0, "other": 2}
-    assert b"PMEM" not in service.metrics.exposition()
+    assert b"PMEM" not in exposition(service)
 
 
 # --- reasons -----------------------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service
         metrics.request(f"/{status}", status, 0.0003)
         return labels(**told)
 
-    monkeypatch.setattr("kvevents.service.metrics.labels", interrupted)
+    monkeypatch.setattr("kvevents.service.exposition.labels", interrupted)
     samples(service)
     monkeypatch.undo()
     assert len(metrics.requests) > 1
@@ -265,10 +266,10 @@ def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:
     for number in range(200):
         register(service, f"engine-{number}", rank=number % 8)
     look(service)
-    text = service.metrics.exposition()
+    text = exposition(service)
     assert len(text.splitlines()) > 5_000
     page = Parsed(list(text_string_to_metric_families(text.decode())))
-    assert quickest(service.metrics.exposition) < 0.5 * quickest(lambda: generate_latest(page))
+    assert quickest(lambda: exposition(service)) < 0.5 * quickest(lambda: generate_latest(page))
 
 
 class Parsed(CollectorRegistry):

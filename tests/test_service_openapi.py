@@ -21,7 +21,7 @@ SEMANTIC = {"POST /register", "POST /v1/select"}
 EXAMPLES = {GenerationMode.POSITIVE: 25, GenerationMode.NEGATIVE: 25}
 OPERATIONS: dict[str, Any] = {
     found.label: found
-    for result in schemathesis.openapi.from_dict(document()).get_all_operations()
+    for result in schemathesis.openapi.from_dict(document(ENDPOINTS)).get_all_operations()
     if (found := cast("Any", result).ok())
 }
 ASKED = sorted(set(OPERATIONS) - {"GET /v1/events"})

@@ -12,6 +12,7 @@ import pytest
 
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig
+from kvevents.service.exposition import exposition
 from kvevents.service.keeping import Keeper
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
@@ -162,7 +163,7 @@ def test_it_is_not_ready_while_it_ends() -> None:
         assert told(service)[0]
         service.is_ending = True
         assert told(service) == (False, "the service is ending")
-        assert b"kvevents_ready 0" in service.metrics.exposition()
+        assert b"kvevents_ready 0" in exposition(service)
 
 
 @pytest.mark.parametrize("ready", [{"expected": -1}, {"grace_seconds": -1}, {"grace_seconds": 1e9}])

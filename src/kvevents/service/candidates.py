@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Wall
-
-if TYPE_CHECKING:
-    from kvevents.service.shards.asking import Shards
+from kvevents.service.shards.asking import Shards
 
 MAX_REMEMBERED: Final = 256
 """Scopes whose candidates are remembered: clients may name any LoRA and salt."""

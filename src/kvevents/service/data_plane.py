@@ -10,35 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from kvevents import _native
-from kvevents.service.access import Role
 from kvevents.service.fleet import Fleet
-from kvevents.service.hot import MAX_DEPTH, PER_SECOND
-from kvevents.service.http.origins import OriginPolicy
-from kvevents.service.http.probes import health_answer
-from kvevents.service.http.routing import ENDPOINTS
 from kvevents.service.member import Member
 from kvevents.service.registration import Wall
-from kvevents.service.selecting import terms_of
+from kvevents.service.shapes import HealthAnswer, ReadyAnswer
 
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
-
-REFRESH_SECONDS: Final = 0.25
-"""How old the answers of probes can be, and how long samples of prompts wait to be counted."""
-MAX_THREADS: Final = 8
-"""Threads of the data plane: the machine's CPUs, up to so many."""
 CLOSE_SECONDS: Final = 1.0
 """For clients to take the last answers once the control plane has ended."""
 
@@ -90,10 +77,32 @@ class PromptSample:
     tokens: memoryview = field(repr=False)
 
 
+class ControlPlane(Protocol):
+    """The service, as far as the data plane reads it."""
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers that queries are answered about."""
+        ...
+
+    @property
+    def adapters(self) -> frozenset[Wall]:
+        """LoRA adapters that requests name as their model."""
+        ...
+
+    def health(self) -> HealthAnswer:
+        """The answer of the liveness probes."""
+        ...
+
+    def readiness(self) -> ReadyAnswer:
+        """The answer of the readiness probe."""
+        ...
+
+
 class DataPlane:
     """The server of one service. Before `start` and after `close` every method does nothing; any thread may call them."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ControlPlane) -> None:
         self._service: Final = service
         self._native: _native.DataPlane | None = None
         self._upstream: socket.socket | None = None
@@ -101,49 +110,23 @@ class DataPlane:
         self._published: tuple[Any, ...] | None = None
         self._answers_queries = False
 
-    def start(self, listening: socket.socket, accept: Callable[[socket.socket], None], *, answers_queries: bool) -> None:
+    def start(self, listening: socket.socket, accept: Callable[[socket.socket], None], settings: Mapping[str, Any]) -> None:
         """Serve at a socket that listens; in the event loop.
 
         `accept` is called with each connection over which requests are forwarded, for the control plane's HTTP application.
+        `settings` are those of `native/server/src/settings.rs`.
         """
-        self._answers_queries = answers_queries
+        self._answers_queries = settings["answers_queries"]
         upstream, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         upstream.setblocking(False)
         with sender:
-            native = _native.DataPlane(_encode(self._settings()), listening.fileno(), sender.fileno())
+            native = _native.DataPlane(_encode(settings), listening.fileno(), sender.fileno())
         self._native = native
         self._upstream = upstream
         asyncio.get_running_loop().add_reader(upstream, _accept_all, upstream, accept)
         self._service.fleet.on_change = self.publish
         self.publish()
         self.refresh()
-
-    def _settings(self) -> Mapping[str, Any]:
-        service = self._service
-        config, access = service.config, service.access
-        policy = OriginPolicy.of(config, access)
-        paths: dict[str, list[str]] = {}
-        for endpoint in ENDPOINTS:
-            paths.setdefault(endpoint.path, []).append(endpoint.method)
-        return {
-            "limits": config.limits,
-            "tokens": [digest.hex() for digest in access.digests(Role.READ)],
-            "has_tokens": bool(config.access.tokens),
-            "is_open": access.anonymous.role >= Role.READ,
-            "checks_host": policy.checks_host,
-            "host": config.host,
-            "names": [name for name in policy.names if "*" not in name and "/" not in name],
-            "answers_queries": self._answers_queries,
-            "select": terms_of(),
-            "paths": paths,
-            "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe],
-            "seconds": service.metrics.SECONDS,
-            "depths": service.metrics.DEPTHS,
-            "sample_blocks": MAX_DEPTH,
-            "samples": PER_SECOND,
-            "threads": max(1, min(MAX_THREADS, _cpus())),
-            "tls": config.tls,
-        }
 
     # --- what the control plane says
 
@@ -167,17 +150,11 @@ class DataPlane:
         """Answer probes by what is so now."""
         if self._native is None:
             return
-        status, health = health_answer(self._service)
-        ready = self._service.readiness()
-        self._native.replace_probes((status, _encode(health)), (200 if ready.ready else 503, _encode(ready)))
-
-    async def run(self) -> None:
-        """Keep the answers of probes up to date: part of them is a matter of time."""
-        while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            self.publish()
-            self.refresh()
-            self._service.lookups.count()
+        health, ready = self._service.health(), self._service.readiness()
+        self._native.replace_probes(
+            (503 if health.status == "failed" else 200, _encode(health)),
+            (200 if ready.ready else 503, _encode(ready)),
+        )
 
     # --- what the data plane says
 
@@ -224,10 +201,6 @@ def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]
     with suppress(BlockingIOError, ConnectionResetError):
         while number := upstream.recv(ctypes.sizeof(ctypes.c_int)):
             accept(socket.socket(fileno=int.from_bytes(number, sys.byteorder)))
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- the routing table

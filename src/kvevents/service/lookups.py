@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvevents.index import Namespace
+from kvevents.service.data_plane import DataPlane
 from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet import Fleet
 from kvevents.service.hot import HotNode, HotPrefixes
 from kvevents.service.http.workers import Run
 from kvevents.service.member import Row
+from kvevents.service.metrics import Metrics
 from kvevents.service.registration import Wall
 from kvevents.service.shapes import HotPrefix, Media, SelectRequest
 from kvevents.service.shards.asking import Shards, packed
 from kvevents.service.shards.shapes import Expectation, Question, fields_of
-
-if TYPE_CHECKING:
-    from kvevents.service.data_plane import DataPlane
-    from kvevents.service.metrics import Metrics
 
 MAX_UNCOUNTED: Final = 64
 """Lookups that are not counted yet, above which who looks something up counts them."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +18,15 @@ import uvicorn
 import uvloop
 
 from kvevents.errors import ConfigError
+from kvevents.service.access import Role
 from kvevents.service.checking import check_settings
 from kvevents.service.config import ServiceConfig
 from kvevents.service.descriptors import fit_clients
+from kvevents.service.hot import MAX_DEPTH, PER_SECOND
 from kvevents.service.http.app import App
+from kvevents.service.http.origins import OriginPolicy
+from kvevents.service.http.routing import ENDPOINTS
+from kvevents.service.selecting import terms_of
 from kvevents.service.service import Service
 
 log = logging.getLogger(__name__)
@@ -28,6 +34,8 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 1_024
 SEND_BYTES: Final = 1 << 18
 """Of an answer that the system keeps for a client that does not read, which else are megabytes."""
+MAX_THREADS: Final = 8
+"""Threads of the data plane: the machine's CPUs, up to so many."""
 KEPT_BYTES: Final = 64 << 20
 """Freed memory that the process keeps for the next large request."""
 _M_TRIM_THRESHOLD: Final = -1
@@ -111,7 +119,8 @@ class _Server(uvicorn.Server):
         if self._listening is not None and not self.should_exit:
             self._listening.listen(BACKLOG)
             answers_queries = self._service.shards is None and not self._app.traces
-            self._service.data_plane.start(self._listening, self._accept, answers_queries=answers_queries)
+            settings = _data_plane_settings(self._service, answers_queries=answers_queries)
+            self._service.data_plane.start(self._listening, self._accept, settings)
             self._listening.close()  # the data plane has it
             self._announce(self._url)
 
@@ -156,6 +165,35 @@ _OPTIONS: Final[dict[str, Any]] = {
     "timeout_keep_alive": 3_600,  # connections are the data plane's, which keeps those that it has use for
     "timeout_graceful_shutdown": 1,  # it has waited before
 }
+
+
+def _data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
+    """What `native/server/src/settings.rs` reads."""
+    config, access = service.config, service.access
+    policy = OriginPolicy.of(config, access)
+    paths: dict[str, list[str]] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, []).append(endpoint.method)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "limits": config.limits,
+        "tokens": [digest.hex() for digest in access.digests(Role.READ)],
+        "has_tokens": bool(config.access.tokens),
+        "is_open": access.anonymous.role >= Role.READ,
+        "checks_host": policy.checks_host,
+        "host": config.host,
+        "names": [name for name in policy.names if "*" not in name and "/" not in name],
+        "answers_queries": answers_queries,
+        "select": terms_of(),
+        "paths": paths,
+        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe],
+        "seconds": service.metrics.SECONDS,
+        "depths": service.metrics.DEPTHS,
+        "sample_blocks": MAX_DEPTH,
+        "samples": PER_SECOND,
+        "threads": min(MAX_THREADS, cpus),
+        "tls": config.tls,
+    }
 
 
 def _keep_heap() -> None:

@@ -36,7 +36,7 @@ from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
 from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
 from kvevents.service.replica.replica import Replica
-from kvevents.service.shapes import ReadyAnswer, StatsAnswer
+from kvevents.service.shapes import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.shards.answering import Answering
 from kvevents.service.shards.asking import Shards
 from kvevents.service.shards.peers import Peers
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 CLAIM_SECONDS: Final = 120.0
 """How long streams of a snapshot wait to be registered again; after it their blocks are forgotten."""
+REFRESH_SECONDS: Final = 0.25
+"""How old the answers of probes can be, and how long samples of prompts wait to be counted."""
 STANDING_SECONDS: Final = 10.0
 """How long a snapshot waits for the follower to say where the streams stand."""
 
@@ -73,7 +75,7 @@ class Service:
         self.workers = Workers(config.limits.max_waiting)
         self.shards = _shards(config, self.fleet, self.replica, self.workers[MATCHING])
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
-        self.metrics = Metrics(self)
+        self.metrics = Metrics()
         self.candidates = CandidateCache(self.fleet, self.shards, lambda: self.adapters)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
@@ -120,7 +122,7 @@ class Service:
         self.fleet.follower.start()
         self._register_remembered()
         work = [self._prober.run(), self._finder.run()] if self.replica is None else [self.replica.run()]
-        work.append(self.data_plane.run())
+        work.append(self._refresh_data_plane())
         if self.shards is not None:
             work.append(self.shards.run())
         if self.keeper is not None:
@@ -131,6 +133,14 @@ class Service:
         for sentence in self.warnings():
             if sentence not in self.lost:  # told already
                 log.warning("%s", sentence)
+
+    async def _refresh_data_plane(self) -> None:
+        """Keep the answers of probes up to date: part of them is a matter of time."""
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            self.data_plane.publish()
+            self.data_plane.refresh()
+            self.lookups.count()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """None of them fails but by a fault of ours."""
@@ -317,6 +327,10 @@ class Service:
         if self._failure:
             found.append(self._failure)
         return found
+
+    def health(self) -> HealthAnswer:
+        """Whether engines are followed, and what an operator should know."""
+        return HealthAnswer(status="ok" if self.fleet.failure is None else "failed", warnings=self.warnings())
 
     @property
     def _failure(self) -> str:

@@ -15,15 +15,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from kvevents.service.http.routing import TABLE
+from kvevents.service.http.workers import Run
+from kvevents.service.lookups import Found, FoundMany, Lookups
 from kvevents.service.member import Row
 from kvevents.service.registration import Wall
+from kvevents.service.service import Service
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
-
-    from kvevents.service.http.workers import Run
-    from kvevents.service.lookups import Found, FoundMany, Lookups
-    from kvevents.service.service import Service
 
 Http: TypeAlias = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 """An ASGI application of HTTP alone."""

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from kvevents.errors import ConfigError
+from kvevents.routing import Worker
+from kvevents.sim.fleet import Fleet
+from kvevents.sim.settings import FleetSettings
+from kvevents.sim.sockets import Sockets
 from kvevents.testing import FaultProxy
-
-if TYPE_CHECKING:
-    from kvevents.routing import Worker
-    from kvevents.sim.live import LiveFleet
 
 DOWN_SECONDS: Final = 1.0
 """That a restarted engine is away."""
 STALL_SECONDS: Final = 3.0
 """That a stalled network swallows everything."""
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Target(Protocol):
+    """The live fleet that faults happen to."""
+
+    settings: FleetSettings
+    pace: float
+    fleet: Fleet
+    sockets: Sockets
+    wishes: list[Fault]
+    """The faults that were asked for."""
+    struck: Counter[str]
+    """Recurring faults so far, by kind."""
+    stalled: set[Worker]
+    """Workers whose network is stalled now."""
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call `action` in so many seconds of the clock."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +52,7 @@ class Kind:
     """What it does with that amount, for people."""
     share: bool
     """Whether its amount is a share (`1%`), else a duration (`60s`)."""
-    strike: Callable[[LiveFleet, Worker], bool] | None = None
+    strike: Callable[[Target, Worker], bool] | None = None
     """What happens to one engine, each time the duration has passed; False when there was nothing to strike."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
     """What holds for the live events of all engines from the beginning: amount and seed."""
@@ -81,7 +101,7 @@ def _seconds(name: str, text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def begin(fleet: LiveFleet) -> None:
+def begin(fleet: Target) -> None:
     """Have the fleet's faults happen from now on, to engines that its seed draws."""
     for number, fault in enumerate(fleet.wishes):
         kind = KINDS[fault.kind]
@@ -96,7 +116,7 @@ def begin(fleet: LiveFleet) -> None:
 class _Recurring:
     """A fault that strikes one engine after the other."""
 
-    def __init__(self, fleet: LiveFleet, fault: Fault, random: Random) -> None:
+    def __init__(self, fleet: Target, fault: Fault, random: Random) -> None:
         self._fleet = fleet
         self._fault = fault
         self._workers = _forever_shuffled(list(fleet.fleet.stations), random)
@@ -122,26 +142,26 @@ def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]
 # --- what they do
 
 
-def _restart(fleet: LiveFleet, worker: Worker) -> bool:
+def _restart(fleet: Target, worker: Worker) -> bool:
     up = fleet.fleet.stations[worker].up
     fleet.fleet.restart(worker, down=DOWN_SECONDS * fleet.pace)
     return up
 
 
-def _reset(fleet: LiveFleet, worker: Worker) -> bool:
+def _reset(fleet: Target, worker: Worker) -> bool:
     station = fleet.fleet.stations[worker]
     if station.up:
         station.engine.reset()
     return station.up
 
 
-def _cut(fleet: LiveFleet, worker: Worker) -> bool:
+def _cut(fleet: Target, worker: Worker) -> bool:
     for proxy in fleet.sockets.proxies[worker]:
         proxy.cut()
     return True
 
 
-def _stall(fleet: LiveFleet, worker: Worker) -> bool:
+def _stall(fleet: Target, worker: Worker) -> bool:
     if worker in fleet.stalled:
         return False
     fleet.stalled.add(worker)
@@ -151,7 +171,7 @@ def _stall(fleet: LiveFleet, worker: Worker) -> bool:
     return True
 
 
-def _resume(fleet: LiveFleet, worker: Worker) -> None:
+def _resume(fleet: Target, worker: Worker) -> None:
     fleet.stalled.discard(worker)
     for proxy in fleet.sockets.proxies[worker]:
         proxy.resume()

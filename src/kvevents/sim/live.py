@@ -71,22 +71,22 @@ class LiveFleet:
     ) -> None:
         if not 0 < pace < float("inf"):
             raise ConfigError(f"pace is {pace}; it is a number above 0, and 1 is the clock's own")
-        self.settings: Final = settings
-        self.pace: Final = pace
+        self.settings = settings
+        self.pace = pace
         self.behind = 0.0
         """Seconds of the clock by which the fleet was late, at most: more than a little says that this machine is too slow."""
-        self.struck: Final[Counter[str]] = Counter()
+        self.struck: Counter[str] = Counter()
         """Recurring faults so far, by kind."""
-        self.stalled: Final[set[Worker]] = set()
+        self.stalled: set[Worker] = set()
         """Workers whose network is stalled."""
         self.name: Final = name
         """Of the policy."""
-        self.wishes: Final = list(wishes)
+        self.wishes = list(wishes)
         """Faults that were asked for."""
         self._timeline: Final = Timeline()
         self._stop: Final = threading.Event()
         with ExitStack() as closing:
-            self.sockets: Final = closing.enter_context(
+            self.sockets = closing.enter_context(
                 Sockets(settings, host=host, base_port=base_port, proxied=any(wish.network for wish in wishes))
             )
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
@@ -98,7 +98,7 @@ class LiveFleet:
                 trust=lambda worker: self.follower.trust.get(worker, "CONNECTING"),
                 overlay_seconds=settings.overlay,
             )
-            self.fleet: Final = Fleet(settings, router, self.follower.audit, self.sockets, self._timeline, clock=time.time)
+            self.fleet = Fleet(settings, router, self.follower.audit, self.sockets, self._timeline, clock=time.time)
             self.follower.follow(address.source for address in self.addresses)
             self._wait_for_subscriber()
             self._closing: Final = closing.pop_all()

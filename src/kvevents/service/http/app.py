@@ -12,20 +12,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from inspect import iscoroutinefunction
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Caller, Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
+from kvevents.service.http.endpoint import AsyncHandler, Endpoint, Handler
 from kvevents.service.http.messages import RAW, Headers, Request, Response, Streamed, problem
 from kvevents.service.http.origins import OriginPolicy
-from kvevents.service.http.routing import TABLE, Endpoint
+from kvevents.service.http.routing import TABLE
 from kvevents.service.http.workers import MATCHING
+from kvevents.service.service import Service
 from kvevents.service.spellings import scope_parameters
 from kvevents.service.tracing import traced
-
-if TYPE_CHECKING:
-    from kvevents.service.http.routing import AsyncHandler, Handler
-    from kvevents.service.service import Service
 
 Scope: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -18,11 +18,9 @@ from kvevents.service.http.listings import id_of
 from kvevents.service.http.messages import JSON, Request, Streamed
 from kvevents.service.member import Member
 from kvevents.service.registration import Key
+from kvevents.service.service import Service
 from kvevents.service.shapes import Trusted
 from kvevents.stream.trust import rank_of
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
 
 PIECE_BLOCKS: Final = 1_024
 """Blocks of one piece, which are less than a MiB."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -21,11 +21,9 @@ from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
 from kvevents.service.member import Row
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
+from kvevents.service.service import Service
 from kvevents.service.shapes import LoraId
 from kvevents.service.spellings import GROUP, LORA, MODEL, SALT, TENANT, pick, wall_of
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvevents.service.http.messages import Request, Response, answer
 from kvevents.service.member import Member
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
+from kvevents.service.service import Service
 
 _SCOPE: Final = ("model", "tenant", "group")
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}

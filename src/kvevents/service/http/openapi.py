@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
+from kvevents.service.http.endpoint import Endpoint
 from kvevents.service.http.field import FURTHER
 from kvevents.service.http.messages import PROBLEM
-from kvevents.service.http.routing import ENDPOINTS, Endpoint
 from kvevents.service.shapes import Problem, Scoped
 from kvevents.version import version
 
@@ -30,9 +31,9 @@ _ERRORS: Final = {
 }
 
 
-def document() -> dict[str, Any]:
+def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
+    kinds = [kind for endpoint in endpoints for kind in (endpoint.takes, endpoint.gives) if kind is not None]
     schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
     for kind, rules in FURTHER.items():
         components[kind.__name__] |= rules
@@ -43,7 +44,7 @@ def document() -> dict[str, Any]:
             components[kind.__name__]["required"] = ["model", *components[kind.__name__].get("required", ())]
     by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], schemas, strict=True)}
     paths: dict[str, Any] = {}
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, by_kind)
     return {
         "openapi": "3.1.0",

@@ -5,29 +5,19 @@ from __future__ import annotations
 import secrets
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import msgspec
-
+from kvevents.service.exposition import exposition
 from kvevents.service.http.messages import Request, Response, answer
-from kvevents.service.shapes import HealthAnswer
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
+from kvevents.service.service import Service
 
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-def health_answer(service: Service) -> tuple[int, HealthAnswer]:
-    """Status and body of the answer."""
-    failure = service.fleet.failure
-    return 503 if failure else 200, HealthAnswer(status="failed" if failure else "ok", warnings=service.warnings())
-
-
 def health(service: Service, request: Request) -> Response:
     """Whether engines are followed; 503 when this process has to be restarted."""
-    status, told = health_answer(service)
-    return answer(told, request, status=status)
+    told = service.health()
+    return answer(told, request, status=503 if told.status == "failed" else 200)
 
 
 def live(service: Service, request: Request) -> Response:
@@ -43,19 +33,7 @@ def ready(service: Service, request: Request) -> Response:
 
 def metrics(service: Service, _request: Request) -> Response:
     """For Prometheus."""
-    return Response(service.metrics.exposition(), kind=METRICS)
-
-
-def openapi(_service: Service, _request: Request) -> Response:
-    """The API in the words of OpenAPI 3.1."""
-    return Response(_document())
-
-
-@cache
-def _document() -> bytes:
-    from kvevents.service.http.openapi import document  # noqa: PLC0415 - it reads the table, which has this function
-
-    return msgspec.json.encode(document())
+    return Response(exposition(service), kind=METRICS)
 
 
 @cache

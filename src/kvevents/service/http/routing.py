@@ -2,76 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from functools import cache
+from typing import Any, Final
+
+import msgspec
 
 from kvevents.service import shapes
 from kvevents.service.access import Role
 from kvevents.service.http import dump, listings, probes, shard, v1
 from kvevents.service.http import field as contract
-from kvevents.service.http.messages import Request, Response, Streamed
+from kvevents.service.http.endpoint import Endpoint, Parameter
+from kvevents.service.http.messages import Request, Response
+from kvevents.service.http.openapi import document
 from kvevents.service.http.workers import FLEET, LISTING, MATCHING, METRICS
 from kvevents.service.registration import MAX_NAME_BYTES
+from kvevents.service.service import Service
 from kvevents.service.shards import shapes as parts
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
-
-Handler: TypeAlias = "Callable[[Service, Request], Response | Streamed]"
-"""Answers a request; it is called by `Request.run`."""
-AsyncHandler: TypeAlias = "Callable[[Service, Request], Awaitable[Response | Streamed]]"
-"""Answers a request, and calls those of its steps that may take long by `Request.run`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One of the query string."""
-
-    name: str
-    description: str
-    required: bool = False
-    schema: dict[str, Any] = field(default_factory=lambda: {"type": "string"})
-    """In the words of JSON Schema."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One row."""
-
-    method: str
-    path: str
-    handler: Handler | AsyncHandler
-    role: Role | None
-    """Who may ask; None for everybody."""
-    tag: str
-    takes: Any = None
-    """Type of the body."""
-    gives: Any = None
-    """Type of the answer; None where it is not JSON of one type."""
-    status: int = 200
-    also: tuple[tuple[int, str], ...] = ()
-    """Other statuses of answers of this type, and when they come."""
-    raw: bool = False
-    """Whether token ids may also come as raw 32-bit numbers."""
-    inline_bytes: int | None = None
-    """Of a body that is handled between two others; for a larger one it takes a thread of `MATCHING`, so that no request keeps
-    all others waiting. Token ids are read by native code, and so may be more."""
-    probe: bool = False
-    """Whether orchestrators ask it, under whatever host name, and also when there is no room for other clients."""
-    worker: str = ""
-    """Threads that do it, by their name in `Workers`, since it may take longer than a match."""
-    parameters: tuple[Parameter, ...] = field(default=())
-    """Of the query string; those of an endpoint with a body are for raw ones. Every other one is refused, unless everybody may
-    ask."""
-    media: str = "application/json"
-    """Of the answer."""
-
-    @property
-    def summary(self) -> str:
-        """First line of the handler's docstring."""
-        return (self.handler.__doc__ or "").partition("\n")[0]
-
 
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
 _MODEL: Final = Parameter("model", "name of the model", required=True)
@@ -102,6 +48,16 @@ _FAILED: Final = ((503, "the process has to be restarted"),)
 
 def _limit(most: int) -> Parameter:
     return Parameter("limit", "how many at most", schema={"type": "integer", "minimum": 1, "maximum": most})
+
+
+def openapi(_service: Service, _request: Request) -> Response:
+    """The API in the words of OpenAPI 3.1."""
+    return Response(_openapi())
+
+
+@cache
+def _openapi() -> bytes:
+    return msgspec.json.encode(document(ENDPOINTS))
 
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
@@ -243,7 +199,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     Endpoint("GET", "/livez", probes.live, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),
     Endpoint("GET", "/readyz", probes.ready, None, "probes", gives=shapes.ReadyAnswer, also=((503, "not yet"),), probe=True),
     Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", worker=METRICS),
-    Endpoint("GET", "/openapi.json", probes.openapi, None, "probes"),
+    Endpoint("GET", "/openapi.json", openapi, None, "probes"),
     Endpoint("GET", "/", probes.page, None, "probes", media="text/html"),
 )
 

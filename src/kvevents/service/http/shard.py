@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.http.messages import MSGPACK, Body, Request, Response, answer
+from kvevents.service.service import Service
+from kvevents.service.shards.answering import Answering
 from kvevents.service.shards.shapes import Expectation, Lanes, Question
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
-    from kvevents.service.shards.answering import Answering
 
 QUESTION: Final = Body.of(Question)
 LANES: Final = Body.of(Lanes)

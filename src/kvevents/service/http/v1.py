@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -16,6 +16,7 @@ from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
 from kvevents.service.selecting import SelectError, Standing
 from kvevents.service.selecting import select as select_worker
+from kvevents.service.service import Service
 from kvevents.service.shapes import (
     Candidate,
     Held,
@@ -35,9 +36,6 @@ from kvevents.service.shapes import (
 )
 from kvevents.service.spellings import wall_of
 from kvevents.structs import prepared
-
-if TYPE_CHECKING:
-    from kvevents.service.service import Service
 
 MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)
