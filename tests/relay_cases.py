@@ -20,7 +20,7 @@ from kvevents.relay.journal import Disk
 from kvevents.stream import Batch, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing import FakeEngine, FakeTransport, VirtualClock
-from kvevents.testing.transport import FakeLink
+from kvevents.testing.fake_transport import FakeConnection
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from relay_journal_cases import Killed, WatchedDisk, crash, open_journal
 
@@ -66,7 +66,7 @@ class Upstream:
         """Nobody ever gets the batch; or bytes in its place, which nobody can read."""
         self._note(*events)
         if payload is None:
-            self.engine.burn_number()
+            self.engine.skip_number()
         else:
             self.engine.publish_payload(payload)
 
@@ -120,11 +120,11 @@ class Station(FakeEngine):
 
     buffer: ReplayBuffer
 
-    def answer(self, link: FakeLink, start: int) -> None:
+    def answer(self, connection: FakeConnection, start: int) -> None:
         self.requests.append(start)
-        if self.up:
-            link.replies.extend(replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.since(start))
-            link.replies.append(replay_end_frames(with_topic=True))
+        if self.is_up:
+            connection.answers.extend(replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.since(start))
+            connection.answers.append(replay_end_frames(with_topic=True))
 
 
 class FakeBroadcast:
@@ -295,7 +295,7 @@ class World:
         """Settle, have each upstream publish an empty batch, and settle: a live batch confirms what replay has brought."""
         self.settle()
         for each in self.upstreams:
-            if each.engine.up:
+            if each.engine.is_up:
                 each.say()
         self.settle()
 

@@ -17,7 +17,7 @@ from kvevents.bulk import bulk
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.event_socket import EventSocket
-from kvevents.subscriber.draining import _drain_live, drain_live
+from kvevents.subscriber.zmq_transport import receive_batches
 from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"
@@ -74,9 +74,9 @@ MESSAGE = st.one_of(
 )
 
 
-@pytest.mark.parametrize("way", [drain_live, _drain_live])
+@pytest.mark.parametrize("native", [MANY, None], ids=["native", "pyzmq"])
 @given(messages=st.lists(MESSAGE, max_size=6), lead=st.integers(0, 5), due=st.integers(0, 8), limit=st.integers(0, 9))
-def test_a_batch_is_a_whole_message(way: Any, messages: list[list[bytes]], lead: int, due: int, limit: int) -> None:
+def test_a_batch_is_a_whole_message(native: Any, messages: list[list[bytes]], lead: int, due: int, limit: int) -> None:
     """One that goes on behind topic, number and payload is none, nor one that ends before, whatever comes behind it."""
     sent = [[TOPIC, encode_seq(seq), b"%d" % seq] for seq in range(lead)] + messages
     expected: list[bytes] = []
@@ -87,7 +87,7 @@ def test_a_batch_is_a_whole_message(way: Any, messages: list[list[bytes]], lead:
     with pipe() as (sender, receiver):
         for message in sent:
             sender.send_multipart(message)
-        payloads, others, drained = way(receiver, TOPIC, range(due), limit)
+        payloads, others, drained = receive_batches(native, receiver, TOPIC, range(due), limit)
         rest = []
         while receiver.poll(0):
             rest.append(receiver.recv_multipart())
@@ -100,9 +100,9 @@ def test_a_call_ends_where_its_bytes_are_many() -> None:
     with pipe() as (sender, receiver):
         for seq in range(4):
             sender.send_multipart([TOPIC, encode_seq(seq), bytes(400_000)])
-        payloads, others, drained = drain_live(receiver, TOPIC, range(4), 4)
+        payloads, others, drained = receive_batches(MANY, receiver, TOPIC, range(4), 4)
         assert ([len(each) for each in payloads], others, drained) == ([400_000] * 3, [], False)
-        payloads, others, drained = drain_live(receiver, TOPIC, range(3, 7), 4)
+        payloads, others, drained = receive_batches(MANY, receiver, TOPIC, range(3, 7), 4)
         assert ([len(each) for each in payloads], others, drained) == ([400_000], [], True)
 
 
@@ -112,7 +112,7 @@ def test_what_libzmq_refuses_to_read_is_raised() -> None:
     try:
         deaf = context.socket(zmq.PUB)
         with pytest.raises(zmq.ZMQError, match="not supported"):
-            drain_live(deaf, TOPIC, range(4), 4)
+            receive_batches(MANY, deaf, TOPIC, range(4), 4)
     finally:
         context.destroy(linger=0)
 

@@ -24,7 +24,7 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.reasons import Reason
 from kvevents.service.shapes import HealthAnswer, SourceView
-from kvevents.subscriber.handshake import shake_hands
+from kvevents.subscriber.handshake import perform_handshake
 from kvevents.testing import Faults, TapePlayer
 from test_cli import RECORDING, RUN, SECONDS, Ended, Program, adjacent, refusing, run, tape_of
 from test_cli_service import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
@@ -252,11 +252,11 @@ def server(reply: bytes | None) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("reply", "outcome"),
-    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "foreign"), (b"", "closed"), (b"\x00" * 64, "foreign"), (None, "mute")],
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "not-zeromq"), (b"", "closed"), (b"\x00" * 64, "not-zeromq"), (None, "silent")],
 )
 def test_what_else_may_stand_at_an_address(reply: bytes | None, outcome: str) -> None:
     with server(reply) as endpoint:
-        assert shake_hands(endpoint, timeout=0.5).outcome == outcome
+        assert perform_handshake(endpoint, timeout=0.5).outcome == outcome
 
 
 def test_an_http_port_is_called_by_its_name() -> None:
@@ -273,12 +273,12 @@ def test_curve_and_unknown_hosts() -> None:
         secured.curve_publickey, secured.curve_secretkey = zmq.curve_keypair()
         secured.curve_server = True
         port = secured.bind_to_random_port("tcp://127.0.0.1")
-        assert shake_hands(f"tcp://127.0.0.1:{port}").outcome == "curve"
+        assert perform_handshake(f"tcp://127.0.0.1:{port}").outcome == "curve"
     finally:
         context.destroy(linger=0)
-    assert shake_hands("tcp://no-such-host.invalid:5557").outcome == "unknown-host"
-    assert shake_hands("tcp://a..b:5557").outcome == "unknown-host"
-    assert shake_hands("ipc:///no/such/socket").outcome == "refused"
+    assert perform_handshake("tcp://no-such-host.invalid:5557").outcome == "unknown-host"
+    assert perform_handshake("tcp://a..b:5557").outcome == "unknown-host"
+    assert perform_handshake("ipc:///no/such/socket").outcome == "refused"
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "inproc://kv"])

@@ -74,7 +74,7 @@ def test_restarts_gaps_and_dead_replay(transport: FakeTransport, engine: FakeEng
         engine.restart(unseen=[BlockRemoved([7]), BlockRemoved([8])])
         kinds = [type(item) for item in take(subscriber)]
         assert kinds == [Batch, Reset, Batch, Batch]
-        engine.burn_number()
+        engine.skip_number()
         engine.publish(BlockRemoved([9]))
         assert [type(item) for item in take(subscriber)] == [Gap, Batch]
         engine.answers_replay = False

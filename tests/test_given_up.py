@@ -106,13 +106,13 @@ def test_a_peer_that_only_closes_is_left_to_libzmq(ends: Callable[[Line], None],
     source = Source(peer(ends, publishes).endpoint, topic="kv")
     long = int(DEADLINE * 1000)
     with libzmqs(reconnect_max_ms=long) as transport, Subscriber(source, limits=LIMITS, transport=transport) as subscriber:
-        (link,) = transport._links
-        socket = link._live._sub
+        (connection,) = transport._connections
+        socket = connection._live._sub
         end = time.monotonic() + DEADLINE
         while not isinstance(subscriber.receive(timeout=0.1), Batch):
             assert time.monotonic() < end, subscriber.statuses()
-        assert link._live._sub is socket
-        assert link.deadline() is None
+        assert connection._live._sub is socket
+        assert connection.deadline() is None
 
 
 def no_replay_endpoint(line: Line) -> None:
@@ -125,14 +125,14 @@ def test_a_replay_request_that_cannot_be_sent_is_made_on_another_connection(peer
     """A DEALER whose connection is given up takes nothing more, at once or ever."""
     asked = peer(no_replay_endpoint, Line.stays)
     made = ZmqTransport(options=OPTIONS)
-    link = made.open(Source("tcp://127.0.0.1:1", asked.endpoint))
+    connection = made.open(Source("tcp://127.0.0.1:1", asked.endpoint))
     try:
-        link.send(Ask(0, fresh=True))
+        connection.request_replay(Ask(0, fresh=True))
         end = time.monotonic() + DEADLINE
         while len(asked.times) < 2:
             assert time.monotonic() < end
             made.wait(0.01)
-            link.send(Ask(0, fresh=False))
+            connection.request_replay(Ask(0, fresh=False))
     finally:
         made.close()
 

@@ -17,7 +17,7 @@ from kvevents.plane.listening import MAX_REASON, Heard, Listener
 from kvevents.plane.records import Batched, Lost, Renewed, Trusting
 from kvevents.stream import Checkpoint, Source, StreamLimits, Trust
 from kvevents.subscriber import Subscriber
-from kvevents.testing.transport import FakeTransport
+from kvevents.testing.fake_transport import FakeTransport
 from plane_cases import SECONDS
 from publisher_cases import held
 from service_cases import until
@@ -179,7 +179,7 @@ def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monk
     look = subscriber.trust_changes
 
     def noting() -> list[tuple[tuple[str, int], Trust]]:
-        looked_at.append(len(subscriber._hub._touched))
+        looked_at.append(len(subscriber._multiplexer._changed))
         return look()
 
     monkeypatch.setattr(subscriber, "trust_changes", noting)

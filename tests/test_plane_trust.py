@@ -41,7 +41,7 @@ from kvevents.publisher.history import History
 from kvevents.publisher.parts import spelled
 from kvevents.stream import Doubt, RawBatch, Source, Trust
 from kvevents.subscriber import Subscriber
-from kvevents.testing.transport import FakeTransport
+from kvevents.testing.fake_transport import FakeTransport
 from kvevents.wire import encode_batch
 from kvevents.wire.encode import batch_encoder
 from wire_cases import GOLDENS
@@ -88,7 +88,7 @@ class Scene:
     def say(self, *events: KVEvent, lost: bool = False) -> None:
         self.hold(*events)
         self.engine.publish(*events, lost=lost)
-        self.ends_live = not lost and self.engine.up
+        self.ends_live = not lost and self.engine.is_up
 
     def beat(self, *, lost: bool = False) -> None:
         self.say(BlockRemoved([], heartbeat=Heartbeat(self.truth.digest(KEY), 3600.0)), lost=lost)
@@ -97,7 +97,7 @@ class Scene:
         """A batch of which nobody can read the event."""
         self.hold(stored(number))
         self.engine.publish_payload(encode_batch(EventBatch(0.0, [stored(number)])).replace(b"BlockStored", b"BlockStoned"))
-        self.ends_live = self.engine.up
+        self.ends_live = self.engine.is_up
 
     def restart(self) -> None:
         self._begin()
@@ -136,7 +136,7 @@ class Scene:
 
 def burn(scene: Scene, number: int) -> None:
     scene.hold(stored(number))
-    scene.engine.burn_number()
+    scene.engine.skip_number()
     scene.ends_live = False
 
 
@@ -165,7 +165,7 @@ def play(scene: Scene, *steps: str) -> None:
     for number, step in enumerate(steps):
         STEPS[step](scene, number)
         scene.settle()
-        if scene.ends_live and scene.engine.up and scene.trust == Trust.EXACT:
+        if scene.ends_live and scene.engine.is_up and scene.trust == Trust.EXACT:
             assert scene.is_right, (number, step)
 
 

@@ -200,7 +200,7 @@ def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None
     made.begin()
     plain, ours = made.consumer(heeds=False), made.consumer()
     made.upstream.store(1)
-    made.upstream.engine.burn_number()
+    made.upstream.engine.skip_number()
     made.upstream.store(2)
     made.settle()
     late = made.consumer()
@@ -806,7 +806,7 @@ def test_a_hole_of_a_shared_stream_is_healed_when_nobody_holds_anything(two: Wor
     plain, ours = two.consumer(heeds=False), two.consumer()
     first.store(1)
     second.store(2)
-    first.engine.burn_number()
+    first.engine.skip_number()
     first.store(3)
     two.settle()
     assert plain.trust.name == "DEGRADED"

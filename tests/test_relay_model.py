@@ -186,7 +186,7 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "kill now": Play.kill,
     "end": Play.end,
     "join": Play.join,
-    "burn": lambda play, which: play.upstream(which).engine.burn_number(),
+    "burn": lambda play, which: play.upstream(which).engine.skip_number(),
     "forget": lambda play, which: play.upstream(which).forget(),
     "mute": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", False),
     "answer": lambda play, which: setattr(play.upstream(which).engine, "answers_replay", True),

@@ -14,7 +14,7 @@ from kvevents.service.follower import Follower, Listener
 from kvevents.service.registration import Registration
 from kvevents.stream import RawBatch, RawDelivery, StreamLimits
 from kvevents.subscriber import Subscriber
-from kvevents.testing.transport import FakeTransport
+from kvevents.testing.fake_transport import FakeTransport
 
 
 def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:

@@ -39,10 +39,10 @@ from kvevents.stream import (
     findings_of,
 )
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
+from kvevents.testing.fake_transport import FakeEngine, FakeTransport
 from kvevents.testing.faults import Faults
 from kvevents.testing.proxy import FaultProxy
 from kvevents.testing.tape import TapePlayer
-from kvevents.testing.transport import FakeEngine, FakeTransport
 from network_model import payload_of
 from publisher_cases import wait_until
 
@@ -679,7 +679,7 @@ def lively(transport: FakeTransport) -> FakeEngine:
     for number in range(4):
         engine.publish(BlockRemoved([number]))
     engine.publish_payload(msgspec.msgpack.encode([4.0, [["Unheard", 1]]]))
-    engine.burn_number()
+    engine.skip_number()
     engine.publish(BlockRemoved([6]))
     engine.publish_payload(payload_of(0, 7, clear=True))
     engine.publish(BlockRemoved([8]), lost=True)
@@ -992,7 +992,7 @@ def test_healed_gaps_leave_no_timers_behind() -> None:
     ticks = 0
     limits = replace(LIMITS, replay_timeout=0.4, reply_silence=0.2)
     with Subscriber(source, transport=transport, clock=transport.clock, limits=limits) as subscriber:
-        stream = subscriber._hub._entry("e", 0).stream
+        stream = subscriber._multiplexer._entry("e", 0).stream
         tick = stream.tick
 
         def counted(now: float) -> None:
@@ -1008,7 +1008,7 @@ def test_healed_gaps_leave_no_timers_behind() -> None:
                 pass
             transport.clock.advance(0.1)
         assert subscriber.status("e").counters.healed == 499
-        assert len(subscriber._hub._timers) < 10
+        assert len(subscriber._multiplexer._timers) < 10
     assert ticks < 500 * 2
 
 

@@ -20,7 +20,7 @@ from kvevents.errors import ClosedError, UsageError
 from kvevents.events import BlockRemoved
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber
-from kvevents.testing.transport import FakeTransport
+from kvevents.testing.fake_transport import FakeTransport
 
 DEADLINE = 20.0
 NOBODY = Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e")
@@ -219,7 +219,7 @@ async def test_the_next_socket_with_the_number_of_a_closed_one_works() -> None:
     """asyncio forgets the descriptor that was waited for: sockets opened afterwards, which get its number, are not deaf."""
     loop = asyncio.get_running_loop()
     subscriber = AsyncSubscriber(NOBODY)
-    descriptor = subscriber._hub.transport.fileno()
+    descriptor = subscriber._multiplexer.transport.fileno()
     task = asyncio.create_task(subscriber.receive())
     await begun(task)
     await subscriber.close()
@@ -246,7 +246,7 @@ async def test_two_tasks_cannot_wait_at_once() -> None:
     async with AsyncSubscriber(NOBODY) as subscriber:
         first = asyncio.create_task(subscriber.receive())
         await begun(first)
-        with pytest.raises(UsageError, match="receive from one task"):
+        with pytest.raises(UsageError, match="receive in one task"):
             await subscriber.receive()
         assert not first.done()
         first.cancel()

@@ -14,7 +14,7 @@ from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Ask, Batch, Doubt, Findings, RawBatch, Reset, Source, Stream, StreamLimits, Trust
-from kvevents.subscriber import Link, SocketOptions, Subscriber, Transport, ZmqTransport
+from kvevents.subscriber import Connection, SocketOptions, Subscriber, Transport, ZmqTransport
 from kvevents.testing import FakeEngine, FakeTransport
 from kvevents.testing.clock import VirtualClock
 
@@ -31,25 +31,25 @@ class Faulty:
         self.victim = ""
         """Label of the source that fails."""
         self.fails: set[str] = set()
-        """`"open"`, `"pump"`, `"send"`: what fails for it."""
+        """`"open"`, `"read"`, `"request"`: what fails for it."""
         self.raises: Exception = SHORT
         self.opened = 0
-        self._links: dict[Link, FaultyLink] = {}
-        self.max_pause = inner.max_pause
+        self._connections: dict[Connection, FaultyConnection] = {}
+        self.max_wait = inner.max_wait
 
     def fail(self, what: str, label: str) -> None:
         if what in self.fails and label == self.victim:
             raise self.raises
 
-    def open(self, source: Source) -> Link:
+    def open(self, source: Source) -> Connection:
         self.opened += 1
         self.fail("open", source.label)
-        link = self._inner.open(source)
-        self._links[link] = FaultyLink(self, link, source.label)
-        return self._links[link]
+        connection = self._inner.open(source)
+        self._connections[connection] = FaultyConnection(self, connection, source.label)
+        return self._connections[connection]
 
-    def wait(self, timeout: float | None) -> Collection[Link]:
-        return [self._links[link] for link in self._inner.wait(timeout)]
+    def wait(self, timeout: float | None) -> Collection[Connection]:
+        return [self._connections[connection] for connection in self._inner.wait(timeout)]
 
     def fileno(self) -> int:
         return self._inner.fileno()
@@ -61,17 +61,17 @@ class Faulty:
         self._inner.close()
 
 
-class FaultyLink:
-    """A link of `Faulty`."""
+class FaultyConnection:
+    """A connection of `Faulty`."""
 
-    def __init__(self, transport: Faulty, inner: Link, label: str) -> None:
+    def __init__(self, transport: Faulty, inner: Connection, label: str) -> None:
         self._transport = transport
         self._inner = inner
         self._label = label
 
-    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
-        self._transport.fail("pump", self._label)
-        return self._inner.pump(stream, now, limit)
+    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        self._transport.fail("read", self._label)
+        return self._inner.read_into(stream, now, limit)
 
     @property
     def fault(self) -> str:
@@ -80,9 +80,9 @@ class FaultyLink:
     def deadline(self) -> float | None:
         return self._inner.deadline()
 
-    def send(self, ask: Ask) -> None:
-        self._transport.fail("send", self._label)
-        self._inner.send(ask)
+    def request_replay(self, request: Ask) -> None:
+        self._transport.fail("request", self._label)
+        self._inner.request_replay(request)
 
     def end_replay(self) -> None:
         self._inner.end_replay()
@@ -174,7 +174,7 @@ def test_a_stream_whose_link_fails_is_not_exact_and_the_others_go_on(plant: Plan
     plant.publish()
     plant.until_all_have(1)
     plant.until_exact()
-    plant.transport.fails = {"pump", "open"}
+    plant.transport.fails = {"read", "open"}
     plant.publish()
     plant.until_all_have(2, "e1", "e2")
     plant.until(lambda: plant.subscriber.trust("e0") == Trust.STALE)
@@ -189,14 +189,14 @@ def test_a_stream_whose_link_fails_is_not_exact_and_the_others_go_on(plant: Plan
     plant.until_exact()
     assert plant.subscriber.status("e0").error == ""
     assert plant.taken == {name: list(range(len(numbers))) for name, numbers in plant.taken.items()}
-    told = [each.message for each in caplog.records if each.name == "kvevents.subscriber.hub"]
+    told = [each.message for each in caplog.records if each.name == "kvevents.subscriber.multiplexer"]
     assert len([each for each in told if "e0 rank 0: no connection: cannot open a socket" in each]) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_cannot_ask_for_replay_is_not_exact_and_asks_again(kind: str) -> None:
+def test_a_stream_that_cannot_request_replay_is_not_exact_and_asks_again(kind: str) -> None:
     """Its live connection stays. The request counts as one that nothing answers, and is repeated."""
-    plant = Plant(kind, history=1, fails={"send"})
+    plant = Plant(kind, history=1, fails={"request"})
     plant.until_all_have(1, "e1", "e2")
     plant.until(lambda: "Too many open files" in plant.subscriber.status("e0").error)
     assert plant.subscriber.trust("e0") != Trust.EXACT
@@ -215,7 +215,7 @@ def test_a_link_that_never_opens_is_tried_at_a_growing_pace() -> None:
     plant = Plant("fake")
     plant.publish()
     plant.until_all_have(1)
-    plant.transport.fails = {"pump", "open"}
+    plant.transport.fails = {"read", "open"}
     plant.publish()
     before = plant.transport.opened
     plant.until(lambda: plant.subscriber.trust("e0") == Trust.STALE)
@@ -234,7 +234,7 @@ def test_an_error_of_another_kind_costs_the_other_streams_nothing() -> None:
     plant.publish()
     plant.until_all_have(1)
     plant.until_exact()
-    plant.transport.fails, plant.transport.raises = {"pump"}, RuntimeError("a defect")
+    plant.transport.fails, plant.transport.raises = {"read"}, RuntimeError("a defect")
     plant.publish()
     with pytest.raises(RuntimeError, match="a defect"):
         plant.until(lambda: False)

@@ -14,8 +14,7 @@ from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Batch, Source, Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
-from kvevents.subscriber.options import DEFAULT_SOCKET_OPTIONS
-from kvevents.subscriber.sockets import Sockets
+from kvevents.subscriber.zmq_sockets import DEFAULT_SOCKET_OPTIONS, SocketFactory
 
 DEADLINE = 20.0
 
@@ -57,7 +56,7 @@ def test_inproc_endpoints_are_looked_for_in_the_callers_context(own: bool, live:
 def test_one_rule_says_which_sockets_speak_ipv6(endpoint: str) -> None:
     """That of `endpoints.needs_ipv6`, which publishers obey as well."""
     with zmq.Context() as context:
-        sockets = Sockets(context, DEFAULT_SOCKET_OPTIONS, None, is_private=True)
+        sockets = SocketFactory(context, DEFAULT_SOCKET_OPTIONS, None, is_private=True)
         for kind in (zmq.SUB, zmq.DEALER):
             with sockets.open(kind, endpoint) as socket:
                 assert bool(socket.get(zmq.IPV6)) == needs_ipv6(endpoint)

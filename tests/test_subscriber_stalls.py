@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from connection_cases import OPTIONS, Reader, RealEngine, RealRig, Recorder
 from kvevents.stream import Source
 from kvevents.subscriber import Subscriber, ZmqTransport
-from kvevents.subscriber.stalls import StallDetector
+from kvevents.subscriber.zmq_transport import StallDetector
 from kvevents.testing.clock import VirtualClock
-from link_cases import OPTIONS, Pumps, RealEngine, RealRig, Recorder
 
 
 def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
@@ -35,13 +35,13 @@ def test_only_the_time_between_waits_counts() -> None:
 
 
 def test_a_wait_by_other_means_that_comes_back_in_time_is_no_stall() -> None:
-    """asyncio waits by itself, and comes back after `max_pause`."""
+    """asyncio waits by itself, and comes back after `max_wait`."""
     clock = VirtualClock()
     detector = StallDetector(15.0, clock)
     waits(detector, clock, 0.0)
-    assert detector.max_pause is not None
+    assert detector.max_wait is not None
     for _ in range(100):
-        clock.advance(detector.max_pause)
+        clock.advance(detector.max_wait)
         assert not waits(detector, clock, 0.0)
 
 
@@ -52,7 +52,7 @@ def test_without_heartbeats_every_pause_is_a_stall() -> None:
     waits(detector, clock, 0.0)
     clock.advance(0.001)
     assert waits(detector, clock, 0.0)
-    assert detector.max_pause is None
+    assert detector.max_wait is None
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -67,18 +67,18 @@ def test_what_came_with_a_disconnect_is_read_after_a_long_silence_and_not_after_
     rig.transport = ZmqTransport(options=OPTIONS, clock=clock)
     try:
         engine: RealEngine = rig.engine()
-        pump = Pumps(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
-        rig.connect(engine, pump)
-        pump.until(lambda: pump.recorder.log == ["up"])
+        reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=False), rig.clock, 32)
+        rig.connect(engine, reader)
+        reader.until(lambda: reader.recorder.log == ["up"])
         for _ in range(20):
             clock.advance(3.0)
-            pump()
+            reader()
         engine.publish(0, 1, 2)
         engine.cut()
-        rig.settle(pump.link)
+        rig.settle(reader.connection)
         clock.advance(60.0 if away else 0.0)
-        pump.until(lambda: "down" in pump.recorder.log)
-        assert pump.recorder.log == ["up", *([] if away else range(3)), "down"]
+        reader.until(lambda: "down" in reader.recorder.log)
+        assert reader.recorder.log == ["up", *([] if away else range(3)), "down"]
     finally:
         rig.close()
 
@@ -88,7 +88,7 @@ def test_a_subscriber_comes_back_to_its_transport_in_time() -> None:
     transport = ZmqTransport(options=OPTIONS)
     with Subscriber(Source("tcp://127.0.0.1:9"), transport=transport) as subscriber:
         assert subscriber.receive(0.05) is None
-        assert transport.max_pause is not None
-        pause = subscriber._hub.timeout(time.monotonic())
+        assert transport.max_wait is not None
+        pause = subscriber._multiplexer.timeout(time.monotonic())
         assert pause is not None
-        assert pause <= transport.max_pause
+        assert pause <= transport.max_wait

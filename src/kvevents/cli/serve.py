@@ -126,9 +126,8 @@ def run(args: Namespace) -> int:
         console.note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
-    # The service names engines that cannot be reached, and says more about each.
-    for name in ("direct", "live"):
-        logging.getLogger(f"kvevents.subscriber.{name}").setLevel(logging.ERROR)
+    # The service itself logs which engines cannot be reached, with more details.
+    logging.getLogger("kvevents.subscriber.zmq_transport").setLevel(logging.ERROR)
     be_responsive()
     with giving_back(keep=server.KEPT_BYTES):
         server.serve(settings, args.config, lambda url: logging.getLogger("kvevents").info("listening at %s", url))

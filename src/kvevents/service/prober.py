@@ -24,7 +24,7 @@ from kvevents.service.member import Member
 from kvevents.service.reasons import Fault, Reason
 from kvevents.service.registration import Registration
 from kvevents.stream import Doubt, Trust
-from kvevents.subscriber.handshake import Handshake, Outcome, shake_hands_async
+from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 
 log = logging.getLogger(__name__)
 
@@ -190,18 +190,18 @@ class _Meaning(NamedTuple):
     sentence: str
 
 
-_MEANINGS: Final[dict[Outcome, _Meaning]] = {
+_MEANINGS: Final[dict[HandshakeOutcome, _Meaning]] = {
     "unknown-host": _Meaning(Reason.UNRESOLVED, Reason.REPLAY_UNRESOLVED, "the name {host} does not resolve: {detail}"),
     "refused": _Meaning(Reason.REFUSED, Reason.REPLAY_REFUSED, "nothing listens at {endpoint}"),
     "timeout": _Meaning(Reason.UNANSWERED, Reason.REPLAY_UNANSWERED, "{endpoint} does not answer within {seconds:g} s"),
-    "mute": _Meaning(
+    "silent": _Meaning(
         Reason.UNANSWERED,
         Reason.REPLAY_UNANSWERED,
         "what listens at {endpoint} accepts connections and sends nothing within {seconds:g} s",
     ),
     "unreachable": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "{endpoint} cannot be reached: {detail}"),
     "closed": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "what listens at {endpoint} closes connections at once"),
-    "foreign": _Meaning(Reason.NOT_ZEROMQ, Reason.REPLAY_NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
+    "not-zeromq": _Meaning(Reason.NOT_ZEROMQ, Reason.REPLAY_NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
 """Of handshakes that found no ZeroMQ socket."""
 
@@ -211,13 +211,13 @@ async def fault_of(registration: Registration, seconds: float, *, has_keys: bool
     endpoint = registration.endpoint
     if registration.bind:
         return None
-    hands = await _shake_hands(endpoint, seconds)
-    if fault := _fault_of(hands, endpoint, seconds) or _fault_of_keys(hands, endpoint, Reason.KEYS, has_keys=has_keys):
+    handshake = await _perform_handshake(endpoint, seconds)
+    if fault := _fault_of(handshake, endpoint, seconds) or _fault_of_keys(handshake, endpoint, Reason.KEYS, has_keys=has_keys):
         return fault
-    if hands.outcome == "curve" or hands.publishes:
+    if handshake.outcome == "curve" or handshake.is_publisher:
         return None
-    sentence = f"{endpoint} is a {hands.detail} socket, not a publisher"
-    if hands.detail == "ROUTER":
+    sentence = f"{endpoint} is a {handshake.detail} socket, not a publisher"
+    if handshake.detail == "ROUTER":
         sentence += ": a replay port; are endpoint and replay_endpoint swapped?"
     return Fault(Reason.WRONG_SOCKET, sentence)
 
@@ -227,38 +227,38 @@ async def fault_of_replay(registration: Registration, seconds: float, *, has_key
     endpoint = registration.replay_endpoint
     if endpoint is None:
         return None
-    hands = await _shake_hands(endpoint, seconds)
-    fault = _fault_of(hands, endpoint, seconds, replay=True) or _fault_of_keys(
-        hands, endpoint, Reason.REPLAY_KEYS, has_keys=has_keys
+    handshake = await _perform_handshake(endpoint, seconds)
+    fault = _fault_of(handshake, endpoint, seconds, replay=True) or _fault_of_keys(
+        handshake, endpoint, Reason.REPLAY_KEYS, has_keys=has_keys
     )
     if fault is not None:
         return Fault(fault.reason, f"replay_endpoint: {fault.sentence}")
-    if hands.outcome == "curve" or hands.detail == "ROUTER":
+    if handshake.outcome == "curve" or handshake.detail == "ROUTER":
         return None
-    sentence = f"replay_endpoint: {endpoint} is a {hands.detail} socket, which answers no replay requests"
-    if hands.publishes:
+    sentence = f"replay_endpoint: {endpoint} is a {handshake.detail} socket, which answers no replay requests"
+    if handshake.is_publisher:
         sentence += "; name the port that the engine was given as replay_endpoint"
     return Fault(Reason.REPLAY_WRONG_SOCKET, sentence)
 
 
-async def _shake_hands(endpoint: str, seconds: float) -> Handshake:
+async def _perform_handshake(endpoint: str, seconds: float) -> Handshake:
     try:
-        return await shake_hands_async(endpoint, seconds)
+        return await perform_handshake_async(endpoint, seconds)
     except UnicodeError as error:
         return Handshake("unknown-host", str(error))
 
 
-def _fault_of(hands: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> Fault | None:
-    found = _MEANINGS.get(hands.outcome)
+def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> Fault | None:
+    found = _MEANINGS.get(handshake.outcome)
     if found is None:
         return None
     host = (split_tcp(endpoint) or ("",))[0]
-    sentence = found.sentence.format(endpoint=endpoint, host=host, detail=hands.detail, seconds=seconds)
+    sentence = found.sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds)
     return Fault(found.of_replay if replay else found.of_endpoint, sentence)
 
 
-def _fault_of_keys(hands: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> Fault | None:
-    if (hands.outcome == "curve") == has_keys:
+def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> Fault | None:
+    if (handshake.outcome == "curve") == has_keys:
         return None
     sentence = (
         f"{endpoint} speaks in clear, and CURVE keys are set for this source"

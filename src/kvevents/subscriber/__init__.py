@@ -1,16 +1,16 @@
 """Subscribers: sockets around `kvevents.stream`, for threads and for asyncio."""
 
 from kvevents.subscriber.aio import AsyncSubscriber
-from kvevents.subscriber.hub import StreamStatus
-from kvevents.subscriber.options import SocketOptions
-from kvevents.subscriber.sink import Outcome, Sink
+from kvevents.subscriber.front_end import Outcome, Sink
+from kvevents.subscriber.multiplexer import StreamStatus
 from kvevents.subscriber.sync import Subscriber
-from kvevents.subscriber.transport import Link, Transport
-from kvevents.subscriber.zmq import ZmqTransport
+from kvevents.subscriber.transport import Connection, Transport
+from kvevents.subscriber.zmq_sockets import SocketOptions
+from kvevents.subscriber.zmq_transport import ZmqTransport
 
 __all__ = [
     "AsyncSubscriber",
-    "Link",
+    "Connection",
     "Outcome",
     "Sink",
     "SocketOptions",

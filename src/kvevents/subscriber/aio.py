@@ -1,4 +1,4 @@
-"""The subscriber for asyncio; `sync.py` with `await`."""
+"""The subscriber for asyncio; `sync.py` is its mirror for threads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 from kvevents.errors import ClosedError, UsageError
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.stream.deliveries import B
-from kvevents.subscriber.base import BaseSubscriber, Options, Sources
+from kvevents.subscriber.front_end import FrontEnd, Options, Sources
 
 
-class AsyncSubscriber(BaseSubscriber[B]):
-    """Follows one or many sources and hands out their deliveries in order.
+class AsyncSubscriber(FrontEnd[B]):
+    """Follows one or many sources and returns their deliveries in order.
 
-    Receive from one task, whose thread also adds and removes sources; any task or thread may call `close`, `trust`, `status` or
-    `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` and `sink` are as for `Subscriber`;
-    a sink is called in the event loop.
+    Receive in one task, and add and remove sources in the thread of that task. Any task or thread may call `close`, `trust`,
+    `status` and `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` and `sink` have the same
+    meaning as for `Subscriber`; the sink is called in the event loop.
     """
 
-    _waits = False
+    _is_waiting = False
     """Whether a task is waiting for deliveries."""
 
     if TYPE_CHECKING:
@@ -42,13 +42,14 @@ class AsyncSubscriber(BaseSubscriber[B]):
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
     async def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
-        """The next delivery; None after `timeout` seconds without one (None waits without bound, 0 does not wait).
+        """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
 
-        Raises `ClosedError` after `close`, and when another task or thread calls `close` meanwhile. Cancellation loses nothing.
+        Raise `ClosedError` after `close`, and if another task or thread calls `close` meanwhile. Cancellation loses no
+        delivery.
         """
         self._check_open()
-        if self._hub.ready or await self._take_turns(timeout):
-            return self._next()
+        if self._multiplexer.ready or await self._wait_ready(timeout):
+            return self._pop_one()
         return None
 
     async def receive_many(
@@ -56,66 +57,63 @@ class AsyncSubscriber(BaseSubscriber[B]):
         limit: int | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
     ) -> list[B | Reset | Gap]:
-        """What `receive` would hand out without waiting any further, at most `limit`; empty after `timeout` seconds."""
+        """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
         self._check_limit(limit)
         self._check_open()
-        if self._hub.ready or await self._take_turns(timeout):
-            return self._take(limit)
+        if self._multiplexer.ready or await self._wait_ready(timeout):
+            return self._pop_many(limit)
         return []
 
-    async def _take_turns(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
-        """Wait until something is ready; False after `timeout`."""
-        hub, clock = self._hub, self._clock
+    async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
+        """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
+        multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
-        if self._waits:
-            raise UsageError(f"another task is waiting in receive() of this {type(self).__name__}; receive from one task")
+        if self._is_waiting:
+            raise UsageError(f"another task is waiting in receive() of this {type(self).__name__}; receive in one task")
         call = object()
         try:
-            self._waits = True
-            self._enter(call)
+            self._is_waiting = True
+            self._begin_call(call)
             while True:
-                await self._wait(end)
+                await self._wait_readable(self._wait_time(clock(), end))
                 with self._lock:
                     self._check_open()
-                    hub.turn(hub.transport.wait(0), clock())
-                if hub.ready:
+                    multiplexer.run_once(multiplexer.transport.wait(0), clock())
+                if multiplexer.ready:
                     return True
                 if end is not None and clock() >= end:
                     return False
         finally:
-            self._waits = False
-            self._leave(call)
+            self._is_waiting = False
+            self._end_call(call)
 
-    async def _wait(self, end: float | None) -> None:
-        """Until a link has something, a timer is due, or `end`."""
-        now = self._clock()
-        due = self._hub.timeout(now)
-        left = None if end is None else max(0.0, end - now)
-        pause = left if due is None else due if left is None else min(due, left)
-        descriptor = self._hub.transport.fileno()
-        if pause == 0:
+    async def _wait_readable(self, wait_time: float | None) -> None:
+        """Wait until a connection is readable, at most `wait_time` seconds."""
+        transport = self._multiplexer.transport
+        descriptor = transport.fileno()
+        if wait_time == 0:
             await asyncio.sleep(0)
         elif descriptor < 0:
             with self._lock:
-                self._hub.turn(self._hub.transport.wait(pause), self._clock())
+                self._multiplexer.run_once(transport.wait(wait_time), self._clock())
             await asyncio.sleep(0)
         else:
-            await _readable(descriptor, pause)
+            await _wait_for_descriptor(descriptor, wait_time)
 
     async def __aiter__(self) -> AsyncIterator[B | Reset | Gap]:
-        """Every delivery until `close`."""
+        """Yield every delivery until `close`."""
         while not self._closed:
-            if self._hub.ready:
-                yield self._next()
+            if self._multiplexer.ready:
+                yield self._pop_one()
             else:
                 with suppress(ClosedError):
-                    await self._take_turns(None)
+                    await self._wait_ready(None)
 
     async def close(self) -> None:
-        """Stop: iteration ends, and `receive` raises `ClosedError`, also where another task is waiting in it. Idempotent.
+        """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
 
-        Any task or thread may call it; it does not wait. A call that is waiting closes the connections as it returns.
-        Otherwise they are closed when this returns.
+        Any task or thread may call it; it does not wait. If another call is waiting, that call closes the connections when it
+        returns. Otherwise they are closed when this returns.
         """
         self._close()
 
@@ -128,8 +126,8 @@ class AsyncSubscriber(BaseSubscriber[B]):
         await self.close()
 
 
-async def _readable(descriptor: int, pause: float | None) -> None:
-    """Until `descriptor` is readable, at most `pause` seconds."""
+async def _wait_for_descriptor(descriptor: int, wait_time: float | None) -> None:
+    """Wait until `descriptor` is readable, at most `wait_time` seconds."""
     loop = asyncio.get_running_loop()
     woken = loop.create_future()
 
@@ -138,7 +136,7 @@ async def _readable(descriptor: int, pause: float | None) -> None:
             woken.set_result(None)
 
     loop.add_reader(descriptor, wake)
-    timer = None if pause is None else loop.call_later(pause, wake)
+    timer = None if wait_time is None else loop.call_later(wait_time, wake)
     try:
         await woken
     finally:

@@ -1,7 +1,7 @@
-"""What listens at an address: the greeting of ZeroMQ's own protocol (ZMTP 3.0, RFC 23), exchanged without libzmq.
+"""Finds out what listens at an endpoint by exchanging ZMTP greetings (ZMTP 3.0, RFC 23) without libzmq.
 
-libzmq only says that a handshake failed. The bytes say why: a peer names its security and the type of its socket before it
-judges ours. The conversation itself does no I/O; `shake_hands` and `shake_hands_async` carry it over a socket.
+libzmq only reports that a handshake failed. The bytes show why: a peer names its security mechanism and its socket type
+before it checks ours. `_converse` does no I/O; `perform_handshake` and `perform_handshake_async` run it over a connection.
 """
 
 from __future__ import annotations
@@ -15,60 +15,58 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvevents.endpoints import split_tcp
 
-TIMEOUT: Final = 3.0
-"""Seconds for everything: connecting across a continent, and a peer that swaps."""
+DEFAULT_TIMEOUT: Final = 3.0
+"""Seconds for connecting and the whole exchange: enough for another continent and for a peer that is swapping."""
 
-Outcome: TypeAlias = Literal[
-    "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "mute", "foreign"
+HandshakeOutcome: TypeAlias = Literal[
+    "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "silent", "not-zeromq"
 ]
-"""`timeout`: no connection in time; `mute`: a connection, and nothing came over it in time."""
+"""`socket`: a ZeroMQ socket without CURVE. `timeout`: no connection in time. `silent`: a connection, but no bytes in time."""
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _MECHANISM: Final = slice(12, 32)
 _READY: Final = b"\x05READY"
-_TYPE: Final = b"\x0bSocket-Type"
+_SOCKET_TYPE: Final = b"\x0bSocket-Type"
 
 
 class Handshake(NamedTuple):
-    """What was found. With the outcome `socket`, `detail` is the type of the peer's socket, such as `PUB`."""
+    """Result of a handshake. With the outcome `socket`, `detail` is the peer's socket type, such as `PUB`."""
 
-    outcome: Outcome
+    outcome: HandshakeOutcome
     detail: str = ""
 
     @property
-    def publishes(self) -> bool:
-        """Whether a SUB socket can connect here. XPUB is PUB that also listens."""
+    def is_publisher(self) -> bool:
+        """Whether a SUB socket can connect here."""
         return self.outcome == "socket" and self.detail in {"PUB", "XPUB"}
 
 
 def _converse() -> Generator[tuple[bytes, int], bytes, Handshake]:
-    """Yields bytes to send and how many to read then; is sent what was read, which is less where the peer has closed."""
-    # Up to the version only: a peer that sees another mechanism than its own closes before it has named its own.
+    """Yield bytes to send and the number of bytes to read next; send it the bytes read, fewer if the peer has closed."""
+    # Only up to the version: a peer that sees another mechanism than its own closes before it names its own.
     greeting = yield _GREETING[: _MECHANISM.start], 64
     if not greeting:
         return Handshake("closed")
     if greeting[:1] != b"\xff" or len(greeting) < 64:
-        return Handshake("foreign", "HTTP" if greeting.startswith(b"HTTP/") else "")
+        return Handshake("not-zeromq", "HTTP" if greeting.startswith(b"HTTP/") else "")
     mechanism = greeting[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
     if mechanism != "NULL":
-        return Handshake("curve" if mechanism == "CURVE" else "foreign", mechanism)
-    # It names its type now; hearing ours first, one that does not fit would close instead.
+        return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
+    # The peer now names its socket type. If it saw ours first, it would close if the two do not fit.
     head = yield _GREETING[_MECHANISM.start :], 2
     body = (yield b"", head[1]) if len(head) == 2 else b""
-    return Handshake("socket", _socket_type(body)) if body.startswith(_READY) else Handshake("closed")
-
-
-def _socket_type(ready: bytes) -> str:
-    _, found, rest = ready.partition(_TYPE)
+    if not body.startswith(_READY):
+        return Handshake("closed")
+    _, has_type, rest = body.partition(_SOCKET_TYPE)
     size = int.from_bytes(rest[:4], "big")
-    return rest[4 : 4 + size].decode("ascii", "replace") if found else ""
+    return Handshake("socket", rest[4 : 4 + size].decode("ascii", "replace") if has_type else "")
 
 
-def _failed(error: OSError | UnicodeError) -> Handshake:
-    """What an attempt to connect came to."""
+def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
+    """Return the result that stands for an error while connecting."""
     match error:
         case UnicodeError():
-            return Handshake("unknown-host", "it is no host name")
+            return Handshake("unknown-host", "not a valid host name")
         case socket.gaierror():
             return Handshake("unknown-host", str(error.strerror))
         case ConnectionRefusedError() | FileNotFoundError():
@@ -80,7 +78,7 @@ def _failed(error: OSError | UnicodeError) -> Handshake:
 
 
 def _unix_address(endpoint: str) -> str:
-    """ZeroMQ writes Linux's abstract names with an @ for their leading zero byte."""
+    """Return the address of an `ipc://` endpoint. ZeroMQ writes Linux's abstract names with @ for the leading zero byte."""
     path = endpoint.removeprefix("ipc://")
     return "\0" + path[1:] if path.startswith("@") else path
 
@@ -88,26 +86,33 @@ def _unix_address(endpoint: str) -> str:
 # --- over a blocking socket
 
 
-def shake_hands(endpoint: str, timeout: float = TIMEOUT) -> Handshake:
-    """Connect to a `tcp://` or `ipc://` endpoint and ask what listens there."""
-    until = time.monotonic() + timeout
+def perform_handshake(endpoint: str, timeout: float = DEFAULT_TIMEOUT) -> Handshake:
+    """Connect to a `tcp://` or `ipc://` endpoint and return what listens there, after at most `timeout` seconds."""
+    end = time.monotonic() + timeout
     try:
         connection = _connect(endpoint, timeout)
     except (OSError, UnicodeError) as error:
-        return _failed(error)
+        return _handshake_of_error(error)
+    conversation = _converse()
     with closing(connection):
         try:
-            return _carry(connection, until)
+            data, size = next(conversation)
+            while True:
+                connection.sendall(data)
+                data, size = conversation.send(_read(connection, size, end))
+        except StopIteration as result:
+            handshake: Handshake = result.value
+            return handshake
         except TimeoutError:
-            return Handshake("mute")
+            return Handshake("silent")
         except OSError:
             return Handshake("closed")
 
 
 def _connect(endpoint: str, timeout: float) -> socket.socket:
-    found = split_tcp(endpoint)
-    if found is not None:
-        return socket.create_connection((found[0].strip("[]"), found[1]), timeout)
+    address = split_tcp(endpoint)
+    if address is not None:
+        return socket.create_connection((address[0].strip("[]"), address[1]), timeout)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout)
@@ -118,53 +123,41 @@ def _connect(endpoint: str, timeout: float) -> socket.socket:
     return connection
 
 
-def _carry(connection: socket.socket, until: float) -> Handshake:
-    talk = _converse()
-    sent, size = next(talk)
-    while True:
-        connection.sendall(sent)
-        try:
-            sent, size = talk.send(_read(connection, size, until))
-        except StopIteration as end:
-            found: Handshake = end.value
-            return found
-
-
-def _read(connection: socket.socket, size: int, until: float) -> bytes:
-    """`size` bytes, or fewer when the peer closes."""
+def _read(connection: socket.socket, size: int, end: float) -> bytes:
+    """Read `size` bytes, or fewer if the peer closes. Raise `TimeoutError` at the time `end`."""
     data = b""
     while len(data) < size:
-        left = until - time.monotonic()
+        left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError
         connection.settimeout(left)
-        piece = connection.recv(size - len(data))
-        if not piece:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
             break
-        data += piece
+        data += chunk
     return data
 
 
 # --- in an event loop
 
 
-async def shake_hands_async(endpoint: str, seconds: float = TIMEOUT) -> Handshake:
-    """The same as `shake_hands`."""
-    found = split_tcp(endpoint)
-    until = asyncio.get_running_loop().time() + seconds
+async def perform_handshake_async(endpoint: str, seconds: float = DEFAULT_TIMEOUT) -> Handshake:
+    """Connect to a `tcp://` or `ipc://` endpoint and return what listens there, after at most `seconds`."""
+    address = split_tcp(endpoint)
+    end = asyncio.get_running_loop().time() + seconds
     try:
-        async with asyncio.timeout_at(until):
-            if found is not None:
-                reader, writer = await asyncio.open_connection(found[0].strip("[]"), found[1])
+        async with asyncio.timeout_at(end):
+            if address is not None:
+                reader, writer = await asyncio.open_connection(address[0].strip("[]"), address[1])
             else:
                 reader, writer = await asyncio.open_unix_connection(_unix_address(endpoint))
     except (OSError, UnicodeError) as error:
-        return _failed(error)
+        return _handshake_of_error(error)
     try:
-        async with asyncio.timeout_at(until):
-            return await _carry_async(reader, writer)
+        async with asyncio.timeout_at(end):
+            return await _run_conversation(reader, writer)
     except TimeoutError:
-        return Handshake("mute")
+        return Handshake("silent")
     except OSError:
         return Handshake("closed")
     finally:
@@ -173,17 +166,17 @@ async def shake_hands_async(endpoint: str, seconds: float = TIMEOUT) -> Handshak
             await writer.wait_closed()
 
 
-async def _carry_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
-    talk = _converse()
-    sent, size = next(talk)
+async def _run_conversation(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
+    conversation = _converse()
+    sent, size = next(conversation)
     while True:
         writer.write(sent)
         try:
-            data = await reader.readexactly(size)
+            received = await reader.readexactly(size)
         except asyncio.IncompleteReadError as error:
-            data = error.partial
+            received = error.partial
         try:
-            sent, size = talk.send(data)
-        except StopIteration as end:
-            found: Handshake = end.value
-            return found
+            sent, size = conversation.send(received)
+        except StopIteration as result:
+            handshake: Handshake = result.value
+            return handshake

@@ -1,4 +1,4 @@
-"""The subscriber for threads."""
+"""The subscriber for threads; `aio.py` is its mirror for asyncio."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 from kvevents.errors import ClosedError
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.stream.deliveries import B
-from kvevents.subscriber.base import BaseSubscriber, Options, Sources
+from kvevents.subscriber.front_end import FrontEnd, Options, Sources
 
 
-class Subscriber(BaseSubscriber[B]):
-    """Follows one or many sources and hands out their deliveries in order.
+class Subscriber(FrontEnd[B]):
+    """Follows one or many sources and returns their deliveries in order.
 
-    Receive from one thread, which also adds and removes sources; any thread may call `close`, `trust`, `status` and `statuses`.
+    Receive, add and remove sources in one thread. Any thread may call `close`, `trust`, `status` and `statuses`.
     Iterate over it, or call `receive`::
 
         with Subscriber(Source("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")) as subscriber:
             for delivery in subscriber:
                 print(delivery)
 
-    With `decode=False` it delivers `RawBatch` instead of `Batch`, for those who read payloads themselves; they `report` what
-    they find. With a `sink`, such as a `PrefixIndex`, each delivery is applied to it and reported before it is handed out; what
-    the sink raises, `receive` raises, and the deliveries that it was given are not handed out.
+    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that read payloads themselves. They must
+    `report` what they find. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is
+    returned. If the sink raises, `receive` raises the same exception, and the deliveries that the sink was given are lost.
     """
 
     if TYPE_CHECKING:
@@ -45,63 +45,56 @@ class Subscriber(BaseSubscriber[B]):
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
     def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:
-        """The next delivery; None after `timeout` seconds without one (None waits without bound, 0 does not wait).
+        """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
 
-        Raises `ClosedError` after `close`, and when another thread or a signal handler calls `close` meanwhile.
+        Raise `ClosedError` after `close`, and if another thread or a signal handler calls `close` meanwhile.
         """
         self._check_open()
-        if self._hub.ready or self._take_turns(timeout):
-            return self._next()
+        if self._multiplexer.ready or self._wait_ready(timeout):
+            return self._pop_one()
         return None
 
     def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[B | Reset | Gap]:
-        """What `receive` would hand out without waiting any further, at most `limit`; empty after `timeout` seconds."""
+        """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
         self._check_limit(limit)
         self._check_open()
-        if self._hub.ready or self._take_turns(timeout):
-            return self._take(limit)
+        if self._multiplexer.ready or self._wait_ready(timeout):
+            return self._pop_many(limit)
         return []
 
-    def _take_turns(self, timeout: float | None) -> bool:
-        """Wait until something is ready; False after `timeout`."""
-        hub, clock = self._hub, self._clock
+    def _wait_ready(self, timeout: float | None) -> bool:
+        """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
+        multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
         call = object()
         try:
-            self._enter(call)
+            self._begin_call(call)
             while True:
-                links = hub.transport.wait(self._pause(clock(), end))
+                connections = multiplexer.transport.wait(self._wait_time(clock(), end))
                 with self._lock:
                     self._check_open()
-                    hub.turn(links, clock())
-                if hub.ready:
+                    multiplexer.run_once(connections, clock())
+                if multiplexer.ready:
                     return True
                 if end is not None and clock() >= end:
                     return False
         finally:
-            self._leave(call)
-
-    def _pause(self, now: float, end: float | None) -> float | None:
-        due = self._hub.timeout(now)
-        if end is None:
-            return due
-        left = max(0.0, end - now)
-        return left if due is None else min(due, left)
+            self._end_call(call)
 
     def __iter__(self) -> Iterator[B | Reset | Gap]:
-        """Every delivery until `close`."""
+        """Yield every delivery until `close`."""
         while not self._closed:
-            if self._hub.ready:
-                yield self._next()
+            if self._multiplexer.ready:
+                yield self._pop_one()
             else:
                 with suppress(ClosedError):
-                    self._take_turns(None)
+                    self._wait_ready(None)
 
     def close(self) -> None:
-        """Stop: iteration ends, and `receive` raises `ClosedError`, also where another thread is waiting in it. Idempotent.
+        """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
 
-        Any thread and any signal handler may call it; it does not wait. A call that is waiting closes the connections as it
-        returns. Otherwise they are closed when this returns.
+        Any thread and any signal handler may call it; it does not wait. If another call is waiting, that call closes the
+        connections when it returns. Otherwise they are closed when this returns.
         """
         self._close()
 

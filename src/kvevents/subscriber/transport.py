@@ -1,4 +1,4 @@
-"""The seam between streams and sockets: two small classes that a test can replace (`kvevents.testing.FakeTransport`)."""
+"""The interface between streams and sockets: two small classes that a test can replace (`kvevents.testing.FakeTransport`)."""
 
 from __future__ import annotations
 
@@ -8,68 +8,69 @@ from typing import Any, Protocol
 from kvevents.stream import Ask, Source, Stream
 
 
-class Link(Protocol):
-    """The connections of one stream."""
+class Connection(Protocol):
+    """The live connection of one stream and, while replay is requested, its replay connection."""
 
-    def pump(self, stream: Stream[Any], now: float, limit: int) -> bool:
-        """Feed what has arrived, at most about `limit` messages of each kind, to `stream`; True when there may be more.
+    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """Feed what has arrived to `stream`, at most about `limit` messages of each kind. Return True if there may be more.
 
-        While the stream misses nothing, all that is live comes before an answer of replay, which may be of a later life.
-        Connection changes are fed in their place: `disconnected` before anything newer and, if no new connection is up yet,
-        behind everything older; `connected` behind everything older. Raises `EndpointError` when the link can go on no longer:
-        it is closed then, and opened again later.
+        While the stream misses nothing, live messages are fed before a replay answer, which may come from a later incarnation.
+        `disconnected` is fed before every message of a newer connection. If no newer connection is up yet, it is fed after
+        every message of the old one. `connected` is fed after every message of the old connection.
+
+        Raise `EndpointError` if the connection cannot continue. The caller then closes it and opens another one later.
         """
         ...
 
     @property
     def fault(self) -> str:
-        """Why there is no live connection, as far as that is known; "" if there is one."""
+        """Why there is no live connection, if that is known; "" if there is one."""
         ...
 
     def deadline(self) -> float | None:
-        """When to pump though nothing has arrived; None for never. By the clock of `pump`."""
+        """Return when `read_into` is due although nothing has arrived, by its clock; None for never."""
         ...
 
-    def send(self, ask: Ask) -> None:
-        """Send a replay request, on a new connection if it asks for a fresh one. Raises `EndpointError` when it cannot."""
+    def request_replay(self, request: Ask) -> None:
+        """Send a replay request, on a new connection if the request says so. Raise `EndpointError` if that fails."""
         ...
 
     def end_replay(self) -> None:
-        """Close the replay connection: no answer is wanted any more."""
+        """Close the replay connection. Answers that have not been read are dropped."""
         ...
 
     def close(self) -> None:
-        """Close everything; idempotent."""
+        """Close all sockets. Idempotent."""
         ...
 
 
 class Transport(Protocol):
-    """Opens links and waits for them."""
+    """Opens connections and waits for them."""
 
-    def open(self, source: Source) -> Link:
-        """Start connecting. Raises `EndpointError` where that can never work."""
+    def open(self, source: Source) -> Connection:
+        """Start to connect to `source`. Raise `EndpointError` if that can never succeed."""
         ...
 
-    def wait(self, timeout: float | None) -> Collection[Link]:
-        """Links with something to pump, after at most `timeout` seconds (None: no bound)."""
+    def wait(self, timeout: float | None) -> Collection[Connection]:
+        """Wait at most `timeout` seconds (None: no limit) and return the connections that are readable."""
         ...
 
     @property
-    def max_pause(self) -> float | None:
-        """Seconds after which `wait` is to be called again though nothing has come; None for any time."""
+    def max_wait(self) -> float | None:
+        """Longest time in seconds between two calls of `wait`, even if nothing arrives; None for no limit."""
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `wait` has something; -1 when there is none and `wait` must be asked."""
+        """Return a descriptor that is readable when a connection is; -1 if there is none, so that only `wait` can tell."""
         ...
 
     def wake(self) -> None:
-        """Make the present call of `wait` return, and every later one: the subscriber is being closed.
+        """Make the current and every later call of `wait` return at once, because the subscriber is being closed.
 
-        Any thread may call it, a signal handler too, also after `close`.
+        Any thread and any signal handler may call it, also after `close`.
         """
         ...
 
     def close(self) -> None:
-        """Release what the links shared; idempotent."""
+        """Close every connection and what they share. Idempotent."""
         ...

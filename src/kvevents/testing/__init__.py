@@ -2,11 +2,11 @@
 
 from kvevents.testing.clock import VirtualClock
 from kvevents.testing.deck import Sent, TapeCounts
+from kvevents.testing.fake_transport import FakeEngine, FakeTransport
 from kvevents.testing.faults import Faults
 from kvevents.testing.lanes import LaneCounts
 from kvevents.testing.proxy import FaultProxy, ProxyCounts
 from kvevents.testing.tape import TapePlayer
-from kvevents.testing.transport import FakeEngine, FakeTransport
 
 __all__ = [
     "FakeEngine",

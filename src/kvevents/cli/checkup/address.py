@@ -11,7 +11,7 @@ from kvevents.cli.checkup.findings import Finding, fail, ok
 from kvevents.cli.unlocking import Unlocking, unlock
 from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
-from kvevents.subscriber.handshake import Handshake, Outcome, shake_hands
+from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
 
 MAX_RANKS_LOOKED_FOR: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
@@ -22,7 +22,7 @@ BOTH_CONNECT: Final = (
 )
 BINDS: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
 
-_WRONG: Final[dict[Outcome, tuple[str, str]]] = {
+_WRONG: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
     "unknown-host": (
         "the host name is not known: {detail}",
         "check the name; inside Kubernetes use the pod's IP or a headless service",
@@ -37,11 +37,11 @@ _WRONG: Final[dict[Outcome, tuple[str, str]]] = {
         "something accepts connections and closes them again",
         "a port forward, proxy or service without a running engine behind it does this; is the engine up?",
     ),
-    "mute": (
+    "silent": (
         "something accepts connections and says nothing",
         "is this another service's port, or a proxy in front of a dead engine?",
     ),
-    "foreign": (
+    "not-zeromq": (
         "something listens that does not speak ZeroMQ",
         "is this another service's port? The port of KV events is in the engine's own configuration, 5557 by default",
     ),
@@ -79,25 +79,25 @@ def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Findi
         return [
             fail("address", f"{endpoint} is an address to listen at", "name the engine's host and port, or listen with --bind")
         ], False
-    hands = shake_hands(endpoint)
-    if curve is not None and hands.outcome in {"curve", "socket"}:
-        wrong = _locked("address", endpoint, hands, curve, zmq.SUB)
+    handshake = perform_handshake(endpoint)
+    if curve is not None and handshake.outcome in {"curve", "socket"}:
+        wrong = _locked("address", endpoint, handshake, curve, zmq.SUB)
         return ([ok("address", f"{endpoint} lets this key in")], True) if wrong is None else ([wrong], False)
-    if hands.outcome != "socket":
-        return [_wrong("address", endpoint, hands)], False
-    if not hands.publishes:
-        return [_other_socket(endpoint, hands.detail)], False
-    return [ok("address", f"{endpoint} is a publisher ({hands.detail} socket)")], True
+    if handshake.outcome != "socket":
+        return [_wrong("address", endpoint, handshake)], False
+    if not handshake.is_publisher:
+        return [_other_socket(endpoint, handshake.detail)], False
+    return [ok("address", f"{endpoint} is a publisher ({handshake.detail} socket)")], True
 
 
-def _wrong(check: str, endpoint: str, hands: Handshake) -> Finding:
-    text, advice = _HTTP if hands.detail == "HTTP" else _WRONG[hands.outcome]
-    return fail(check, f"{endpoint}: {text.format(detail=hands.detail).strip()}", advice)
+def _wrong(check: str, endpoint: str, handshake: Handshake) -> Finding:
+    text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
+    return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
 
 
-def _locked(check: str, endpoint: str, hands: Handshake, curve: Curve, kind: int) -> Finding | None:
+def _locked(check: str, endpoint: str, handshake: Handshake, curve: Curve, kind: int) -> Finding | None:
     """Why these keys do not open `endpoint`; None when they do."""
-    if hands.outcome == "socket":
+    if handshake.outcome == "socket":
         text = f"{endpoint}: it speaks in clear, and keys are given for it"
         return fail(
             check, text, "give the engine keys (curve in its KV events configuration), or leave out --key and --server-key"
@@ -125,17 +125,19 @@ def _other_socket(endpoint: str, kind: str) -> Finding:
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> Finding | None:
     """Why nothing at `endpoint` can answer replay requests; None when a ROUTER is there."""
-    hands = shake_hands(endpoint)
-    if hands.outcome == "refused":
+    handshake = perform_handshake(endpoint)
+    if handshake.outcome == "refused":
         advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
         return fail("replay", f"{endpoint}: nothing listens there", advice)
-    if curve is not None and hands.outcome in {"curve", "socket"}:
-        return _locked("replay", endpoint, hands, curve, zmq.DEALER)
-    if hands.outcome != "socket":
-        return _wrong("replay", endpoint, hands)
-    if hands.detail != "ROUTER":
+    if curve is not None and handshake.outcome in {"curve", "socket"}:
+        return _locked("replay", endpoint, handshake, curve, zmq.DEALER)
+    if handshake.outcome != "socket":
+        return _wrong("replay", endpoint, handshake)
+    if handshake.detail != "ROUTER":
         return fail(
-            "replay", f"{endpoint} is a {hands.detail} socket, not a replay endpoint", "name the replay endpoint with --replay"
+            "replay",
+            f"{endpoint} is a {handshake.detail} socket, not a replay endpoint",
+            "name the replay endpoint with --replay",
         )
     return None
 
@@ -166,4 +168,4 @@ def _neighbour(endpoint: str, distance: int) -> str | None:
 
 
 def _publishes(endpoint: str) -> bool:
-    return shake_hands(endpoint, NEIGHBOUR_TIMEOUT).publishes
+    return perform_handshake(endpoint, NEIGHBOUR_TIMEOUT).is_publisher

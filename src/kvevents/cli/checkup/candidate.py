@@ -12,7 +12,7 @@ from kvevents.cli.checkup.numbers import Numbers
 from kvevents.cli.checkup.replay import NAME_IT
 from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
-from kvevents.subscriber.handshake import shake_hands
+from kvevents.subscriber.handshake import perform_handshake
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ def examine_candidate(
     nothing = "no replay endpoint given: what is missed cannot be had again"
     if candidate is None:
         return Candidate(warn("replay", nothing, NAME_IT))
-    hands = shake_hands(candidate)
-    if hands.outcome not in {"socket", "curve"} or (hands.outcome == "socket" and hands.detail != "ROUTER"):
-        found = f"nothing listens at {candidate}" if hands.outcome == "refused" else f"{candidate} is not a replay endpoint"
+    handshake = perform_handshake(candidate)
+    if handshake.outcome not in {"socket", "curve"} or (handshake.outcome == "socket" and handshake.detail != "ROUTER"):
+        found = f"nothing listens at {candidate}" if handshake.outcome == "refused" else f"{candidate} is not a replay endpoint"
         return Candidate(warn("replay", f"{nothing}; {found}", NAME_IT))
     wait_for_live()
     if not numbers.newest:

@@ -13,7 +13,7 @@ from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.client import UNAVAILABLE, AskError, ServiceClient
 from kvevents.cli.lines import plural
 from kvevents.service.shapes import HealthAnswer, ReadyAnswer, SourcesAnswer, StatsAnswer
-from kvevents.subscriber.handshake import shake_hands
+from kvevents.subscriber.handshake import perform_handshake
 from kvevents.version import version
 
 ENOUGH_LOOKUPS: Final = 20
@@ -49,7 +49,7 @@ class ServiceExamination:
         """What to say where an engine stands instead."""
         parts = urlsplit(self._client.url)
         place = f"{parts.hostname}:{parts.port}"
-        if parts.port is None or shake_hands(f"tcp://{place}").outcome not in {"socket", "curve"}:
+        if parts.port is None or perform_handshake(f"tcp://{place}").outcome not in {"socket", "curve"}:
             return None
         text = f"{self._client.url} speaks ZeroMQ, not HTTP: an engine's port, not a service's"
         return fail("service", text, f"name the service's port, 8090 by default; kvevents doctor {place} examines the engine")

@@ -1,4 +1,4 @@
-"""Engines for the conformance suite of links: one script of what a peer does, for real connections and for the fake."""
+"""Engines for the conformance suite of connections: one script of what a peer does, for real connections and for the fake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import zmq
 
 from kvevents.stream import Source
-from kvevents.subscriber import Link, SocketOptions, Transport, ZmqTransport
+from kvevents.subscriber import Connection, SocketOptions, Transport, ZmqTransport
 from kvevents.testing import FakeEngine, FakeTransport, zmtp
 from kvevents.wire import (
     Live,
@@ -38,7 +38,7 @@ OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_m
 
 
 class Recorder:
-    """Takes what a link feeds, in the place of a stream: every call in its order, with the numbers of batches.
+    """Takes what a connection feeds, in the place of a stream: every call in its order, with the numbers of batches.
 
     With `reads_ahead` it says which numbers are due, as a stream does that has nothing unsettled.
     """
@@ -89,7 +89,7 @@ class Recorder:
 
 
 class Engine(Protocol):
-    """What the other side of a link does when a test says so."""
+    """What the other side of a connection does when a test says so."""
 
     source: Source
 
@@ -163,12 +163,12 @@ class RealEngine:
             while received := connection.recv(1 << 16):
                 self.received += received
 
-    def wait_for_subscriber(self, pump: Callable[[], None]) -> None:
+    def wait_for_subscriber(self, reader: Callable[[], None]) -> None:
         """Until a connection is up that is newer than the one before."""
         end = time.monotonic() + DEADLINE
         while self._connections.empty():
             assert time.monotonic() < end, "no subscriber came"
-            pump()
+            reader()
         self._current = self._connections.get()
 
     def send_bytes(self, *parts: bytes) -> None:
@@ -230,9 +230,9 @@ class RealRig:
         self._engines.append(RealEngine())
         return self._engines[-1]
 
-    def connect(self, engine: RealEngine, pump: Callable[[], None]) -> None:
-        """Until the link is connected to its engine."""
-        engine.wait_for_subscriber(pump)
+    def connect(self, engine: RealEngine, reader: Callable[[], None]) -> None:
+        """Until the connection is connected to its engine."""
+        engine.wait_for_subscriber(reader)
 
     def connect_unread(self, engine: RealEngine, count: int) -> None:
         """Until libzmq has connected so often, without anything having been read."""
@@ -241,9 +241,9 @@ class RealRig:
             assert time.monotonic() < end, "no subscriber came"
             time.sleep(0.001)
 
-    def settle(self, link: Any) -> None:
+    def settle(self, connection: Any) -> None:
         """Until libzmq has seen the end of a connection."""
-        assert link._live._monitor.poll(int(1000 * DEADLINE))
+        assert connection._live._monitor.poll(int(1000 * DEADLINE))
 
     def close(self) -> None:
         self.transport.close()
@@ -272,12 +272,12 @@ class FakeSide:
         self._engine.reconnect()
 
     def answer(self, *numbers: int) -> None:
-        """The fake has answered already; its links hold what it would say."""
+        """The fake has answered already; its connections hold what it would say."""
         assert self._engine.requests
-        for link in self._engine.links:
-            link.replies.clear()
-            link.replies.extend([*(replay_batch_frames(TOPIC, number, PAYLOAD) for number in numbers)])
-            link.replies.append(replay_end_frames(with_topic=True))
+        for connection in self._engine.connections:
+            connection.answers.clear()
+            connection.answers.extend([*(replay_batch_frames(TOPIC, number, PAYLOAD) for number in numbers)])
+            connection.answers.append(replay_end_frames(with_topic=True))
 
 
 class FakeRig:
@@ -292,13 +292,13 @@ class FakeRig:
         self._count += 1
         return FakeSide(self.transport.engine(f"tcp://engine:{self._count}", f"tcp://replay:{self._count}", TOPIC))
 
-    def connect(self, _engine: FakeSide, pump: Callable[[], None]) -> None:
-        pump()
+    def connect(self, _engine: FakeSide, reader: Callable[[], None]) -> None:
+        reader()
 
     def connect_unread(self, _engine: FakeSide, _count: int) -> None:
         pass
 
-    def settle(self, _link: Link) -> None:
+    def settle(self, _connection: Connection) -> None:
         pass
 
     def close(self) -> None:
@@ -320,11 +320,13 @@ def descriptors() -> int:
     return count
 
 
-class Pumps:
-    """Pumps one link as a hub does: when it is signalled, when it said that there is more, and at its deadline."""
+class Reader:
+    """Reads one connection as the multiplexer does: when it is signalled, when it has more, and at its deadline."""
 
-    def __init__(self, transport: Transport, link: Link, recorder: Any, clock: Callable[[], float], limit: int) -> None:
-        self.link = link
+    def __init__(
+        self, transport: Transport, connection: Connection, recorder: Any, clock: Callable[[], float], limit: int
+    ) -> None:
+        self.connection = connection
         self.recorder = recorder
         self._transport = transport
         self._clock = clock
@@ -333,14 +335,14 @@ class Pumps:
 
     def __call__(self) -> None:
         """Once, waiting a little if there is nothing to do."""
-        due = self.link.deadline()
+        due = self.connection.deadline()
         signalled = self._transport.wait(0 if self._more else 0.005)
         now = self._clock()
-        if self._more or self.link in signalled or (due is not None and due <= now):
-            self._more = self.link.pump(self.recorder, now, self._limit)
+        if self._more or self.connection in signalled or (due is not None and due <= now):
+            self._more = self.connection.read_into(self.recorder, now, self._limit)
 
     def now(self) -> None:
-        """Once, whether or not there was a signal: another link may have been told of it."""
+        """Once, whether or not there was a signal: another connection may have been told of it."""
         self._more = True
         self()
 

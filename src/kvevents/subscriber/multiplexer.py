@@ -1,0 +1,429 @@
+"""The core of both subscribers: streams, their connections and their timers. It never waits; the front ends do."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Generic
+
+from kvevents.backoff import MOST_SECONDS, Backoff
+from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
+from kvevents.stream import (
+    Batch,
+    Checkpoint,
+    Doubt,
+    Findings,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    Stream,
+    StreamCounters,
+    StreamLimits,
+    Trust,
+)
+from kvevents.stream.deliveries import B
+from kvevents.subscriber.transport import Connection, Transport
+from kvevents.wire import decode_batch
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_READ: Final = 32
+"""Messages read from one stream before the next one is read. More messages at once do not fit in the processor's cache."""
+RAW_MESSAGES_PER_READ: Final = 256
+"""The same without decoding: the objects are far smaller, and the fixed cost of a read is a larger share."""
+DEFAULT_CONCURRENT_REPLAYS: Final = 64
+"""Replays at the same time in one process. A full replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """State of one stream, for operators."""
+
+    source: str
+    rank: int
+    endpoint: str
+    trust: Trust
+    doubts: frozenset[Doubt]
+    incarnation: int
+    last_seq: int
+    """Sequence number of the newest batch that was delivered or given up; -1 before the first."""
+    waiting: int
+    """Batches held back because an earlier one is missing."""
+    counters: StreamCounters
+    error: str = ""
+    """Why there is no connection or no replay request, if that is known; "" otherwise. The subscriber retries."""
+
+
+class _StreamEntry:
+    """A stream with its connection, its timer, and what it delivered since the application last took everything."""
+
+    __slots__ = (
+        "backoff",
+        "connection",
+        "consumed_position",
+        "delivered",
+        "error",
+        "first_incarnation",
+        "is_queued",
+        "opened_at",
+        "reopen_at",
+        "reported_trust",
+        "resumed_incarnation",
+        "stream",
+        "timer",
+    )
+
+    def __init__(self, stream: Stream[Any], connection: Connection, first_incarnation: int) -> None:
+        self.stream = stream
+        self.connection: Connection | None = connection
+        """None between a failure and the next attempt, which is due at `reopen_at`."""
+        self.reopen_at = self.opened_at = float("-inf")
+        self.backoff = Backoff()
+        self.error = ""
+        self.first_incarnation = first_incarnation
+        """Smaller incarnations belong to an earlier subscription to the source, except `resumed_incarnation`."""
+        self.resumed_incarnation = stream.incarnation
+        self.mark_consumed()
+        self.timer: float | None = None
+        self.is_queued = False
+        """Whether the stream waits for a free replay slot."""
+        self.reported_trust: tuple[str, str] = ("", "")
+        """State and reason that `Multiplexer.trust_changes` returned last."""
+
+    def mark_consumed(self) -> None:
+        """Record that the application has taken every delivery."""
+        self.consumed_position = self.stream.standing()
+        self.delivered: list[Any] = []
+
+    @property
+    def label(self) -> str:
+        """Name of the stream in the log."""
+        return f"{self.stream.source.label} rank {self.stream.source.rank}"
+
+    @property
+    def trust(self) -> Trust:
+        """Trust of the stream. Its reason includes the fault of the connection, if there is one."""
+        trust, fault = self.stream.trust, self.fault
+        return trust.because(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the connection; "" if nothing is."""
+        return self.error or ("" if self.connection is None else self.connection.fault)
+
+    def deadline(self) -> float | None:
+        """Return when the stream or its connection has something to do; None for never."""
+        own = self.reopen_at if self.connection is None else self.connection.deadline()
+        due = self.stream.deadline()
+        return due if own is None else own if due is None else min(due, own)
+
+    def status(self) -> StreamStatus:
+        """Return the state of the stream."""
+        stream, source = self.stream, self.stream.source
+        return StreamStatus(
+            source=source.label,
+            rank=source.rank,
+            endpoint=source.endpoint,
+            trust=self.trust,
+            doubts=stream.doubts,
+            incarnation=stream.incarnation,
+            last_seq=stream.last_seq,
+            waiting=stream.waiting,
+            counters=stream.counters.copy(),
+            error=self.fault,
+        )
+
+    def checkpoint(self, ready: Container[int]) -> Checkpoint:
+        """Return a checkpoint of what the application has taken; `ready` are the ids of deliveries that it has not taken."""
+        position = self.stream.standing()
+        consumed = [delivery for delivery in self.delivered if id(delivery) not in ready]
+        if len(consumed) < len(self.delivered):
+            position = self.consumed_position.after(consumed, position)
+        return position.checkpoint(self.stream.source.label, self.stream.source.rank)
+
+
+class Multiplexer(Generic[B]):
+    """All streams of one subscriber.
+
+    The failure of one stream does not affect the others. If a connection raises `EndpointError`, it is closed, its stream is
+    disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as one without an
+    answer, so the stream repeats it.
+    """
+
+    def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, *, decode: bool) -> None:
+        if max_concurrent_replays < 1:
+            raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
+        self.transport = transport
+        self.ready: deque[B | Reset | Gap] = deque()
+        """Deliveries that the application has not taken. The front ends call `run_once` only when it is empty."""
+        self._limits = limits
+        self._decode = decode_batch if decode else None
+        self._messages_per_read = MESSAGES_PER_READ if decode else RAW_MESSAGES_PER_READ
+        self._max_replays = max_concurrent_replays
+        self._entries: dict[tuple[str, int], _StreamEntry] = {}
+        self._by_connection: dict[Connection, _StreamEntry] = {}
+        self._unconsumed: set[_StreamEntry] = set()
+        """Streams with deliveries since `ready` was last empty."""
+        self._readable: dict[_StreamEntry, None] = {}
+        """Streams to read: a set that keeps its order, so that equal inputs give equal runs."""
+        self._changed: dict[_StreamEntry, None] = {}
+        """Streams whose trust may have changed since `trust_changes`."""
+        self._timers: list[tuple[float, int, _StreamEntry]] = []
+        self._timer_count = 0
+        self._next_incarnation = 0
+        """No source that was removed has had this incarnation or a later one."""
+        self._replaying: set[_StreamEntry] = set()
+        self._replay_queue: deque[_StreamEntry] = deque()
+
+    # --- sources
+
+    def add(self, source: Source, resume: Checkpoint | None) -> None:
+        """Start to follow `source`, or continue after a checkpoint. Raise `ConfigError`, `EndpointError`."""
+        key = (source.label, source.rank)
+        if key in self._entries:
+            raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
+        first = self._next_incarnation
+        stream = Stream(source, self._limits, decode=self._decode, first_incarnation=first)
+        if resume is not None:
+            stream.restore(resume)
+        connection = self.transport.open(source)
+        self._entries[key] = self._by_connection[connection] = entry = _StreamEntry(stream, connection, first)
+        self._readable[entry] = self._changed[entry] = None
+
+    def remove(self, name: str, rank: int) -> None:
+        """Stop to follow a source. Raise `UnknownSourceError`."""
+        entry = self._entry(name, rank)
+        del self._entries[name, rank]
+        self._next_incarnation = max(self._next_incarnation, entry.stream.incarnation + 1)
+        self._readable.pop(entry, None)
+        self._changed.pop(entry, None)
+        self._unconsumed.discard(entry)
+        if entry.is_queued:
+            self._replay_queue.remove(entry)
+        self._close_connection(entry)
+
+    def _entry(self, name: str | None, rank: int) -> _StreamEntry:
+        if name is None and len(self._entries) == 1:
+            return next(iter(self._entries.values()))
+        entry = self._entries.get((name or "", rank))
+        if entry is None:
+            known = ", ".join(f"{label} rank {number}" for label, number in self._entries) or "none"
+            raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {known}")
+        return entry
+
+    def status(self, name: str | None, rank: int) -> StreamStatus:
+        """Return the state of one stream."""
+        return self._entry(name, rank).status()
+
+    def statuses(self) -> list[StreamStatus]:
+        """Return the state of all streams, in the order in which they were added."""
+        return [entry.status() for entry in self._entries.values()]
+
+    def checkpoint(self, name: str | None, rank: int) -> Checkpoint:
+        """Return a checkpoint of one stream."""
+        return self._entry(name, rank).checkpoint({id(delivery) for delivery in self.ready})
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return checkpoints of all streams, in the order in which they were added."""
+        ready = {id(delivery) for delivery in self.ready}
+        return [entry.checkpoint(ready) for entry in self._entries.values()]
+
+    def trust(self, name: str | None, rank: int) -> Trust:
+        """Return the trust of one stream."""
+        return self._entry(name, rank).trust
+
+    def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
+        """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
+        changed, self._changed = self._changed, {}
+        found = []
+        for entry in changed:
+            trust = entry.trust
+            if entry.reported_trust != (current := (trust.name, trust.reason)):
+                entry.reported_trust = current
+                found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
+        return found
+
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings) -> None:
+        """Pass what a consumer found in a batch to its stream, unless the batch is from an earlier subscription."""
+        entry = self._entries.get((delivery.source, delivery.rank))
+        if entry is None or not isinstance(delivery, Batch | RawBatch):
+            return
+        if delivery.incarnation < entry.first_incarnation and delivery.incarnation != entry.resumed_incarnation:
+            return
+        entry.stream.report(delivery, findings)
+        self._changed[entry] = None
+        if findings.heartbeat is not None or findings.agrees is not None:
+            # The report may have caused a delivery, a request or a deadline. The next run collects it.
+            self._readable[entry] = None
+
+    # --- one run
+
+    def timeout(self, now: float) -> float | None:
+        """Return the seconds until something is due; None if nothing is."""
+        if self._readable or (self._replay_queue and len(self._replaying) < self._max_replays):
+            return 0.0
+        longest = self.transport.max_wait
+        if not self._timers:
+            return longest
+        due = max(0.0, self._timers[0][0] - now)
+        return due if longest is None else min(due, longest)
+
+    def run_once(self, connections: Iterable[Connection], now: float) -> None:
+        """Read from these connections and from those that have more to read, and run the timers that are due."""
+        if not self.ready:
+            for entry in self._unconsumed:
+                entry.mark_consumed()
+            self._unconsumed.clear()
+        for connection in connections:
+            readable = self._by_connection.get(connection)
+            if readable is not None:
+                self._readable[readable] = None
+        self._changed.update(self._readable)
+        for entry in list(self._readable):
+            # Removed one by one: if an unexpected exception ends this loop, the streams behind it are still to be read.
+            del self._readable[entry]
+            self._read(entry, now)
+            self._collect(entry, now)
+        while self._timers and self._timers[0][0] <= now:
+            due, _, entry = heapq.heappop(self._timers)
+            if entry.timer != due:
+                # An earlier timer has replaced this one. Were both kept, the heap would grow with every gap.
+                continue
+            entry.timer = None
+            if self._entries.get((entry.stream.source.label, entry.stream.source.rank)) is entry:
+                entry.stream.tick(now)
+                self._changed[entry] = None
+                self._run_connection_timer(entry, now)
+                self._collect(entry, now)
+        self._start_queued_replays(now)
+
+    def pop(self, limit: int | None) -> list[B | Reset | Gap]:
+        """Remove and return at most `limit` deliveries, in order."""
+        ready = self.ready
+        if limit is not None and limit < len(ready):
+            return [ready.popleft() for _ in range(limit)]
+        taken = list(ready)
+        ready.clear()
+        return taken
+
+    def _collect(self, entry: _StreamEntry, now: float) -> None:
+        """Take deliveries, the replay request and the deadline from a stream after it was fed."""
+        deliveries = entry.stream.deliveries()
+        if deliveries:
+            self.ready.extend(deliveries)
+            entry.delivered += deliveries
+            self._unconsumed.add(entry)
+        if entry.stream.asking:
+            self._request_replay(entry, now)
+        elif entry in self._replaying:
+            self._replaying.discard(entry)
+            if entry.connection is not None:
+                entry.connection.end_replay()
+                entry.error = ""
+        self._schedule(entry)
+
+    def _request_replay(self, entry: _StreamEntry, now: float) -> None:
+        if entry not in self._replaying:
+            if len(self._replaying) >= self._max_replays:
+                if not entry.is_queued:
+                    entry.is_queued = True
+                    self._replay_queue.append(entry)
+                return
+            self._replaying.add(entry)
+        request = entry.stream.ask(now)
+        self._changed[entry] = None
+        if request is not None and entry.connection is not None:
+            try:
+                entry.connection.request_replay(request)
+            except EndpointError as error:
+                self._set_error(entry, f"replay cannot be requested: {error}")
+            else:
+                entry.error = ""
+            # Sending may consume the signal of a message that arrived meanwhile.
+            self._readable[entry] = None
+
+    def _start_queued_replays(self, now: float) -> None:
+        while self._replay_queue and len(self._replaying) < self._max_replays:
+            entry = self._replay_queue.popleft()
+            was_queued, entry.is_queued = entry.is_queued, False
+            if was_queued and entry.stream.asking:
+                self._request_replay(entry, now)
+                self._schedule(entry)
+
+    def _schedule(self, entry: _StreamEntry) -> None:
+        due = entry.deadline()
+        if due is not None and (entry.timer is None or due < entry.timer):
+            entry.timer = due
+            self._timer_count += 1
+            heapq.heappush(self._timers, (due, self._timer_count, entry))
+
+    # --- connections and their failures
+
+    def _read(self, entry: _StreamEntry, now: float) -> None:
+        if entry.connection is None:
+            return
+        try:
+            if entry.connection.read_into(entry.stream, now, self._messages_per_read):
+                self._readable[entry] = None
+        except EndpointError as error:
+            if now - entry.opened_at > MOST_SECONDS:
+                entry.backoff.reset()
+            self._close_connection(entry)
+            entry.stream.disconnected()
+            self._schedule_reopen(entry, error, now)
+
+    def _run_connection_timer(self, entry: _StreamEntry, now: float) -> None:
+        if entry.connection is None:
+            if entry.reopen_at <= now:
+                self._reopen(entry, now)
+        elif (due := entry.connection.deadline()) is not None and due <= now:
+            self._read(entry, now)
+
+    def _reopen(self, entry: _StreamEntry, now: float) -> None:
+        try:
+            connection = self.transport.open(entry.stream.source)
+        except EndpointError as error:
+            self._schedule_reopen(entry, error, now)
+            return
+        log.info("%s: connection reopened", entry.label)
+        entry.connection, entry.opened_at, entry.error = connection, now, ""
+        self._by_connection[connection] = entry
+        self._readable[entry] = None
+
+    def _schedule_reopen(self, entry: _StreamEntry, error: EndpointError, now: float) -> None:
+        entry.reopen_at = now + entry.backoff.pause()
+        self._set_error(entry, f"no connection: {error}")
+
+    def _set_error(self, entry: _StreamEntry, error: str) -> None:
+        """Store an error, and log it if it is not the one that was logged before."""
+        if entry.error != error:
+            entry.error = error
+            log.warning("%s: %s; retrying", entry.label, error)
+
+    def _close_connection(self, entry: _StreamEntry) -> None:
+        self._replaying.discard(entry)
+        if entry.connection is not None:
+            del self._by_connection[entry.connection]
+            entry.connection.close()
+            entry.connection = None
+
+    def close(self) -> None:
+        """Close every connection and the transport. Idempotent."""
+        for entry in self._entries.values():
+            if entry.connection is not None:
+                entry.connection.close()
+        self.transport.close()
+
+    def describe(self) -> str:
+        """Return the number of streams by trust, for a repr: `3 streams, 2 EXACT, 1 STALE, 0 ready`."""
+        states: dict[str, int] = {}
+        for entry in self._entries.values():
+            name = entry.trust.name
+            states[name] = states.get(name, 0) + 1
+        counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
+        noun = "stream" if len(self._entries) == 1 else "streams"
+        return f"{len(self._entries)} {noun}{counts}, {len(self.ready)} ready"

@@ -1,0 +1,462 @@
+"""The ZeroMQ transport: for each source a SUB socket with its monitor, and a DEALER socket while replay is requested.
+
+One selector watches all descriptors, so idle sources cost nothing. libzmq signals a socket's descriptor once per change.
+Therefore a connection that was signalled is read until its sockets are empty; while they are not, `read_into` returns True.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import zmq
+import zmq.backend
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.admission import admit
+from kvevents.bulk import Bulk, bulk
+from kvevents.stream import Ask, Source, Stream
+from kvevents.subscriber.zmq_sockets import (
+    DEFAULT_SOCKET_OPTIONS,
+    SocketFactory,
+    SocketOptions,
+    allow_descriptors,
+    connect_or_bind,
+    disable_monitor,
+    endpoint_errors,
+    open_monitor,
+    private_context,
+    register,
+    unregister_and_close,
+)
+from kvevents.wire import replay_request_frames
+from kvevents.wire.framing import encode_seq
+
+_CONNECTED: Final = zmq.Event.CONNECTED
+"""A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""
+_HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
+_DISCONNECTED: Final = zmq.Event.DISCONNECTED
+_CONNECT_RETRIED: Final = zmq.Event.CONNECT_RETRIED
+_MONITOR_EVENTS: Final = _CONNECTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED | _CONNECT_RETRIED
+_MONITOR_LIMIT: Final = 1_000
+"""Monitor events read at once."""
+_UNREACHABLE: Final = "nothing listens there, or it cannot be reached"
+_NOT_A_PUBLISHER: Final = "the peer is not an event publisher, has other CURVE keys, or closes each connection at once"
+
+_recv = zmq.backend.Socket.recv
+_get = zmq.backend.Socket.get
+_DONTWAIT: Final = int(zmq.DONTWAIT)
+_RCVMORE: Final = int(zmq.RCVMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+
+log = logging.getLogger(__name__)
+
+
+class ZmqTransport:
+    """Opens connections over ZeroMQ sockets, in `context` if one is given. Not thread-safe, as sockets are not."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        options: SocketOptions = DEFAULT_SOCKET_OPTIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.stalls = StallDetector(options.heartbeat_timeout_ms / 1000, clock)
+        self.owns_context = context is None
+        self.context = context or private_context()
+        self.selector = selectors.DefaultSelector()
+        self._connections: set[ZmqConnection] = set()
+        self._wake_lock = threading.RLock()
+        """`wake` holds it while it writes, so that `close` does not close the descriptor meanwhile."""
+        self._closed = False
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self.selector.register(self._wake_reader, selectors.EVENT_READ)
+
+    def open(self, source: Source) -> ZmqConnection:
+        """Start to connect to `source`. Raise `EndpointError`."""
+        allow_descriptors(len(self._connections) + 1)
+        connection = ZmqConnection(source, self)
+        self._connections.add(connection)
+        return connection
+
+    def discard(self, connection: ZmqConnection) -> None:
+        """Remove a connection that is closed."""
+        self._connections.discard(connection)
+
+    def wait(self, timeout: float | None) -> set[ZmqConnection]:
+        """Wait at most `timeout` seconds and return the connections whose descriptors are signalled."""
+        self.stalls.begin_wait()
+        signalled = {key.data for key, _ in self.selector.select(timeout) if key.data is not None}
+        self.stalls.end_wait()
+        return signalled
+
+    @property
+    def max_wait(self) -> float | None:
+        """Longest wait with which a quiet source can be distinguished from an application that is stalled."""
+        return self.stalls.max_wait
+
+    def fileno(self) -> int:
+        """Return the descriptor of the selector, if the platform has one (epoll, kqueue)."""
+        fileno = getattr(self.selector, "fileno", None)
+        return -1 if fileno is None else int(fileno())
+
+    def wake(self) -> None:
+        """Make the selector readable from now on."""
+        with self._wake_lock, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._wake_writer, b"\0")
+
+    def close(self) -> None:
+        """Close every connection, and the context if it is private."""
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._wake_writer)
+        for connection in list(self._connections):
+            connection.close()
+        self.selector.close()
+        os.close(self._wake_reader)
+        if self.owns_context:
+            # Not term(): it would block on a socket that an exception left open.
+            self.context.destroy(linger=0)
+
+
+class StallDetector:
+    """Detects that the application did not receive for so long that connections may have timed out behind full sockets.
+
+    It measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while the
+    application keeps waiting, `is_stalled` is False. A front end that waits by other means (asyncio) must call
+    `Transport.wait` at least every `max_wait` seconds.
+    """
+
+    def __init__(self, heartbeat_timeout: float, clock: Callable[[], float]) -> None:
+        # Half the timeout, because libzmq may have sent the ping before the socket became full.
+        self._longest = max(0.0, heartbeat_timeout) / 2
+        self._clock = clock
+        self._waited_at = float("-inf")
+        self.is_stalled = True
+        """Whether the latest wait began too late. True before the first wait, when that is not known."""
+
+    @property
+    def max_wait(self) -> float | None:
+        """Seconds between two waits that are certainly not a stall; None if every time between them is one."""
+        return self._longest / 2 or None
+
+    def begin_wait(self) -> None:
+        """Record that the application waits, so that sockets are read from now on."""
+        self.is_stalled = self._clock() - self._waited_at > self._longest
+
+    def end_wait(self) -> None:
+        """Record that the application processes what it received."""
+        self._waited_at = self._clock()
+
+
+class ZmqConnection:
+    """The live socket of one source, and its replay socket while replay is requested."""
+
+    def __init__(self, source: Source, transport: ZmqTransport) -> None:
+        self._source = source
+        self._transport = transport
+        self._replay: zmq.Socket[bytes] | None = None
+        self._read_ahead = 0
+        """Live messages that were read while a replay answer was waiting."""
+        self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
+        self._admission = admit(transport.context, source.curve, source.endpoint)
+        self._sockets = SocketFactory(transport.context, transport.options, self._admission, is_private=transport.owns_context)
+        try:
+            self._live = LiveSocket(source, self._sockets, transport, self)
+        except BaseException:
+            self._close_admission()
+            raise
+
+    @property
+    def fault(self) -> str:
+        """Why there is no live connection."""
+        return self._live.fault
+
+    def deadline(self) -> float | None:
+        """Return when the live socket is to be opened again; libzmq runs all other timers itself."""
+        return self._live.reopen_at
+
+    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """Feed live messages, connection changes and replay answers to `stream`. Return True if there may be more."""
+        has_more = self._live.read_into(stream, now, limit)
+        replay = self._replay
+        if replay is None:
+            self._read_ahead = 0
+            return has_more
+        # A live message may have been sent before the answer, by an incarnation that has ended: behind the answer, the stream
+        # would drop it. That does not matter while messages are missing, since live messages then wait for the answer. There
+        # is a limit, so that a busy stream does not postpone the answer for ever.
+        if has_more and stream.coming(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
+            self._read_ahead += limit
+            stream.replay_waits(now)
+            return True
+        self._read_ahead = 0
+        answers, is_drained = receive_messages(replay, limit)
+        for frames in answers:
+            stream.receive_replay(frames, now)
+        return has_more or not is_drained
+
+    def request_replay(self, request: Ask) -> None:
+        """Send a replay request. If the socket refuses it, the stream gets no answer and requests again."""
+        endpoint = self._source.replay_endpoint
+        if request.fresh:
+            self.end_replay()
+        if self._replay is None and endpoint is not None:
+            self._replay = self._sockets.open(zmq.DEALER, endpoint)
+            try:
+                # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so answers are read as they come.
+                self._replay.set(zmq.RCVHWM, 0)
+                connect_or_bind(self._replay, endpoint, bind=False)
+                with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
+                    register(self._transport.selector, self._replay, self)
+            except BaseException:
+                self.end_replay()
+                raise
+        if self._replay is not None:
+            try:
+                self._replay.send_multipart(replay_request_frames(request.start), zmq.DONTWAIT)
+            except zmq.Again:
+                # libzmq does not reconnect after a peer violated the protocol, so the next request takes a new socket.
+                self.end_replay()
+
+    def end_replay(self) -> None:
+        """Close the replay socket."""
+        if self._replay is not None:
+            unregister_and_close(self._transport.selector, self._replay)
+            self._replay = None
+
+    def close(self) -> None:
+        """Close all sockets. Idempotent."""
+        self.end_replay()
+        self._live.close()
+        self._close_admission()
+        self._transport.discard(self)
+
+    def _close_admission(self) -> None:
+        if self._admission is not None:
+            self._admission.close()
+
+
+class LiveSocket:
+    """A SUB socket and its monitor. The selector reports `connection` when either is readable."""
+
+    def __init__(self, source: Source, sockets: SocketFactory, transport: ZmqTransport, connection: ZmqConnection) -> None:
+        self._source = source
+        self._sockets = sockets
+        self._selector = transport.selector
+        self._stalls = transport.stalls
+        self._connection = connection
+        self._native = bulk()
+        self._was_connected = False
+        """Whether the stream has been told of any connection."""
+        self._is_connected = False
+        """Whether the last change that was fed to the stream is `connected`."""
+        self._has_ended = False
+        """The connection has ended and there is no newer one. `disconnected` is fed after the messages that are left."""
+        self._old_messages_left: float = 0
+        """Messages of earlier connections that the socket may hold while `connected` is due; 0 if it is not due."""
+        self.reopen_at: float | None = None
+        """When to open a new socket, because libzmq might have stopped to reconnect."""
+        self._is_accepted = False
+        """Whether the last attempt found a peer that accepts TCP connections."""
+        self._expects_retry = False
+        """A connection has ended and libzmq reports that it will retry. That is not a failed attempt."""
+        self.fault = ""
+        """Why there is no connection. It has been logged."""
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._open()
+
+    def _open(self) -> None:
+        source = self._source
+        self._sub = self._sockets.open(zmq.SUB, source.endpoint)
+        try:
+            with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
+                self._monitor = open_monitor(self._sub, _MONITOR_EVENTS)
+                self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
+                self._sub.subscribe(source.topic.encode())
+                register(self._selector, self._sub, self._connection)
+                register(self._selector, self._monitor, self._connection)
+                connect_or_bind(self._sub, source.endpoint, bind=source.bind)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
+        """Feed live messages and connection changes to `stream`. Return True if there may be more.
+
+        libzmq reports changes on another socket, so their place among the messages is not known exactly. The monitor is read
+        after the messages: a change that came before one of these messages is known by then. While no new connection is up,
+        all messages are from before the end of the old one. They are fed until a read finds none that began after the end
+        was known; then `disconnected` is fed.
+        """
+        changes = self._read_monitor() if self._stalls.is_stalled else []
+        if _DISCONNECTED in changes:
+            self._abandon_socket(stream)
+            return True
+        payloads, messages, is_drained = receive_batches(self._native, self._sub, stream.topic, stream.coming(limit), limit)
+        changes += self._read_monitor()
+        if changes:
+            self.reopen_at = self._reconnect_deadline(now) if changes[-1] == _DISCONNECTED else None
+            self._update_fault(changes)
+            changes = [change for change in changes if change in {_HANDSHAKE_SUCCEEDED, _DISCONNECTED}]
+        is_inproc = self._source.endpoint.startswith("inproc://")
+        if not self._was_connected and (_HANDSHAKE_SUCCEEDED in changes or messages or is_inproc):
+            self._was_connected = self._is_connected = True
+            stream.connected(now)
+            if _HANDSHAKE_SUCCEEDED in changes:
+                changes = changes[changes.index(_HANDSHAKE_SUCCEEDED) + 1 :]
+        had_ended, self._has_ended = self._has_ended, self._has_ended or _DISCONNECTED in changes
+        if _HANDSHAKE_SUCCEEDED in changes:
+            # Any of the messages may be from the new connection.
+            had_ended = False
+            self._feed_disconnected(stream)
+            capacity = self._sockets.options.receive_hwm or math.inf
+            self._old_messages_left = 0 if changes[-1] == _DISCONNECTED else capacity + 1
+        if payloads:
+            stream.receive_run(payloads, now)
+        for frames in messages:
+            stream.receive_live(frames, now)
+        if self._old_messages_left:
+            count = len(payloads) + len(messages)
+            self._old_messages_left = 0 if is_drained else max(0, self._old_messages_left - count)
+            if not self._old_messages_left:
+                self._is_connected = True
+                stream.connected(now)
+        if had_ended and is_drained:
+            self._feed_disconnected(stream)
+        if is_drained and self.reopen_at is not None and now >= self.reopen_at:
+            self._reopen()
+        return not is_drained or self._has_ended
+
+    def _abandon_socket(self, stream: Stream[Any]) -> None:
+        """Replace a socket whose connection was lost while the application was stalled. Replay brings what it held.
+
+        If the socket was full, its pongs waited behind the messages. libzmq 4.3.5 aborts the process when such a socket is
+        read (libzmq issues 3596 and 3937).
+        """
+        self._old_messages_left = 0
+        self._feed_disconnected(stream)
+        self._reopen()
+
+    def _feed_disconnected(self, stream: Stream[Any]) -> None:
+        self._has_ended = False
+        if self._is_connected:
+            self._is_connected = False
+            stream.disconnected()
+
+    def _update_fault(self, changes: list[int]) -> None:
+        """Derive `fault` from connection changes and log it when it changes."""
+        fault = self.fault
+        for change in changes:
+            if change == _CONNECTED:
+                self._is_accepted = True
+            elif change == _HANDSHAKE_SUCCEEDED:
+                self._is_accepted, fault = False, ""
+            elif change == _DISCONNECTED:
+                fault = _NOT_A_PUBLISHER if self._is_accepted else fault
+                self._is_accepted, self._expects_retry = False, True
+            elif self._expects_retry:
+                self._expects_retry = False
+            elif fault != _NOT_A_PUBLISHER:
+                fault = _UNREACHABLE
+        if fault != self.fault:
+            self.fault = fault
+            if fault:
+                log.warning("%s: no connection: %s; retrying", self._source.endpoint, fault)
+            else:
+                log.info("%s: connected", self._source.endpoint)
+
+    def _reconnect_deadline(self, now: float) -> float | None:
+        """Return when to open a new socket unless libzmq reports a reconnect before.
+
+        libzmq does not reconnect after a peer violated the protocol (another socket type, other keys, a message too large).
+        """
+        return None if self._source.bind else now + self._sockets.options.reconnect_max_ms / 1000
+
+    def _reopen(self) -> None:
+        self.reopen_at = None
+        self.close()
+        self._open()
+
+    def _read_monitor(self) -> list[int]:
+        if self._monitor is None or not is_readable(self._monitor):
+            return []
+        messages, _ = receive_messages(self._monitor, _MONITOR_LIMIT)
+        return [int(parse_monitor_message(frames)["event"]) for frames in messages]
+
+    def close(self) -> None:
+        """Close both sockets. Idempotent."""
+        if not self._sub.closed:
+            if self._monitor is not None:
+                disable_monitor(self._sub)
+                unregister_and_close(self._selector, self._monitor)
+                self._monitor = None
+            unregister_and_close(self._selector, self._sub)
+
+
+# --- receiving without waiting ---------------------------------------------------------------------------------------------
+# pyzmq's wrappers cost three times what libzmq does here, so these functions call its backend directly.
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Return whether a message can be received. To receive and catch `zmq.Again` costs three times as much."""
+    return bool(int(_get(socket, _EVENTS)) & _POLLIN)
+
+
+def receive_messages(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], bool]:
+    """Return up to `limit` messages, each a list of frames, and whether the socket is drained."""
+    messages: list[list[bytes]] = []
+    try:
+        for _ in range(limit):
+            frames = [_recv(socket, _DONTWAIT)]
+            while _get(socket, _RCVMORE):
+                frames.append(_recv(socket, _DONTWAIT))
+            messages.append(frames)
+    except zmq.Again:
+        return messages, True
+    return messages, False
+
+
+class ReceivedBatches(NamedTuple):
+    """What `receive_batches` found."""
+
+    payloads: list[bytes]
+    """Payloads of the batches that were expected next, in order."""
+    messages: list[list[bytes]]
+    """All frames of each message from the first unexpected one on."""
+    is_drained: bool
+    """Whether the socket holds no more messages."""
+
+
+def receive_batches(
+    native: Bulk | None, socket: zmq.Socket[bytes], topic: bytes, expected: range, limit: int
+) -> ReceivedBatches:
+    """Receive up to `limit` messages; those with this topic and the expected sequence numbers are reduced to their payloads.
+
+    A message with more or fewer than three frames is never an expected batch. Without `native` only pyzmq is used.
+    """
+    if native is not None:
+        found = native.receive(socket.underlying, topic, expected.start, len(expected), limit)
+        if found[0] or found[1] or found[2]:
+            return ReceivedBatches(*found)
+        # Nothing was received although messages are left: pyzmq raises the error that explains it.
+    messages, is_drained = receive_messages(socket, limit)
+    payloads: list[bytes] = []
+    for seq, frames in zip(expected, messages, strict=False):
+        if frames[:-1] != [topic, encode_seq(seq)]:
+            break
+        payloads.append(frames[-1])
+    return ReceivedBatches(payloads, messages[len(payloads) :], is_drained)

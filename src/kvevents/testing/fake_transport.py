@@ -1,0 +1,242 @@
+"""Engines and connections in memory, to test a router without sockets and without waiting.
+
+::
+
+    transport = FakeTransport()
+    engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
+    with Subscriber(Source(engine.endpoint, engine.replay_endpoint), transport=transport, clock=transport.clock) as subscriber:
+        engine.publish(BlockRemoved([1]))
+        batch = subscriber.receive(timeout=1)
+
+Where a real subscriber would wait, the virtual clock advances at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvevents.errors import EndpointError
+from kvevents.events import EventBatch, KVEvent
+from kvevents.stream import Ask, Source, Stream
+from kvevents.testing.clock import VirtualClock
+from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
+
+DEFAULT_BUFFER_STEPS = 10_000
+
+
+class FakeEngine:
+    """A publisher in memory: sequence numbers from 0 in each incarnation, a bounded replay buffer, faults on demand."""
+
+    def __init__(
+        self, clock: VirtualClock, endpoint: str, replay_endpoint: str | None, topic: bytes, buffer_steps: int
+    ) -> None:
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
+        self.is_up = True
+        self.answers_replay = True
+        """Whether the replay endpoint answers."""
+        self.requests: list[int] = []
+        """Sequence numbers from which replay was requested."""
+        self._clock = clock
+        self._topic = topic
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._next_seq = 0
+        self.connections: list[FakeConnection] = []
+        """Open connections to this engine."""
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number of the next batch."""
+        return self._next_seq
+
+    def publish(self, *events: KVEvent, lost: bool = False) -> int:
+        """Publish a batch of `events` and return its sequence number.
+
+        With `lost` the batch is missing in the live stream but is in the replay buffer.
+        """
+        return self.publish_payload(encode_batch(EventBatch(self._clock(), list(events))), lost=lost)
+
+    def publish_payload(self, payload: bytes, *, lost: bool = False) -> int:
+        """Publish these bytes unchanged and return their sequence number; `lost` as for `publish`."""
+        seq = self._next_seq
+        self._next_seq += 1
+        self._buffer.append((seq, payload))
+        if not lost:
+            self.send_raw(live_frames(self._topic, seq, payload))
+        return seq
+
+    def skip_number(self) -> int:
+        """Use a sequence number without a batch, as an engine does if it cannot encode one. Return the number."""
+        self._next_seq += 1
+        return self._next_seq - 1
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        """Send these frames on the live stream."""
+        if self.is_up:
+            for connection in self.connections:
+                connection.add_arrival(lambda stream, now: stream.receive_live(frames, now))
+
+    def disconnect(self) -> None:
+        """End every connection. Batches published until `reconnect` are not sent to any subscriber."""
+        if self.is_up:
+            self.is_up = False
+            for connection in self.connections:
+                connection.answers.clear()
+                connection.add_arrival(lambda stream, _now: stream.disconnected())
+
+    def reconnect(self) -> None:
+        """Accept connections again."""
+        if not self.is_up:
+            self.is_up = True
+            for connection in self.connections:
+                connection.add_arrival(lambda stream, now: stream.connected(now))
+
+    def restart(self, unseen: list[KVEvent] | None = None) -> None:
+        """Begin a new incarnation. Each of the `unseen` events is published as one batch before any subscriber reconnects."""
+        self.disconnect()
+        self._buffer.clear()
+        self._next_seq = 0
+        for event in unseen or []:
+            self.publish(event)
+        self.reconnect()
+
+    def attach(self, connection: FakeConnection) -> None:
+        """Accept the connection of a subscriber."""
+        self.connections.append(connection)
+        if self.is_up:
+            connection.add_arrival(lambda stream, now: stream.connected(now))
+
+    def answer(self, connection: FakeConnection, start: int) -> None:
+        """Answer a replay request from `start` on, unless the engine is down or does not answer replay."""
+        self.requests.append(start)
+        if not (self.is_up and self.answers_replay):
+            return
+        connection.answers.extend(
+            replay_batch_frames(self._topic, seq, payload) for seq, payload in self._buffer if seq >= start
+        )
+        connection.answers.append(replay_end_frames(with_topic=True))
+
+
+class FakeConnection:
+    """The connection of one stream to a `FakeEngine`."""
+
+    def __init__(self, engine: FakeEngine, transport: FakeTransport) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._arrivals: deque[Callable[[Stream, float], None]] = deque()
+        """Live messages and connection changes, as calls that feed them to the stream."""
+        self.answers: deque[list[bytes]] = deque()
+        """Frames of replay answers."""
+        self._is_closed = False
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `read_into` would feed something."""
+        return bool(self._arrivals or self.answers) and not self._is_closed
+
+    def add_arrival(self, feed: Callable[[Stream, float], None]) -> None:
+        """Queue a live message or a connection change."""
+        self._arrivals.append(feed)
+
+    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+        """Feed what has arrived to `stream`. Return True if there is more."""
+        for _ in range(min(limit, len(self._arrivals))):
+            self._arrivals.popleft()(stream, now)
+        if self._arrivals and self.answers and stream.coming(1):
+            stream.replay_waits(now)
+            return True
+        for _ in range(min(limit, len(self.answers))):
+            stream.receive_replay(self.answers.popleft(), now)
+        return self.is_readable
+
+    @property
+    def fault(self) -> str:
+        """Why there is no connection; "" if the engine is up."""
+        return "" if self._engine.is_up else "the fake engine is down"
+
+    def deadline(self) -> float | None:
+        """Return None: a fake connection has no timers."""
+        return None
+
+    def request_replay(self, request: Ask) -> None:
+        """Let the engine answer a replay request."""
+        if request.fresh:
+            self.answers.clear()
+        self._engine.answer(self, request.start)
+
+    def end_replay(self) -> None:
+        """Drop what is left of the answers."""
+        self.answers.clear()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.connections.remove(self)
+            self._transport.discard(self)
+
+
+class FakeTransport:
+    """A `kvevents.subscriber.Transport` between subscribers and `FakeEngine`s. Pass its `clock` to the subscriber too."""
+
+    def __init__(self, clock: VirtualClock | None = None) -> None:
+        self.clock = clock or VirtualClock()
+        self._engines: dict[str, FakeEngine] = {}
+        self._connections: list[FakeConnection] = []
+
+    def engine(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        topic: bytes = b"",
+        buffer_steps: int = DEFAULT_BUFFER_STEPS,
+    ) -> FakeEngine:
+        """Start an engine at `endpoint`. Call it before a subscriber connects."""
+        engine = FakeEngine(self.clock, endpoint, replay_endpoint, topic, buffer_steps)
+        self._engines[endpoint] = engine
+        return engine
+
+    def open(self, source: Source) -> FakeConnection:
+        """Connect to an engine of this transport. Raise `EndpointError` if there is none at this endpoint."""
+        engine = self._engines.get(source.endpoint)
+        if engine is None:
+            raise EndpointError(
+                f"no fake engine at {source.endpoint}; start one with FakeTransport.engine()", endpoint=source.endpoint
+            )
+        connection = FakeConnection(engine, self)
+        self._connections.append(connection)
+        engine.attach(connection)
+        return connection
+
+    def discard(self, connection: FakeConnection) -> None:
+        """Remove a connection that is closed."""
+        self._connections.remove(connection)
+
+    def wait(self, timeout: float | None) -> list[FakeConnection]:
+        """Return readable connections. If there are none, advance the clock by `timeout` seconds.
+
+        Raise `EndpointError` if there is no timeout either: a real subscriber would wait for ever.
+        """
+        readable = [connection for connection in self._connections if connection.is_readable]
+        if not readable:
+            if timeout is None:
+                raise EndpointError("no fake engine has anything to send; give receive() a timeout")
+            self.clock.advance(timeout)
+        return readable
+
+    @property
+    def max_wait(self) -> None:
+        """None: a fake transport has no timers."""
+
+    def fileno(self) -> int:
+        """Return -1: there is no descriptor, so `wait` must be called."""
+        return -1
+
+    def wake(self) -> None:
+        """Do nothing, because `wait` never blocks."""
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection in list(self._connections):
+            connection.close()
