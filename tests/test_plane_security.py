@@ -430,7 +430,7 @@ def test_users_that_may_not_listen_to_each_other(tmp_path: Path) -> None:
                 service.exact("one", blocks=4)
             until(
                 "a snapshot",
-                lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in replica.get("/metrics").body.decode(),
+                lambda: "kvevents_plane_partition_snapshot_timestamp_seconds{" in replica.get("/metrics").body.decode(),
             )
             only_reads(router)
 

@@ -249,7 +249,7 @@ def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
             ]
             return {name: float(value) for name, value in lines if not name.startswith("#")}
 
-        until("a snapshot", lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in told())
+        until("a snapshot", lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in told())
         found = told()
         assert found["kvevents_plane_synced"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
         assert found["kvevents_plane_index_builds_total"] == 1
