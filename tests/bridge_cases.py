@@ -1,4 +1,5 @@
-"""What the bridges' tests share: engines with the truth about themselves, bridges in processes of their own, and one lane."""
+"""What the bridges' tests share: engines with the truth about themselves, bridges in processes of their own, and one
+partition."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ class TalkingEngine:
 def holds(log: Log, *engines: TalkingEngine) -> bool:
     """Whether the log says what its engines hold, and ends where they do."""
     for engine in engines:
-        standing = log.ledgers[log.layout.lane_of(engine.name)].streams.get((engine.name, 0))
+        standing = log.ledgers[log.layout.partition_of(engine.name)].streams.get((engine.name, 0))
         try:
             digest = log.index.digest((engine.name, 0))
         except UnknownSourceError:
@@ -158,7 +159,7 @@ def numbers_of_last_life(log: Log, name: str) -> list[int]:
 
 def told_of(log: Log, name: str = "engine") -> dict[str, Told]:
     """What bridges say of a stream, by name; of one that was begun again, what its last process says."""
-    standing = log.ledgers[log.layout.lane_of(name)].streams.get((name, 0))
+    standing = log.ledgers[log.layout.partition_of(name)].streams.get((name, 0))
     return {} if standing is None else {name_of(bridge): told for bridge, told in standing.told.items()}
 
 
@@ -194,9 +195,9 @@ class BridgeProcess(Program):
         **more: Any,
     ) -> None:
         watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.card.decode()] for each in engines]
-        said = {"servers": plane.servers, "name": plane.name, "lanes": plane.lanes, "copies": plane.copies}
+        said = {"servers": plane.servers, "name": plane.name, "partitions": plane.partitions, "copies": plane.copies}
         told = {
-            "plane": said | {"lane_bytes": plane.lane_bytes},
+            "plane": said | {"partition_bytes": plane.partition_bytes},
             "bridge": {"name": name, "beat": 0.2, **more},
             "watches": watches,
             "ping": ping,

@@ -24,8 +24,8 @@ from service_cases import until
 SECONDS = 20.0
 
 
-def plane_at(*urls: str, lanes: int = 2, **more: Any) -> PlaneSettings:
-    return PlaneSettings(servers=urls, lanes=lanes, lane_bytes=64 << 20, **more)
+def plane_at(*urls: str, partitions: int = 2, **more: Any) -> PlaneSettings:
+    return PlaneSettings(servers=urls, partitions=partitions, partition_bytes=64 << 20, **more)
 
 
 class Running:
@@ -85,11 +85,11 @@ def watch(publisher: ZmqEventPublisher, name: str = "engine", card: bytes = b"ca
 
 
 class Log:
-    """A plane's lanes as anybody can read them who knows nothing of bridges."""
+    """A plane's partitions as anybody can read them who knows nothing of bridges."""
 
     def __init__(self, plane: PlaneSettings) -> None:
-        self.layout = Layout(plane.name, plane.lanes)
-        self.ledgers = {lane: Ledger() for lane in range(plane.lanes)}
+        self.layout = Layout(plane.name, plane.partitions)
+        self.ledgers = {partition: Ledger() for partition in range(plane.partitions)}
         self.events: list[Event] = []
         self.pages: list[Page] = []
         self.index = PrefixIndex()
@@ -104,15 +104,15 @@ class Log:
         client = await nats.connect(list(self._plane.servers))
         try:
             js = client.jetstream()
-            for lane, ledger in self.ledgers.items():
-                state = (await js.stream_info(self.layout.stream(lane))).state
+            for partition, ledger in self.ledgers.items():
+                state = (await js.stream_info(self.layout.stream(partition))).state
                 ledger.position = max(ledger.position, state.first_seq - 1)
                 if ledger.position >= state.last_seq:
                     continue
                 config = api.ConsumerConfig(
                     deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=ledger.position + 1
                 )
-                reading = await js.subscribe(self.layout.subject(lane), ordered_consumer=True, config=config)
+                reading = await js.subscribe(self.layout.subject(partition), ordered_consumer=True, config=config)
                 while ledger.position < state.last_seq:
                     message = await reading.next_msg(SECONDS)
                     self._feed(ledger, message.metadata.sequence.stream, message.data)

@@ -35,7 +35,7 @@ pytestmark = needs_nats
 
 SECONDS = 20.0
 MODEL = "m"
-LANE = ("--lanes", 2, "--lane-size", "64MiB")
+PARTITION = ("--partitions", 2, "--partition-size", "64MiB")
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def source(name: str, publisher: ZmqEventPublisher, **more: Any) -> str:
 @contextmanager
 def bridge(server: NatsServer, plane: str, *more: object, name: str = "bridge") -> Iterator[Program]:
     """A bridge that writes; nothing that it has written to stderr may be a traceback or a warning of Python's."""
-    with Program("bridge", "--to", server.url, "--plane", plane, *LANE, "--name", name, *more) as program:
-        program.err.wait(f"bridge '{name}' writes to the 2 lanes of plane '{plane}'")
+    with Program("bridge", "--to", server.url, "--plane", plane, *PARTITION, "--name", name, *more) as program:
+        program.err.wait(f"bridge '{name}' writes to the 2 partitions of plane '{plane}'")
         yield program
     assert not [line for line in program.err.all if re.search("Traceback|Warning:", line)], program.err.all
 
@@ -136,8 +136,8 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
             [plane]
             servers = ["{server.url}"]
             name = "file"
-            lanes = 2
-            lane_bytes = {64 << 20}
+            partitions = 2
+            partition_bytes = {64 << 20}
             [bridge]
             name = "of the file"
             beat = 0.2
@@ -146,7 +146,7 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
         config = write(tmp_path / "fleet.toml", head + source("a", first, block_size=16, group="g"))
         more = write(tmp_path / "more.toml", "sources = []")
         with Program("bridge", "--config", config, "--sources", more, "--name", "of the flags") as program:
-            program.err.wait("bridge 'of the flags' writes to the 2 lanes of plane 'file'")
+            program.err.wait("bridge 'of the flags' writes to the 2 partitions of plane 'file'")
             confirmed(program, "a", first)
             log = Log(plane_at(server.url, name="file")).until("a", lambda log: len(log.pages) and cards(log).keys() == {"a"})
             assert (cards(log)["a"]["block_size"], cards(log)["a"]["group"]) == (16, "g")
@@ -256,7 +256,8 @@ def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_onc
     """What was not written is told."""
     with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
         both = [
-            Program("bridge", "--to", server.url, "--name", name, *LANE, *worker("a", publisher)) for name in ("one", "two")
+            Program("bridge", "--to", server.url, "--name", name, *PARTITION, *worker("a", publisher))
+            for name in ("one", "two")
         ]
         with both[0] as patient, both[1] as hasty:
             for program in both:
@@ -325,17 +326,26 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
     teller = Teller()
     with caplog.at_level("INFO", "kvevents.bridge"):
         for states in (
-            {"lanes": ""},
-            {"lanes": "1"},
-            {"lanes": "1"},
-            {"lanes": "2", "a": "EXACT"},
-            {"lanes": ""},
-            {"lanes": ""},
+            {"partitions": ""},
+            {"partitions": "1"},
+            {"partitions": "1"},
+            {"partitions": "2", "a": "EXACT"},
+            {"partitions": ""},
+            {"partitions": ""},
         ):
             teller.tell((what, words, 20) for what, words in states.items())
         for sentences in ([], ["x", "y"], ["y", "x"], ["z"], [], []):
             teller.tell_faults(sentences)
-    told = ["lanes: 1", "lanes: 2", "a: EXACT", "lanes: well again", "x", "y", "z", "all that is named can be followed"]
+    told = [
+        "partitions: 1",
+        "partitions: 2",
+        "a: EXACT",
+        "partitions: well again",
+        "x",
+        "y",
+        "z",
+        "all that is named can be followed",
+    ]
     assert caplog.messages == told
 
 
@@ -371,9 +381,9 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--to", "nats://secret@127.0.0.1:1x", *HERE], 1, "'nats://127.0.0.1:1x' is no server of a plane"),
         (["--to", "nats://127.0.0.1:1", *HERE], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
         (["--to", "nats://127.0.0.1:1", "--copies", "2", *HERE], 1, "copies is 2"),
-        (["--to", "nats://127.0.0.1:1", "--lanes", "1000", *HERE], 1, "lanes is 1000"),
-        (["--to", "nats://127.0.0.1:1", "--lane-size", "big", *HERE], 2, "is no size"),
-        (["--to", "nats://127.0.0.1:1", "--lane-size", "1", *HERE], 1, "lane_bytes is 1"),
+        (["--to", "nats://127.0.0.1:1", "--partitions", "1000", *HERE], 1, "partitions is 1000"),
+        (["--to", "nats://127.0.0.1:1", "--partition-size", "big", *HERE], 2, "is no size"),
+        (["--to", "nats://127.0.0.1:1", "--partition-size", "1", *HERE], 1, "partition_bytes is 1"),
         (["--to", "nats://127.0.0.1:1", "--plane", "a b", *HERE], 1, "name is 'a b'; a plane's has"),
         (["--to", "nats://127.0.0.1:1", "--name", "", *HERE], 1, "a bridge's name is ''"),
         (["--to", "nats://127.0.0.1:1", "--reserve", "-1", *HERE], 2, "seconds"),
@@ -382,7 +392,7 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--to", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is there without tls_key"),
         (["--to", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "is no port"),
         (["--to", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
-        (["--to", "nats://127.0.0.1:1", "--partitions", "3", *HERE], 2, "no option --partitions"),
+        (["--to", "nats://127.0.0.1:1", "--topics", "3", *HERE], 2, "no option --topics"),
     ],
     ids=str,
 )
@@ -399,7 +409,7 @@ def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, to
     ("text", "told"),
     [
         ("[plane]\nserver = ['x']", "plane: unknown field 'server'; did you mean 'servers'? known fields: servers, name"),
-        ("[plane]\nlanes = 'many'", "plane.lanes: Expected `int`, got `str`"),
+        ("[plane]\npartitions = 'many'", "plane.partitions: Expected `int`, got `str`"),
         ("[plane]\ncopies = 2", "plane.copies is 2"),
         ("[bridge]\nreserve = 3", "bridge: unknown field 'reserve'"),
         ("[bridge]\nmetrics_port = 'x'", "bridge.metrics_port: Expected `int | null`, got `str`"),
@@ -434,24 +444,24 @@ def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_lanes_that_the_servers_have_no_room_for_are_told(tmp_path: Path) -> None:
+def test_partitions_that_the_servers_have_no_room_for_are_told(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream={"max_file": 100 << 20}) as server:
-        ended = run("bridge", "--to", server.url, *LANE, *HERE)
+        ended = run("bridge", "--to", server.url, *PARTITION, *HERE)
     assert ended.code == 1
-    assert "no room left; raise its limit or free some. 2 lanes reserve 128 MiB in all on 1 of the servers" in last(ended)
+    assert "no room left; raise its limit or free some. 2 partitions reserve 128 MiB in all on 1 of the servers" in last(ended)
 
 
 def test_its_name_is_the_hosts_unless_told(server: NatsServer) -> None:
-    with Program("bridge", "--to", server.url, "--plane", "host", *LANE, *HERE) as program:
+    with Program("bridge", "--to", server.url, "--plane", "host", *PARTITION, *HERE) as program:
         program.err.wait(f"bridge '{re.escape(socket.gethostname())}' writes to")
         assert program.interrupt(signal.SIGTERM).code == 0
 
 
 def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
     """And shown nowhere; this server takes any."""
-    with Program("bridge", "--to", server.url_of("user:secret"), "--plane", "login", *LANE, *HERE) as program:
+    with Program("bridge", "--to", server.url_of("user:secret"), "--plane", "login", *PARTITION, *HERE) as program:
         program.err.wait("WARNING everybody on this machine sees a login in --to; use --creds")
-        program.err.wait("writes to the 2 lanes")
+        program.err.wait("writes to the 2 partitions")
         ended = program.interrupt(signal.SIGTERM)
     assert ended.code == 0
     assert "secret" not in ended.err

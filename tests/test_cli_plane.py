@@ -20,7 +20,7 @@ from kvevents.plane.records import VERSION as VERSION_OF_PAGES
 from kvevents.plane.records import Page, encode_page
 from kvevents.plane.sharding import PREFIX, Announcement
 from kvevents.plane.snapshots import VERSION, Entry, Kept
-from kvevents.plane.status import LOOK_BACK, LaneView, PlaneView, ShareView, spelled
+from kvevents.plane.status import LOOK_BACK, PartitionView, PlaneView, ShareView, spelled
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from service_cases import engine, serving, until
@@ -40,8 +40,8 @@ def status(*args: object) -> Ended:
     return run("plane", "status", *args)
 
 
-def test_it_tells_lanes_snapshots_and_replicas(server: NatsServer) -> None:
-    plane = plane_at(server.url, name="told", lanes=2)
+def test_it_tells_partitions_snapshots_and_replicas(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="told", partitions=2)
     flags = ("--from", server.url, "--plane", "told", "--snapshot-seconds", "0.3", "--replica", "a")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
@@ -53,23 +53,23 @@ def test_it_tells_lanes_snapshots_and_replicas(server: NatsServer) -> None:
 
         found = until("a snapshot", look)
         assert found["faults"] == []
-        assert [set(lane["bridges"]) for lane in found["lanes"]] == [{"bridge"}] * 2
+        assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
         assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
         ended = status("--at", server.url, "--plane", "told")
         assert ended.code == 0
-        assert "lane   0" in ended.out
+        assert "partition   0" in ended.out
 
 
-def test_it_tells_shares_and_the_snapshots_of_each_lane(server: NatsServer) -> None:
-    """Who holds which lanes and where it is asked, in words and not as it is kept; what nobody holds is a fault."""
-    plane = plane_at(server.url, name="shares", lanes=4)
+def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer) -> None:
+    """Who holds which partitions and where it is asked, in words and not as it is kept; what nobody holds is a fault."""
+    plane = plane_at(server.url, name="shares", partitions=4)
     made = int(time.time())
     kept = {
-        lane: [
-            Kept(f"{lane}-{made - age}-x", lane, made - age, "b", 7, "x", blocks, 3 << 20)
+        partition: [
+            Kept(f"{partition}-{made - age}-x", partition, made - age, "b", 7, "x", blocks, 3 << 20)
             for age, blocks in ((60, 5_000), (90, 1))
         ]
-        for lane in (0, 2)
+        for partition in (0, 2)
     }
 
     async def put() -> None:
@@ -78,11 +78,11 @@ def test_it_tells_shares_and_the_snapshots_of_each_lane(server: NatsServer) -> N
         leases = await client.jetstream().key_value(layout.leases)
         await leases.put(lease_key("replica", "a"), msgspec.json.encode(Holder("host", 17, "x")))
         await leases.put("lease.snapshot.3", msgspec.json.encode(Holder("host", 18, "x")))
-        for name, lanes in (("a", [0, 1]), ("b", [1])):
-            await leases.put(PREFIX + name, Announcement(f"http://{name}:8090", 2, lanes).encode())
+        for name, partitions in (("a", [0, 1]), ("b", [1])):
+            await leases.put(PREFIX + name, Announcement(f"http://{name}:8090", 2, partitions).encode())
         bucket = await client.jetstream().key_value(layout.bucket)
-        for lane, found in kept.items():
-            await bucket.put(f"snapshot.{lane}", msgspec.json.encode(Entry(VERSION, found)))
+        for partition, found in kept.items():
+            await bucket.put(f"snapshot.{partition}", msgspec.json.encode(Entry(VERSION, found)))
         await client.close()
 
     with engine() as one, bridging(plane, watch_of("one", one)):
@@ -90,22 +90,22 @@ def test_it_tells_shares_and_the_snapshots_of_each_lane(server: NatsServer) -> N
         ended = status("--at", server.url, "--plane", "shares")
         assert ended.code == 1
         for line in (
-            r"lane   0 .*; held by a$",
-            r"lane   1 .*; held by a, b$",
-            r"lane   2 .*; held by nobody$",
-            r"share     a at http://a:8090: lanes 0-1, said 0 s ago$",
-            r"share     b at http://b:8090: lane 1, said 0 s ago$",
-            r"snapshot  of lane   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
-            r"snapshot  none of lanes 1, 3$",
+            r"partition   0 .*; held by a$",
+            r"partition   1 .*; held by a, b$",
+            r"partition   2 .*; held by nobody$",
+            r"share     a at http://a:8090: partitions 0-1, said 0 s ago$",
+            r"share     b at http://b:8090: partition 1, said 0 s ago$",
+            r"snapshot  of partition   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
+            r"snapshot  none of partitions 1, 3$",
             r"lease     the name of replica a: process 17 at host$",
-            r"lease     snapshots of lane 3: process 18 at host$",
-            r"^  no replica holds lanes 2-3: the engines there are missing in answers$",
+            r"lease     snapshots of partition 3: process 18 at host$",
+            r"^  no replica holds partitions 2-3: the engines there are missing in answers$",
         ):
             assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)
-        assert ended.out.count("snapshot  of lane   0") == 1
+        assert ended.out.count("snapshot  of partition   0") == 1
         assert "{" not in ended.out
         found = msgspec.json.decode(status("--at", server.url, "--plane", "shares", "--json").out)
-        assert [(each["name"], each["url"], each["lanes"]) for each in found["shares"]] == [
+        assert [(each["name"], each["url"], each["partitions"]) for each in found["shares"]] == [
             ("a", "http://a:8090", [0, 1]),
             ("b", "http://b:8090", [1]),
         ]
@@ -113,23 +113,30 @@ def test_it_tells_shares_and_the_snapshots_of_each_lane(server: NatsServer) -> N
 
 
 def test_what_is_wrong_with_shares() -> None:
-    lanes = [LaneView(lane, 1, 1, 0, None, {"bridge": 0.0}) for lane in range(3)]
+    partitions = [PartitionView(partition, 1, 1, 0, None, {"bridge": 0.0}) for partition in range(3)]
 
     def faults(*shares: ShareView) -> list[str]:
-        return PlaneView("p", lanes, [], {}, [], list(shares)).faults
+        return PlaneView("p", partitions, [], {}, [], list(shares)).faults
 
     assert faults() == []  # each replica holds everything
     whole = ShareView("a", "http://a:1", 1, [0, 1, 2], 0.0)
     assert faults(whole) == []
-    silent, less = msgspec.structs.replace(whole, name="b", silent=9.0), msgspec.structs.replace(whole, name="c", lanes=[1])
+    silent, less = (
+        msgspec.structs.replace(whole, name="b", silent=9.0),
+        msgspec.structs.replace(whole, name="c", partitions=[1]),
+    )
     assert faults(whole, silent) == ["replica b holds a share and has said nothing for 9 s"]
-    assert faults(silent, less)[1:] == ["no replica holds lanes 0, 2: the engines there are missing in answers"]
+    assert faults(silent, less)[1:] == ["no replica holds partitions 0, 2: the engines there are missing in answers"]
     other = msgspec.structs.replace(whole, name="d", holders=2)
     assert faults(whole, other) == ["replicas were told different numbers of holders, of which the most counts: a 1, d 2"]
 
 
-def test_lanes_in_words() -> None:
-    assert [spelled(lanes) for lanes in ([3], [0, 1], [7, 0, 2, 1, 9])] == ["lane 3", "lanes 0-1", "lanes 0-2, 7, 9"]
+def test_partitions_in_words() -> None:
+    assert [spelled(partitions) for partitions in ([3], [0, 1], [7, 0, 2, 1, 9])] == [
+        "partition 3",
+        "partitions 0-1",
+        "partitions 0-2, 7, 9",
+    ]
 
 
 def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_path: Path) -> None:
@@ -147,7 +154,7 @@ def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_
 
 def test_a_bridge_that_writes_much_is_heard(server: NatsServer) -> None:
     """Among many pages there are few beats; whose pages they are says who lives."""
-    plane = plane_at(server.url, name="busy", lanes=1)
+    plane = plane_at(server.url, name="busy", partitions=1)
 
     async def write() -> None:
         async with opened(plane, name="test") as client:

@@ -191,7 +191,13 @@ def wrong() -> Iterator[Any]:
     yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --from, the URL of a NATS server; for HTTPS, name certificate"
     yield "serve", [], {"TLS_KEY": "x"}, "", "KVEVENTS_SERVE_TLS_KEY: missing field 'certificate'"
     yield "serve", ["--dns", "h:1"], {}, "[[dns]]\ntarge = 1", "FILE: dns[0]: unknown field 'targe'; did you mean 'target'?"
-    yield "bridge", ["--to", "nats://h:1", "--lanes", "1000"], {}, "", "--lanes: lanes is 1000; it must be from 1 to 256"
+    yield (
+        "bridge",
+        ["--to", "nats://h:1", "--partitions", "1000"],
+        {},
+        "",
+        "--partitions: partitions is 1000; it must be from 1 to 256",
+    )
     yield "relay", ["h:1"], {}, "upstream = 1", "FILE: unknown field 'upstream'; did you mean 'upstreams'?"
     yield "relay", ["h:1", "--server-key", "k"], {}, "", "--server-key: curve needs key_file"
     yield "plane", [], {}, "[plane]\nserver = 1", "FILE: unknown field 'server'; did you mean 'servers'?"

@@ -187,7 +187,7 @@ def test_the_relay_of_the_example_carries_what_the_engine_beside_it_publishes(cl
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: Cluster, ranks: int) -> None:
     """Relays, bridges and a replica with the arguments that the chart renders; ranks are followed one by one."""
-    settings = ["engines.model=llama", "plane.copies=1", "plane.lanes=2", "plane.laneSize=16MiB", OPEN]
+    settings = ["engines.model=llama", "plane.copies=1", "plane.partitions=2", "plane.partitionSize=16MiB", OPEN]
     if ranks > 1:
         settings += [f"engines.ranks={ranks}", "engines.replayPort=6567", "relay.engineReplayPort=5567"]
     objects = rendered(*settings)

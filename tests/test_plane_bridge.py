@@ -117,7 +117,11 @@ def test_a_bridge_in_reserve_writes_nothing_while_another_does(plane: PlaneSetti
             until("batches", lambda: active.status().written > 200, SECONDS)
         settled(Log(plane), engine)
         assert (active.status().written, reserve.status().written) == (engine.truth.count, 0)
-        until("nothing to wait in reserve", lambda: not any(lane.waiting for lane in reserve.status().lanes), SECONDS)
+        until(
+            "nothing to wait in reserve",
+            lambda: not any(partition.waiting for partition in reserve.status().partitions),
+            SECONDS,
+        )
 
 
 def test_a_bridge_in_reserve_takes_over_from_one_that_is_killed(plane: PlaneSettings) -> None:
@@ -415,7 +419,7 @@ def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
             settled(log, one)
         two.say(10)
         settled(log, two)
-        log.until("the card", lambda log: log.ledgers[log.layout.lane_of("e1")].streams["e1", 0].card == b"new")
+        log.until("the card", lambda log: log.ledgers[log.layout.partition_of("e1")].streams["e1", 0].card == b"new")
         running.call(lambda: bridge.watch([moved]))
         log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
         assert [each.key for each in log.events if isinstance(each, Departure)] == [("e2", 0)]
@@ -427,11 +431,11 @@ def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: 
     """And counted, and told once."""
     with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
         log = Log(plane)
-        lane = log.layout.lane_of("engine")
+        partition = log.layout.partition_of("engine")
 
         async def meddle(js: JetStreamContext) -> None:
             for _ in range(3):
-                await js.publish(log.layout.subject(lane), b"hello")
+                await js.publish(log.layout.subject(partition), b"hello")
 
         for _ in range(2):
             engine.say(10)
@@ -439,7 +443,7 @@ def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: 
             with_js(plane, meddle)
         engine.say(10)
         settled(log, engine)
-        until("all of them", lambda: bridge.status().lanes[lane].foreign == 6, SECONDS)
+        until("all of them", lambda: bridge.status().partitions[partition].foreign == 6, SECONDS)
     assert sum("is no page" in record.message for record in caplog.records) == 1
 
 
@@ -488,13 +492,13 @@ def test_a_fault_of_its_own_ends_it_with_one_clear_error(plane: PlaneSettings, m
         running.end()
 
 
-def test_it_can_be_stopped_before_it_has_read_its_lanes(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_stopped_before_it_has_read_its_partitions(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(self: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("kvevents.plane.reading.LaneReader.run", never)
+    monkeypatch.setattr("kvevents.plane.reading.PartitionReader.run", never)
     running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
-    until("it to begin", lambda: running.what.status().lanes, SECONDS)
+    until("it to begin", lambda: running.what.status().partitions, SECONDS)
     running.end()
 
 

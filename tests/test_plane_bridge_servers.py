@@ -14,14 +14,14 @@ from nats.js import JetStreamContext
 
 from bridge_cases import TalkingEngine, holds, numbers_of_last_life, settled, told_of, with_js
 from kvevents.errors import PlaneError
-from kvevents.plane.bridge import Bridge, BridgeSettings, LaneStatus
+from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
 from kvevents.plane.layout import Layout, find, make, state_of
 from kvevents.plane.opinions import PREFIX, Opinion, Place
 from kvevents.plane.recalling import Recall
 from kvevents.plane.records import Blank
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots
-from kvevents.plane.snapshots import take as take_lane
+from kvevents.plane.snapshots import take as take_partition
 from kvevents.stream import Gap, Reset
 from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats
 from plane_cases import SECONDS, Log, Running, bridging, plane_at
@@ -29,7 +29,7 @@ from publisher_cases import batch
 from service_cases import until
 
 pytestmark = needs_nats
-LANE_BYTES = 1 << 20
+PARTITION_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module", name="server")
@@ -43,9 +43,9 @@ def plane_of_its_own(server: NatsServer, request: pytest.FixtureRequest) -> Plan
     return plane_at(server.url, name=f"t{abs(hash(request.node.name))}")
 
 
-def lane_of(bridge: Bridge, name: str = "engine") -> LaneStatus:
-    lanes = bridge.status().lanes
-    return lanes[Layout("", len(lanes)).lane_of(name)]
+def partition_of(bridge: Bridge, name: str = "engine") -> PartitionStatus:
+    partitions = bridge.status().partitions
+    return partitions[Layout("", len(partitions)).partition_of(name)]
 
 
 def say_large(engine: TalkingEngine, size: int, count: int) -> None:
@@ -70,17 +70,17 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) ->
                     log.until("some of it", lambda log, before=before: len(log.numbers()) > before)
                     server.kill()
                     until("it to be told", lambda: not (one.status().connected or two.status().connected), SECONDS)
-                    until("a fault", lambda: lane_of(one).fault and lane_of(two).fault, SECONDS)
+                    until("a fault", lambda: partition_of(one).fault and partition_of(two).fault, SECONDS)
                     server.start()
             settled(log, engine)
-            until("all well", lambda: not lane_of(one).fault and not lane_of(two).fault, SECONDS)
+            until("all well", lambda: not partition_of(one).fault and not partition_of(two).fault, SECONDS)
         assert log.numbers() == list(range(engine.truth.count))
 
 
 def test_a_server_that_loses_pages_it_has_acknowledged_is_written_again(tmp_path: Path) -> None:
     """As after a power cut: its disk holds an older state. New readers find an engine that joined since then."""
     with nats_server(tmp_path) as server, TalkingEngine("old") as old, TalkingEngine("new") as new:
-        plane = plane_at(server.url, lanes=1)
+        plane = plane_at(server.url, partitions=1)
         with bridging(plane, old.watch, name="a"):
             old.say(20)
             settled(Log(plane), old)
@@ -111,7 +111,7 @@ def test_buckets_that_are_gone_are_made_again(plane: PlaneSettings) -> None:
     async def found(js: JetStreamContext) -> bool:
         return {*streams} <= {info.config.name for info in await js.streams_info()}
 
-    layout = Layout(plane.name, plane.lanes)
+    layout = Layout(plane.name, plane.partitions)
     streams = (f"KV_{layout.bucket}", f"KV_{layout.leases}", f"OBJ_{layout.snapshots}")
     with bridging(plane, unreadable_seconds=0.2):
         assert with_js(plane, found)
@@ -127,9 +127,9 @@ def test_a_server_that_stops_for_a_while_loses_nothing(tmp_path: Path) -> None:
             with engine.talking():
                 log.until("some of it", lambda log: len(log.numbers()) > 50)
                 server.pause()
-                until("a fault", lambda: lane_of(one).fault, SECONDS)
+                until("a fault", lambda: partition_of(one).fault, SECONDS)
                 server.resume()
-                until("no fault", lambda: not lane_of(one).fault, SECONDS)
+                until("no fault", lambda: not partition_of(one).fault, SECONDS)
             settled(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
@@ -142,7 +142,7 @@ def test_a_cluster_whose_leader_is_killed_again_and_again_loses_nothing(tmp_path
             until("all of them", partial(are_ready, begun), SECONDS)
             for running in begun:
                 running.end()
-        plane = plane_of(cluster, "default", lanes=1)
+        plane = plane_of(cluster, "default", partitions=1)
         with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b") as two:
             log = Log(plane)
             with engine.talking():
@@ -157,8 +157,8 @@ def test_a_cluster_whose_leader_is_killed_again_and_again_loses_nothing(tmp_path
         assert log.numbers() == list(range(engine.truth.count))
 
 
-def plane_of(cluster: NatsCluster, name: str, lanes: int = 2) -> PlaneSettings:
-    return plane_at(*cluster.urls, name=name, lanes=lanes, copies=3)
+def plane_of(cluster: NatsCluster, name: str, partitions: int = 2) -> PlaneSettings:
+    return plane_at(*cluster.urls, name=name, partitions=partitions, copies=3)
 
 
 def are_ready(begun: list[Running]) -> bool:
@@ -172,29 +172,29 @@ def are_ready(begun: list[Running]) -> bool:
 def made_room(plane: PlaneSettings, log: Log) -> Log:
     """Read what there is, and purge that."""
     log.read()
-    for lane, ledger in log.ledgers.items():
-        with_js(plane, lambda js: js.purge_stream(log.layout.stream(lane), seq=ledger.position + 1))  # noqa: B023
+    for partition, ledger in log.ledgers.items():
+        with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition), seq=ledger.position + 1))  # noqa: B023
     return log
 
 
-def test_a_full_lane_is_told_and_bounds_what_waits(server: NatsServer, plane: PlaneSettings) -> None:
+def test_a_full_partition_is_told_and_bounds_what_waits(server: NatsServer, plane: PlaneSettings) -> None:
     """The engine notices nothing; once there is room all of it is fetched from the engine, and the log is whole."""
-    small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=1, lane_bytes=LANE_BYTES)
+    small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     queued = 256 << 10
     with TalkingEngine() as engine, bridging(small, engine.watch, max_queued_bytes=queued) as bridge:
         say_large(engine, 8 << 10, 400)
-        until("a fault", lambda: "maximum bytes" in lane_of(bridge).fault, SECONDS)
-        until("its stream to wait", lambda: lane_of(bridge).parked == 1, SECONDS)
+        until("a fault", lambda: "maximum bytes" in partition_of(bridge).fault, SECONDS)
+        until("its stream to wait", lambda: partition_of(bridge).parked == 1, SECONDS)
         log = Log(small)
         until("the truth in the log", lambda: holds(made_room(small, log), engine), SECONDS)
         settled(log, engine)
         assert not [each for each in log.events if isinstance(each, Gap | Reset)]
-        until("nothing to wait", lambda: not lane_of(bridge).parked and not lane_of(bridge).fault, SECONDS)
+        until("nothing to wait", lambda: not partition_of(bridge).parked and not partition_of(bridge).fault, SECONDS)
 
 
 def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, plane: PlaneSettings) -> None:
     """It cannot prove any more that it is the same, so a new incarnation begins, with the little that it still has."""
-    small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=1, lane_bytes=LANE_BYTES)
+    small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     with (
         TalkingEngine(compact=False, buffer_steps=20) as engine,
         bridging(small, engine.watch, max_queued_bytes=64 << 10) as bridge,
@@ -202,7 +202,7 @@ def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, p
         engine.say(1)
         log = Log(small).until("it to be followed", lambda log: log.numbers() == [0])
         say_large(engine, 32 << 10, 60)
-        until("its stream to wait", lambda: lane_of(bridge).parked, SECONDS)
+        until("its stream to wait", lambda: partition_of(bridge).parked, SECONDS)
         say_large(engine, 32 << 10, 100)
         until("the last batch", lambda: made_room(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
@@ -214,20 +214,20 @@ def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, p
         assert "truncated" in told_of(log)["bridge"].reason
 
 
-def test_a_full_lane_does_not_hold_up_the_others(server: NatsServer, plane: PlaneSettings) -> None:
-    small = PlaneSettings(servers=(server.url,), name=plane.name, lanes=2, lane_bytes=LANE_BYTES)
-    names = {Layout("", 2).lane_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
+def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane: PlaneSettings) -> None:
+    small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=2, partition_bytes=PARTITION_BYTES)
+    names = {Layout("", 2).partition_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
     with (
         TalkingEngine(names[0]) as full,
         TalkingEngine(names[1]) as other,
         bridging(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
     ):
         say_large(full, 8 << 10, 300)
-        until("a fault", lambda: lane_of(bridge, names[0]).parked, SECONDS)
+        until("a fault", lambda: partition_of(bridge, names[0]).parked, SECONDS)
         other.say(300)
         settled(Log(small), other)
-        assert lane_of(bridge, names[0]).fault
-        assert not lane_of(bridge, names[1]).fault
+        assert partition_of(bridge, names[0]).fault
+        assert not partition_of(bridge, names[1]).fault
 
 
 def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
         nats_server(tmp_path, jetstream={"max_file": 4 << 20, "max_mem": 1 << 20}) as server,
         TalkingEngine() as engine,
     ):
-        plane = PlaneSettings(servers=(server.url,), lanes=1, lane_bytes=2 << 20)
+        plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=2 << 20)
         with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
             filler = plane_at(server.url)
 
@@ -250,11 +250,11 @@ def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
 
             with_js(filler, fill)
             say_large(engine, 8 << 10, 100)
-            until("a fault", lambda: lane_of(bridge).fault, SECONDS)
-            assert "room" in lane_of(bridge).fault
+            until("a fault", lambda: partition_of(bridge).fault, SECONDS)
+            assert "room" in partition_of(bridge).fault
             with_js(filler, lambda js: js.delete_stream("filler"))
             settled(Log(plane), engine)
-            until("no fault", lambda: not lane_of(bridge).fault, SECONDS)
+            until("no fault", lambda: not partition_of(bridge).fault, SECONDS)
 
 
 @contextmanager
@@ -288,26 +288,26 @@ def test_a_file_system_without_room_is_told_and_nothing_is_lost(tmp_path: Path) 
         nats_server(tmp_path / "nats", jetstream={"store_dir": str(disk), "max_file": 64 << 20}) as server,
         TalkingEngine() as engine,
     ):
-        plane = PlaneSettings(servers=(server.url,), lanes=1, lane_bytes=16 << 20)
+        plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=16 << 20)
         with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
             engine.say(10)
             settled(Log(plane), engine)
             fill(disk / "filler")
             say_large(engine, 8 << 10, 300)
-            until("a fault", lambda: lane_of(bridge).fault, SECONDS)
-            assert "their disks" in lane_of(bridge).fault  # the server says nothing at all
+            until("a fault", lambda: partition_of(bridge).fault, SECONDS)
+            assert "their disks" in partition_of(bridge).fault  # the server says nothing at all
             assert bridge.status().written < engine.truth.count
             (disk / "filler").unlink()
             server.kill()
             server.start()
             settled(Log(plane), engine)
-            until("no fault", lambda: not lane_of(bridge).fault, SECONDS)
+            until("no fault", lambda: not partition_of(bridge).fault, SECONDS)
 
 
-# --- what others do to a lane
+# --- what others do to a partition
 
 
-def test_a_lane_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSettings) -> None:
+def test_a_partition_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSettings) -> None:
     """By two bridges, from what the engines still hold."""
     with (
         TalkingEngine("e1") as one,
@@ -321,8 +321,8 @@ def test_a_lane_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSetti
         for _ in range(2):
             made = with_js(plane, partial(lives, plane))
             with one.talking():
-                with_js(plane, partial(delete_lanes, plane))
-                until("the lanes", partial(are_others, plane, made), SECONDS)
+                with_js(plane, partial(delete_partitions, plane))
+                until("the partitions", partial(are_others, plane, made), SECONDS)
                 before = one.truth.count
                 until("more", partial(has_said, one, before + 20), SECONDS)
             settled(Log(plane), one, two)
@@ -332,27 +332,27 @@ def test_a_lane_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSetti
 
 
 def is_well(bridge: Bridge) -> bool:
-    return not any(lane.fault for lane in bridge.status().lanes)
+    return not any(partition.fault for partition in bridge.status().partitions)
 
 
-async def delete_lanes(plane: PlaneSettings, js: JetStreamContext) -> None:
-    for lane in range(plane.lanes):
-        await js.delete_stream(Layout(plane.name, plane.lanes).stream(lane))
+async def delete_partitions(plane: PlaneSettings, js: JetStreamContext) -> None:
+    for partition in range(plane.partitions):
+        await js.delete_stream(Layout(plane.name, plane.partitions).stream(partition))
 
 
 async def lives(plane: PlaneSettings, js: JetStreamContext) -> list[str | None]:
-    """Which streams the lanes are; None for one that is not there."""
+    """Which streams the partitions are; None for one that is not there."""
     found: list[str | None] = []
-    for lane in range(plane.lanes):
+    for partition in range(plane.partitions):
         try:
-            found.append((await state_of(js, Layout(plane.name, plane.lanes), lane)).made)
+            found.append((await state_of(js, Layout(plane.name, plane.partitions), partition)).made)
         except PlaneError:
             found.append(None)
     return found
 
 
 def are_others(plane: PlaneSettings, before: list[str | None]) -> bool:
-    """Whether all lanes are there, and others than before."""
+    """Whether all partitions are there, and others than before."""
     now = with_js(plane, partial(lives, plane))
     return None not in now and not set(now) & set(before)
 
@@ -361,20 +361,20 @@ def has_said(engine: TalkingEngine, count: int) -> bool:
     return engine.truth.count >= count
 
 
-def test_a_plane_is_found_by_its_other_lanes_when_the_first_is_deleted(plane: PlaneSettings) -> None:
-    """A bridge that begins then makes that one, and has as many lanes as there were."""
+def test_a_plane_is_found_by_its_other_partitions_when_the_first_is_deleted(plane: PlaneSettings) -> None:
+    """A bridge that begins then makes that one, and has as many partitions as there were."""
     with TalkingEngine() as engine:
         with bridging(plane, engine.watch):
             engine.say(10)
             settled(Log(plane), engine)
         with_js(plane, lambda js: js.delete_stream(Layout(plane.name, 2).stream(0)))
-        other = PlaneSettings(servers=plane.servers, name=plane.name, lanes=5)
+        other = PlaneSettings(servers=plane.servers, name=plane.name, partitions=5)
         with bridging(other, engine.watch) as bridge:
             settled(Log(plane), engine)
-            assert len(bridge.status().lanes) == 2
+            assert len(bridge.status().partitions) == 2
 
 
-def test_a_lane_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it(plane: PlaneSettings) -> None:
+def test_a_partition_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it(plane: PlaneSettings) -> None:
     """For every reader alike; who had read all of it is of the same mind afterwards."""
     with TalkingEngine() as engine, bridging(plane, engine.watch, name="knows") as knows:
         engine.say(30)
@@ -382,20 +382,20 @@ def test_a_lane_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it(plan
         engine.restart()
         engine.say(30)
         settled(log, engine)
-        lane = log.layout.lane_of("engine")
-        with_js(plane, lambda js: js.purge_stream(log.layout.stream(lane)))
+        partition = log.layout.partition_of("engine")
+        with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition)))
         with bridging(plane, engine.watch, name="does not"):
             engine.say(30)
             log.until("its record", lambda log: any(isinstance(record, Blank) for page in log.pages for record in page.records))
             engine.say(30)
             settled(log, engine)
             newcomer = settled(Log(plane), engine)
-            standings = [each.ledgers[lane].streams["engine", 0].incarnation for each in (log, newcomer)]
+            standings = [each.ledgers[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
             assert standings[0] == standings[1] > 1
             assert knows.status().breaches == 0
 
 
-def test_a_lane_is_readable_where_its_streams_begin_with_a_page_or_a_replica_holds_it(plane: PlaneSettings) -> None:
+def test_a_partition_is_readable_where_its_streams_begin_with_a_page_or_a_replica_holds_it(plane: PlaneSettings) -> None:
     async def work(js: JetStreamContext) -> list[bool]:
         layout = await make(js, plane)
         for _ in range(5):
@@ -405,8 +405,8 @@ def test_a_lane_is_readable_where_its_streams_begin_with_a_page_or_a_replica_hol
         state = await state_of(js, layout, 0)
         found += [await Recall(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
         bucket = await js.key_value(layout.leases)
-        for lane in (1, 0):
-            await bucket.put(f"{PREFIX}replica", Opinion.of({lane: [Place.of(3, {})]}).encode())
+        for partition in (1, 0):
+            await bucket.put(f"{PREFIX}replica", Opinion.of({partition: [Place.of(3, {})]}).encode())
             found.append(await Recall(js, layout).is_readable(0, state, begins_at=1))
         return found
 
@@ -423,14 +423,16 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
 
         async def take(js: JetStreamContext) -> None:
             path = tmp_path / "index"
-            for lane, ledger in log.ledgers.items():
-                state = await state_of(js, layout, lane)
-                await Snapshots(js, layout).save(take_lane(lane, ledger, {}, log.index, path), path, 0, "test", state.made)
-                await js.purge_stream(layout.stream(lane), seq=ledger.position + 1)
-                found = await Recall(js, layout).ledger(lane, state)
+            for partition, ledger in log.ledgers.items():
+                state = await state_of(js, layout, partition)
+                await Snapshots(js, layout).save(
+                    take_partition(partition, ledger, {}, log.index, path), path, 0, "test", state.made
+                )
+                await js.purge_stream(layout.stream(partition), seq=ledger.position + 1)
+                found = await Recall(js, layout).ledger(partition, state)
                 assert found is not None
                 assert found.position == ledger.position
-                assert await Recall(js, layout).ledger(lane, state._replace(made="another life")) is None
+                assert await Recall(js, layout).ledger(partition, state._replace(made="another life")) is None
 
         with_js(plane, take)
         engine.say(30)
@@ -441,14 +443,14 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
         assert not any(isinstance(record, Blank) for page in log.pages for record in page.records)
 
 
-def test_a_lane_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Path) -> None:
-    """The other lanes go on; and when somebody makes it, so does this one."""
+def test_a_partition_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Path) -> None:
+    """The other partitions go on; and when somebody makes it, so does this one."""
     bridges = {"user": "bridge", "password": "b", "permissions": {"publish": {"allow": [">"]}}}
     users = [bridges, {"user": "admin", "password": "a"}]
     with nats_server(tmp_path, authorization={"users": users}) as server:
         plane = plane_at(server.url_of("bridge:b"))
         admin = plane_at(server.url_of("admin:a"))
-        names = {Layout("", 2).lane_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
+        names = {Layout("", 2).partition_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
         with (
             TalkingEngine(names[0]) as robbed,
             TalkingEngine(names[1]) as other,
@@ -462,7 +464,7 @@ def test_a_lane_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Pat
             layout = Layout(plane.name, 2)
             info = with_js(admin, lambda js: js.stream_info(layout.stream(0)))
             with_js(admin, lambda js: js.delete_stream(layout.stream(0)))
-            until("it to be told", lambda: "may not publish" in lane_of(bridge, names[0]).fault, SECONDS)
+            until("it to be told", lambda: "may not publish" in partition_of(bridge, names[0]).fault, SECONDS)
             other.say(10)
             robbed.say(10)
             log = Log(admin)
@@ -470,4 +472,4 @@ def test_a_lane_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Pat
             log.until("the other one", lambda log: len(log.numbers(names[1])) == 20)
             with_js(admin, lambda js: js.add_stream(info.config))
             settled(Log(admin), robbed, other)
-            until("no fault", lambda: not lane_of(bridge, names[0]).fault, SECONDS)
+            until("no fault", lambda: not partition_of(bridge, names[0]).fault, SECONDS)

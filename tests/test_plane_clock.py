@@ -73,20 +73,20 @@ def serve_through_it(clock: ServersClock, servers: list[NatsServer], plane: Plan
 
 def test_a_server_whose_clock_is_set_loses_nothing(clock: ServersClock, tmp_path: Path) -> None:
     with nats_server(tmp_path / "nats", command=clock.command) as server:
-        serve_through_it(clock, [server], PlaneSettings(servers=(server.url,), lanes=1, lane_bytes=64 << 20))
+        serve_through_it(clock, [server], PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=64 << 20))
 
 
 def test_a_server_of_a_cluster_whose_clock_is_another_one_loses_nothing(clock: ServersClock, tmp_path: Path) -> None:
-    """One of three, whether it leads the lane or not: the others have the right time."""
+    """One of three, whether it leads the partition or not: the others have the right time."""
     with nats_cluster(tmp_path / "nats", each={"n1": {"command": clock.command}}) as cluster:
-        plane = PlaneSettings(servers=cluster.urls, lanes=1, lane_bytes=64 << 20, copies=3)
+        plane = PlaneSettings(servers=cluster.urls, partitions=1, partition_bytes=64 << 20, copies=3)
         serve_through_it(clock, [cluster.nodes["n1"]], plane)
 
 
 def test_a_server_that_comes_back_with_another_time_has_all_it_had(clock: ServersClock, tmp_path: Path) -> None:
     """As a machine whose clock was lost while it was off."""
     with nats_server(tmp_path / "nats", command=clock.command) as server, TalkingEngine() as engine:
-        plane = PlaneSettings(servers=(server.url,), lanes=1, lane_bytes=64 << 20)
+        plane = PlaneSettings(servers=(server.url,), partitions=1, partition_bytes=64 << 20)
         log = Log(plane)
         with bridging(plane, engine.watch):
             for seconds in (HOUR, -HOUR, 0):

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @needs_nats
 def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServer) -> None:
     """Its beats go on, and say so, whatever its queue is full of; when there is room again, all is there and EXACT."""
-    plane = plane_at(server.url, name="unread", lanes=1)
+    plane = plane_at(server.url, name="unread", partitions=1)
     with ExitStack() as stack:
         one = stack.enter_context(engine())
         bridge = stack.enter_context(bridging(plane, watch_of("one", one), late_seconds=0.2))
@@ -86,7 +86,7 @@ def test_a_bridge_that_is_behind_may_be_sure_that_its_engine_is_away() -> None:
     assert trust_after(*records("STALE", a=7.0)) == Trust.STALE
 
 
-def test_the_oldest_record_that_is_due_is_what_a_lane_is_behind() -> None:
+def test_the_oldest_record_that_is_due_is_what_a_partition_is_behind() -> None:
     """One that is held back on purpose, as by a bridge in reserve, is not late."""
     composer = Composer(Ledger(), "bridge", 1 << 20, "life")
     composer.anchor(("engine", 0))

@@ -11,7 +11,7 @@ from nats.js import JetStreamContext, api
 
 from bridge_cases import with_js
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.layout import LaneMetadata, Layout, find, make, make_lane, state_of
+from kvevents.plane.layout import Layout, PartitionMetadata, find, make, make_partition, state_of
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 
@@ -24,8 +24,8 @@ def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServ
         yield found
 
 
-def plane(server: NatsServer, name: str, lanes: int = 3, **more: Any) -> PlaneSettings:
-    return PlaneSettings(servers=(server.url,), name=name, lanes=lanes, **{"lane_bytes": 4 << 20, **more})
+def plane(server: NatsServer, name: str, partitions: int = 3, **more: Any) -> PlaneSettings:
+    return PlaneSettings(servers=(server.url,), name=name, partitions=partitions, **{"partition_bytes": 4 << 20, **more})
 
 
 def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
@@ -34,13 +34,13 @@ def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
     async def work(js: JetStreamContext) -> None:
         assert await find(js, "once") is None
         first = await make(js, settings)
-        lives = [(await state_of(js, first, lane)).made for lane in range(3)]
+        lives = [(await state_of(js, first, partition)).made for partition in range(3)]
         assert len(set(lives)) == 3
         again = await make(js, settings)
-        assert [(await state_of(js, again, lane)).made for lane in range(3)] == lives
+        assert [(await state_of(js, again, partition)).made for partition in range(3)] == lives
         found = await find(js, "once")
         assert found is not None
-        assert (found.name, found.lanes) == ("once", 3)
+        assert (found.name, found.partitions) == ("once", 3)
         assert (await state_of(js, first, 2))[:2] == (0, 0)
 
     with_js(settings, work)
@@ -48,19 +48,19 @@ def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
 
 def test_those_who_make_it_at_once_make_the_same_one(server: NatsServer) -> None:
     """Though they were told to make different ones."""
-    settings = [plane(server, "race", lanes) for lanes in (2, 4, 3, 2)]
+    settings = [plane(server, "race", partitions) for partitions in (2, 4, 3, 2)]
 
     async def work(js: JetStreamContext) -> None:
         layouts = await asyncio.gather(*(make(js, each) for each in settings))
         found = await find(js, "race")
         assert found is not None
-        assert {layout.lanes for layout in layouts} == {found.lanes}
+        assert {layout.partitions for layout in layouts} == {found.partitions}
 
     with_js(settings[0], work)
 
 
 def test_what_an_operator_has_changed_stays(server: NatsServer) -> None:
-    """A lane that was full has been given more room and another description. It is the same lane."""
+    """A partition that was full has been given more room and another description. It is the same partition."""
     settings = plane(server, "edited")
 
     async def work(js: JetStreamContext) -> None:
@@ -69,24 +69,24 @@ def test_what_an_operator_has_changed_stays(server: NatsServer) -> None:
         made = (await state_of(js, layout, 1)).made
         config.max_bytes, config.description = 8 << 20, "the one that was full"
         await js.update_stream(config)
-        assert (await make(js, settings)).lanes == 3
+        assert (await make(js, settings)).partitions == 3
         assert (await state_of(js, layout, 1)).made == made
         assert (await js.stream_info(layout.stream(1))).config.max_bytes == 8 << 20
 
     with_js(settings, work)
 
 
-def test_a_lane_that_is_made_again_is_another_one(server: NatsServer) -> None:
+def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> None:
     settings = plane(server, "again")
 
     async def work(js: JetStreamContext) -> None:
         layout = await make(js, settings)
         before = (await state_of(js, layout, 0)).made
         await js.delete_stream(layout.stream(0))
-        with pytest.raises(PlaneError, match="lane 0 of plane 'again'") as told:
+        with pytest.raises(PlaneError, match="partition 0 of plane 'again'") as told:
             await state_of(js, layout, 0)
         assert told.value.fault == "missing"
-        await make_lane(js, layout, 0, settings)
+        await make_partition(js, layout, 0, settings)
         assert (await state_of(js, layout, 0)).made != before
 
     with_js(settings, work)
@@ -96,22 +96,22 @@ def test_a_lane_that_is_made_again_is_another_one(server: NatsServer) -> None:
     "odd",
     [
         {"metadata": {"owner": "me"}},
-        {"subjects": ["kvevents.odd.lane.0", "more"]},
+        {"subjects": ["kvevents.odd.partition.0", "more"]},
         {"discard": api.DiscardPolicy.OLD},
         {"max_age": 600.0},
         {"max_msgs": 5},
     ],
     ids=str,
 )
-def test_streams_that_would_forget_are_no_lanes(server: NatsServer, odd: dict[str, Any]) -> None:
+def test_streams_that_would_forget_are_no_partitions(server: NatsServer, odd: dict[str, Any]) -> None:
     """Nor are those of somebody else."""
     settings = plane(server, "odd")
 
     async def work(js: JetStreamContext) -> None:
         layout = await make(js, settings)
         config = (await js.stream_info(layout.stream(0))).config
-        for lane in range(3):
-            await js.delete_stream(layout.stream(lane))
+        for partition in range(3):
+            await js.delete_stream(layout.stream(partition))
         for name, value in odd.items():
             setattr(config, name, value)
         await js.add_stream(config)
@@ -125,7 +125,7 @@ def test_streams_that_would_forget_are_no_lanes(server: NatsServer, odd: dict[st
 def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
     async def work(js: JetStreamContext) -> None:
         await js.add_stream(
-            name=Layout("later", 1).stream(0), subjects=["x"], metadata=LaneMetadata(99, 2, "life").as_metadata()
+            name=Layout("later", 1).stream(0), subjects=["x"], metadata=PartitionMetadata(99, 2, "life").as_metadata()
         )
         with pytest.raises(ConfigError, match="layout 99"):
             await find(js, "later")
@@ -133,10 +133,10 @@ def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
     with_js(plane(server, "later"), work)
 
 
-def test_engines_are_spread_over_lanes_in_the_same_way_for_ever() -> None:
+def test_engines_are_spread_over_partitions_in_the_same_way_for_ever() -> None:
     layout = Layout("any", 8)
-    assert [layout.lane_of(f"engine-{at}") for at in range(8)] == [2, 4, 5, 5, 5, 6, 6, 7]
+    assert [layout.partition_of(f"engine-{at}") for at in range(8)] == [2, 4, 5, 5, 5, 6, 6, 7]
     counts = [0] * 8
     for at in range(8_000):
-        counts[layout.lane_of(f"http://10.0.{at // 256}.{at % 256}:8000")] += 1
+        counts[layout.partition_of(f"http://10.0.{at // 256}.{at % 256}:8000")] += 1
     assert max(counts) < 1.15 * min(counts)

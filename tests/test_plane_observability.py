@@ -69,7 +69,7 @@ def running(folder: Path) -> Iterator[Plane]:
         one = stack.enter_context(engine())
         port = quiet_port()
         worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
-        limits = ("--lanes", 2, "--lane-size", "64MiB")
+        limits = ("--partitions", 2, "--partition-size", "64MiB")
         followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--name", "bridge")
         bridge = stack.enter_context(Program("bridge", "--to", server.url, *limits, *followed))
         # One that holds a share exports what every replica does, and more.

@@ -13,7 +13,7 @@ from kvevents.plane.ledger import Ledger
 from kvevents.plane.opinions import PREFIX, Opinion, Place
 from kvevents.plane.reading import Pushed
 from kvevents.plane.records import VERSION, Batched, Join, Key, Page, Record, encode_page
-from kvevents.plane.settings import MAX_LANES
+from kvevents.plane.settings import MAX_PARTITIONS
 from kvevents.plane.status import PlaneView, look
 from kvevents.plane.subscriber import CENSUS_PAGES, LogSubscriber
 from nats_servers import NatsServer, nats_server, needs_nats
@@ -36,7 +36,7 @@ def digests(count: int) -> dict[Key, str]:
 def counted(held: dict[Key, str]) -> Opinion:
     """What a replica tells that has read a log of so many streams, and holds this of them."""
     subscriber = LogSubscriber(lambda: 0.0, held.get)
-    subscriber.add_lane(0, Ledger(), {})
+    subscriber.add_partition(0, Ledger(), {})
     names = sorted(source for source, _ in held)
     records: list[Record] = [record for name in names for record in (Join(name, 0, b""), Batched(name, 0, 0, 0, False, b""))]
     pages = [Page(VERSION, "bridge", 0.0, records), *[Page(VERSION, "bridge", 0.0, [])] * (CENSUS_PAGES[0] - 1)]
@@ -77,7 +77,7 @@ def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[flo
             return held[key]
 
         subscriber = LogSubscriber(lambda: 0.0, digest)
-        subscriber.add_lane(0, Ledger(), {})
+        subscriber.add_partition(0, Ledger(), {})
         records: list[Record] = [Join("engine", 0, b"")]
         found = [Page(VERSION, "bridge", clocks[number % 2], records) for number in range(pages)]
         subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(found, 1)])
@@ -93,9 +93,9 @@ def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[flo
 
 
 def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
-    """With as many lanes as there may be, whatever is in them."""
+    """With as many partitions as there may be, whatever is in them."""
     place = Place.of(2**53, digests(10))
-    opinion = Opinion.of(dict.fromkeys(range(MAX_LANES), [place] * len(CENSUS_PAGES)))
+    opinion = Opinion.of(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(CENSUS_PAGES)))
     assert len(opinion.encode()) < 60 << 10
     assert Opinion.decode(opinion.encode()) == opinion
     assert Opinion.decode(b'{"places": {"0": [[1, {"x": "y"}]]}}') is None
@@ -104,7 +104,7 @@ def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
 @needs_nats
 def test_replicas_of_twenty_thousand_streams_hear_each_other(server: NatsServer) -> None:
     """A server takes a MiB at once, and one digest for each stream would be more."""
-    plane = plane_at(server.url, name="many", lanes=1)
+    plane = plane_at(server.url, name="many", partitions=1)
     held = digests(STREAMS)
     other = {**held, (LARGE_NAME % 0, 0): "another"}
 

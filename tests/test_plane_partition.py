@@ -87,7 +87,7 @@ class Scene:
 
     @property
     def leader(self) -> str:
-        """The server that leads the only lane."""
+        """The server that leads the only partition."""
         return self.cluster.leader_of(Layout(self.plane.name, 1).stream(0))
 
     def goes_on(self) -> None:
@@ -96,7 +96,7 @@ class Scene:
         until("more in the log", lambda: self._written() > before, SECONDS)
 
     def _written(self) -> int:
-        with suppress(NatsError):  # nobody leads the lane at the moment
+        with suppress(NatsError):  # nobody leads the partition at the moment
             self.log.read()
         return len(self.log.numbers(self.engine.name))
 
@@ -111,7 +111,7 @@ class Scene:
 
 @contextmanager
 def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, ...]) -> Iterator[Scene]:
-    plane = PlaneSettings(servers=cluster.urls, name=name, lanes=1, lane_bytes=64 << 20, copies=3)
+    plane = PlaneSettings(servers=cluster.urls, name=name, partitions=1, partition_bytes=64 << 20, copies=3)
     at = f"tcp://{net.address}:*"
     with ExitStack() as stack:
         stack.callback(net.heal)
@@ -159,7 +159,8 @@ def test_a_replica_that_is_cut_off_says_so(net: Network, cluster: NatsCluster) -
 
 @pytest.mark.skipif("KVEVENTS_LONG" not in os.environ, reason="servers take a minute to elect again: `make partitions`")
 def test_two_halves_of_everything(net: Network, cluster: NatsCluster) -> None:
-    """There a bridge, a replica and the server that leads the lane; here the engine and another one of each, and two servers.
+    """There a bridge, a replica and the server that leads the partition; here the engine and another one of each, and two
+    servers.
 
     Here it goes on under another leader, and there everybody knows that it cannot.
     """

@@ -12,7 +12,7 @@ import pytest
 
 from kvevents.errors import PlaneError
 from kvevents.plane import snapshots
-from kvevents.plane.layout import LaneState, Layout
+from kvevents.plane.layout import Layout, PartitionInfo
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.recalling import Recall
 from kvevents.plane.snapshots import VERSION, Kept, Snapshots, Taken
@@ -53,7 +53,7 @@ def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Rec
             await hang()
         return SimpleNamespace(data=objects[name])
 
-    async def usable(_: Snapshots, __: int, ___: LaneState) -> list[Kept]:
+    async def usable(_: Snapshots, __: int, ___: PartitionInfo) -> list[Kept]:
         return [kept("newest"), kept("before")]
 
     monkeypatch.setattr(Snapshots, "usable", usable)
@@ -71,13 +71,13 @@ def js_with(store: Any) -> Any:
 
 
 def test_a_snapshot_that_does_not_come_gives_way_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nats-py waits for chunks without end, and the lane would never begin."""
+    """nats-py waits for chunks without end, and the partition would never begin."""
     ledger = asyncio.run(within(recall(monkeypatch, {"before.streams": taken(7)}).ledger, 0, STATE))
     assert ledger is not None
     assert ledger.position == 7
 
 
-def test_where_none_comes_in_time_the_lane_is_not_begun_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_none_comes_in_time_the_partition_is_not_begun_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be whole: without them, a bridge would find pages purged and begin all streams anew."""
     with pytest.raises(PlaneError, match="reading the streams of snapshot newest") as caught:
         asyncio.run(within(recall(monkeypatch, {}).ledger, 0, STATE))
@@ -87,7 +87,7 @@ def test_where_none_comes_in_time_the_lane_is_not_begun_without_them(monkeypatch
 def test_a_snapshot_is_taken_though_the_servers_do_not_remove_what_it_replaces(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Its taker has the lane's lease until then."""
+    """Its taker has the partition's lease until then."""
 
     async def entry(_: Snapshots, __: int) -> tuple[list[Kept], int]:
         return [], 0

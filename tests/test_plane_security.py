@@ -86,7 +86,7 @@ def login(server: NatsServer, certificates: Path) -> Login:
     def settings(role: str) -> PlaneSettings:
         return PlaneSettings(
             servers=(f"tls://127.0.0.1:{server.port}",),
-            lane_bytes=64 << 20,
+            partition_bytes=64 << 20,
             nkey=str(certificates / f"{role}.nk"),
             tls_ca=str(certificates / "ca.pem"),
             tls_certificate=str(certificates / "client.pem"),
@@ -168,7 +168,7 @@ def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> No
     ):
         one.store(range(64))
         replica.exact("one", blocks=4)
-        until("two snapshots, and a purge", lambda: first_pages(login("operator")) > LAYOUT.lanes)
+        until("two snapshots, and a purge", lambda: first_pages(login("operator")) > LAYOUT.partitions)
         assert not replica.told("permission")
         with serving(*flags(login("router"), "b")) as router:
             router.exact("one", blocks=4)
@@ -187,7 +187,14 @@ def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
         engine() as one,
         serving(*flags(login("router"), "a")) as router,
         Program(
-            "bridge", *to, "--lane-size", "64MiB", "--model", MODEL, "--worker", f"one={one.endpoint},{one.replay_endpoint}"
+            "bridge",
+            *to,
+            "--partition-size",
+            "64MiB",
+            "--model",
+            MODEL,
+            "--worker",
+            f"one={one.endpoint},{one.replay_endpoint}",
         ) as bridge,
     ):
         one.store(range(64))
@@ -223,11 +230,13 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
 
 
 def first_pages(settings: PlaneSettings) -> int:
-    """Sum of the numbers of the lanes' oldest pages: as many as there are lanes before anything is purged."""
+    """Sum of the numbers of the partitions' oldest pages: as many as there are partitions before anything is purged."""
 
     async def ask() -> int:
         async with jetstream(settings) as (_, js):
-            return sum([(await js.stream_info(LAYOUT.stream(lane))).state.first_seq for lane in range(LAYOUT.lanes)])
+            return sum(
+                [(await js.stream_info(LAYOUT.stream(partition))).state.first_seq for partition in range(LAYOUT.partitions)]
+            )
 
     return asyncio.run(ask())
 
@@ -240,12 +249,12 @@ async def make_plane(login: Login) -> None:
 
 WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "a page": lambda js: js.publish(LAYOUT.subject(0), b"page"),
-    "purge a lane": lambda js: js.purge_stream(LAYOUT.stream(0), seq=1),
+    "purge a partition": lambda js: js.purge_stream(LAYOUT.stream(0), seq=1),
     "purge a bucket": lambda js: js.purge_stream(KEPT[1]),
-    "delete a lane": lambda js: js.delete_stream("NOBODYS"),
+    "delete a partition": lambda js: js.delete_stream("NOBODYS"),
     "delete a page": lambda js: js.delete_msg(LAYOUT.stream(0), 1 << 40),
     "make a stream": lambda js: js.add_stream(name="NOBODYS", subjects=["nobodys"]),
-    "change a lane": lambda js: js.update_stream(name="NOBODYS", subjects=["nobodys"]),
+    "change a partition": lambda js: js.update_stream(name="NOBODYS", subjects=["nobodys"]),
     "a digest": lambda js: js.publish(f"$KV.{LAYOUT.leases}.digest.x", b""),
     "a snapshot's lease": lambda js: js.publish(f"$KV.{LAYOUT.leases}.lease.snapshot.0", b""),
     "a replica's name": lambda js: js.publish(f"$KV.{LAYOUT.leases}.replica.x", b""),
@@ -259,7 +268,7 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
 MAY: Final = {
     "router": set[str](),
     "replica": {
-        *("purge a lane", "a digest", "a snapshot's lease", "which snapshot counts", "a part of a snapshot"),
+        *("purge a partition", "a digest", "a snapshot's lease", "which snapshot counts", "a part of a snapshot"),
         *("remove a snapshot's parts", "a replica's name", "a share"),
     },
     "bridge": {"a page", "make a stream"},
@@ -301,8 +310,8 @@ async def test_every_role_reads(login: Login, role: str) -> None:
 # --- what permissions do not stop --------------------------------------------------------------------------------------------
 
 
-async def test_whoever_may_ask_can_have_the_answer_put_into_a_lane(login: Login) -> None:
-    """Servers look at the subject of a request, not at where its answer is to go, so lanes are not proof against the
+async def test_whoever_may_ask_can_have_the_answer_put_into_a_partition(login: Login) -> None:
+    """Servers look at the subject of a request, not at where its answer is to go, so partitions are not proof against the
     plane's own users. An answer is no page, and readers pass over it."""
     await make_plane(login)
     async with jetstream(login("router")) as (client, js):
@@ -314,7 +323,7 @@ async def test_whoever_may_ask_can_have_the_answer_put_into_a_lane(login: Login)
     assert decode_page(found.data) is None
 
 
-async def test_whoever_may_write_a_digest_can_have_it_delivered_into_a_lane(login: Login) -> None:
+async def test_whoever_may_write_a_digest_can_have_it_delivered_into_a_partition(login: Login) -> None:
     """By a consumer that delivers there. So a replica is trusted with the log as a bridge is; a router has
     nothing to deliver."""
     await make_plane(login)
@@ -326,14 +335,15 @@ async def test_whoever_may_write_a_digest_can_have_it_delivered_into_a_lane(logi
     assert found.data == b"whatever it likes"
 
 
-def test_pages_that_a_router_has_delivered_into_another_lane_mean_nothing(login: Login) -> None:
-    """The server refuses them where they do not fit, by the number in their header; those that it takes name another lane."""
+def test_pages_that_a_router_has_delivered_into_another_partition_mean_nothing(login: Login) -> None:
+    """The server refuses them where they do not fit, by the number in their header; those that it takes name another
+    partition."""
 
-    async def deliver(lane: int) -> None:
-        other = (lane + 1) % LAYOUT.lanes
+    async def deliver(partition: int) -> None:
+        other = (partition + 1) % LAYOUT.partitions
         async with jetstream(login("router")) as (_, js):
-            await js.add_consumer(LAYOUT.stream(lane), deliver_subject=LAYOUT.subject(other), ack_policy="none")
-            data = (await js.get_msg(LAYOUT.stream(lane), 1)).data
+            await js.add_consumer(LAYOUT.stream(partition), deliver_subject=LAYOUT.subject(other), ack_policy="none")
+            data = (await js.get_msg(LAYOUT.stream(partition), 1)).data
         async with jetstream(login("bridge")) as (_, js):  # as it would come without the header
             assert data is not None
             await js.publish(LAYOUT.subject(other), data)
@@ -342,7 +352,7 @@ def test_pages_that_a_router_has_delivered_into_another_lane_mean_nothing(login:
         with serving(*flags(login("router"), "a")) as router:
             one.store(range(64))
             router.exact("one", blocks=4)
-            asyncio.run(deliver(LAYOUT.lane_of(watch_of("one", one).key[0])))
+            asyncio.run(deliver(LAYOUT.partition_of(watch_of("one", one).key[0])))
             one.store(range(100, 132))
             router.exact("one", blocks=6)
         with serving(*flags(login("router"), "b")) as router:
@@ -372,8 +382,8 @@ def test_the_test_names_all_that_is_permitted() -> None:
     for role in ("replica", "bridge"):
         assert reading <= set(found[role]["publish"]["allow"])
     assert all(each.keys() == {"publish", "subscribe"} and each["publish"].keys() == {"allow"} for each in found.values())
-    lanes = [subject for subject in found["replica"]["publish"]["allow"] if "STREAM.PURGE.KVEVENTS" in subject]
-    assert lanes == [f"$JS.API.STREAM.PURGE.{LAYOUT.stream(lane)}" for lane in range(LAYOUT.lanes)]
+    partitions = [subject for subject in found["replica"]["publish"]["allow"] if "STREAM.PURGE.KVEVENTS" in subject]
+    assert partitions == [f"$JS.API.STREAM.PURGE.{LAYOUT.stream(partition)}" for partition in range(LAYOUT.partitions)]
 
 
 # --- credentials of an operator's users --------------------------------------------------------------------------------------
@@ -385,7 +395,7 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
 
     def settings(role: str) -> PlaneSettings:
         path = operator.credentials(tmp_path / f"{role}.creds", role, roles[role])
-        return PlaneSettings(servers=(operated.url,), lane_bytes=64 << 20, credentials=str(path))
+        return PlaneSettings(servers=(operated.url,), partition_bytes=64 << 20, credentials=str(path))
 
     with nats_server(tmp_path / "nats", **operator.options) as operated, engine() as one:
         with (
@@ -417,7 +427,9 @@ def test_users_that_may_not_listen_to_each_other(tmp_path: Path) -> None:
         own = f"_INBOX_{role}"
         may = {**roles[role], "subscribe": {"allow": [f"{own}.>"]}}
         path = operator.credentials(tmp_path / f"{role}.creds", role, may)
-        return PlaneSettings(servers=(private.url,), lane_bytes=64 << 20, credentials=str(path), inbox_prefix=prefix or own)
+        return PlaneSettings(
+            servers=(private.url,), partition_bytes=64 << 20, credentials=str(path), inbox_prefix=prefix or own
+        )
 
     with nats_server(tmp_path / "nats", **operator.options) as private, engine() as one:
         with (

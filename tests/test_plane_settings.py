@@ -39,7 +39,7 @@ def written_files(tmp_path: Path) -> dict[str, str]:
 
 def test_one_server_is_enough() -> None:
     settings = PlaneSettings(servers=(URL,))
-    assert (settings.name, settings.lanes, settings.copies, settings.lane_bytes) == ("default", 8, 1, 1 << 30)
+    assert (settings.name, settings.partitions, settings.copies, settings.partition_bytes) == ("default", 8, 1, 1 << 30)
     assert settings.login == Login()
     assert not settings.needs_tls
 
@@ -54,7 +54,7 @@ def test_one_server_is_enough() -> None:
         ({"servers": ("nats://host:x",)}, "it must look like nats://HOST:4222"),
         ({"servers": ("nats://host:70000",)}, "it must look like nats://HOST:4222"),
         ({"servers": ("nats://host:0",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("nats://host/lanes",)}, "something behind its port"),
+        ({"servers": ("nats://host/partitions",)}, "something behind its port"),
         ({"servers": (URL, "wss://host")}, "all reached by WebSocket, or none"),
         ({"servers": ("nats://a:b@x", "nats://c:d@y")}, "the URLs have different ones"),
         ({"servers": ("nats://a:b@x",), "token": "t"}, "there are token and the login in the URL"),
@@ -62,13 +62,13 @@ def test_one_server_is_enough() -> None:
         ({"name": "a.b"}, "1 to 32 letters"),
         ({"name": "a" * 33}, "1 to 32 letters"),
         ({"name": "a\n"}, "1 to 32 letters"),
-        ({"lanes": 0}, "from 1 to 256"),
-        ({"lanes": 257}, "from 1 to 256"),
+        ({"partitions": 0}, "from 1 to 256"),
+        ({"partitions": 257}, "from 1 to 256"),
         ({"copies": 2}, "1, 3 or 5"),
         ({"inbox_prefix": "_INBOX.>"}, "beginning of a subject"),
         ({"inbox_prefix": ""}, "beginning of a subject"),
         ({"inbox_prefix": "x" * 65}, "at most 64"),
-        ({"lane_bytes": 1000}, "at least 1048576"),
+        ({"partition_bytes": 1000}, "at least 1048576"),
     ],
     ids=str,
 )
@@ -156,7 +156,7 @@ def test_no_text_before_the_host_is_told(user: str, password: str, scheme: str) 
         {"servers": ("nats://u:tops%2Fecret@host", "wss://host")},
         {"servers": ("nats://u:tops%2Fecret@host",), "token": SECRET},
         {"servers": ("nats://u:tops%2Fecret@host", "nats://u:other@host")},
-        {"servers": (URL,), "token": SECRET, "lanes": 0},
+        {"servers": (URL,), "token": SECRET, "partitions": 0},
         {"servers": (URL,), "token": SECRET, "nkey": "none"},
     ],
     ids=str,
@@ -180,5 +180,5 @@ def test_no_secret_is_shown(files: dict[str, str]) -> None:
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="unknown field `lane`"):
-        msgspec.convert({"servers": [URL], "lane": 3}, PlaneSettings)
+    with pytest.raises(msgspec.ValidationError, match="unknown field `partition`"):
+        msgspec.convert({"servers": [URL], "partition": 3}, PlaneSettings)

@@ -1,4 +1,5 @@
-"""Which replica holds which lanes: rendezvous hashing, and replicas that come and go without anybody who decides for all."""
+"""Which replica holds which partitions: rendezvous hashing, and replicas that come and go without anybody who decides for
+all."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvevents.plane.sharding import Announcement, Roster, SharePace, owners, plan
 
 NAMES = st.lists(st.text("abcdefgh-", min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
-LANES = 64
+PARTITIONS = 64
 PACE = SharePace()
 
 
@@ -20,28 +21,28 @@ def says(*held: int, holders: int = 1, beat: int = 0) -> Announcement:
 
 
 @given(NAMES, st.integers(0, 255), st.integers(1, 4))
-def test_a_lane_has_as_many_owners_as_are_wanted_and_all_agree_who(names: list[str], lane: int, holders: int) -> None:
-    found = owners(lane, names, holders)
+def test_a_partition_has_as_many_owners_as_are_wanted_and_all_agree_who(names: list[str], partition: int, holders: int) -> None:
+    found = owners(partition, names, holders)
     assert len(found) == len(set(found)) == min(holders, len(names))
-    assert found == owners(lane, reversed(names), holders)
+    assert found == owners(partition, reversed(names), holders)
 
 
 @given(NAMES, st.integers(1, 3), st.data())
-def test_only_lanes_of_who_goes_move_and_of_each_one_holder(names: list[str], holders: int, data: st.DataObject) -> None:
+def test_only_partitions_of_who_goes_move_and_of_each_one_holder(names: list[str], holders: int, data: st.DataObject) -> None:
     """The other way round it is one who comes: it takes over a share, and nothing moves between the others."""
     gone = data.draw(st.sampled_from(names))
     left = [name for name in names if name != gone]
-    for lane in range(LANES):
-        before, after = owners(lane, names, holders), owners(lane, left, holders)
+    for partition in range(PARTITIONS):
+        before, after = owners(partition, names, holders), owners(partition, left, holders)
         stayed = [name for name in before if name != gone]
         assert after[: len(stayed)] == stayed
         assert len(after) - len(stayed) == (gone in before and len(left) >= holders)
 
 
 def test_shares_are_even() -> None:
-    """Of 256 lanes on 10 replicas, each held twice: nobody has half as much again as the mean."""
+    """Of 256 partitions on 10 replicas, each held twice: nobody has half as much again as the mean."""
     names = [f"replica-{number}" for number in range(10)]
-    shares = [sum(name in owners(lane, names, 2) for lane in range(256)) for name in names]
+    shares = [sum(name in owners(partition, names, 2) for partition in range(256)) for name in names]
     assert sum(shares) == 512
     assert max(shares) < 1.5 * 512 / 10
 
@@ -49,10 +50,10 @@ def test_shares_are_even() -> None:
 @given(
     st.dictionaries(st.text("abc", min_size=1, max_size=2), st.sets(st.integers(0, 9)), max_size=5), st.sets(st.integers(0, 9))
 )
-def test_a_plan_asks_each_lane_of_one_who_holds_it(holding: Mapping[str, set[int]], lanes: set[int]) -> None:
-    asked, nobody = plan("own", lanes, holding)
-    told = [lane for found in asked.values() for lane in found]
-    assert sorted(told + nobody) == sorted(lanes)
+def test_a_plan_asks_each_partition_of_one_who_holds_it(holding: Mapping[str, set[int]], partitions: set[int]) -> None:
+    asked, nobody = plan("own", partitions, holding)
+    told = [partition for found in asked.values() for partition in found]
+    assert sorted(told + nobody) == sorted(partitions)
     assert all(set(found) <= holding[name] and found for name, found in asked.items())
     assert not set(nobody).intersection(*([set().union(*holding.values())] if holding else [set()]))
 
@@ -64,33 +65,33 @@ def test_a_plan_asks_as_few_as_can_be() -> None:
 
 
 def test_nothing_is_wanted_before_the_others_were_heard_of() -> None:
-    """Or the first of many would begin with all lanes."""
+    """Or the first of many would begin with all partitions."""
     roster = Roster("own", 8, 1)
     assert roster.wanted == frozenset()
     roster.hear({}, [], 0.0)
     assert roster.wanted == frozenset(range(8))
 
 
-def test_a_restart_moves_no_lanes_and_a_death_does() -> None:
-    roster = Roster("a", LANES, 1)
+def test_a_restart_moves_no_partitions_and_a_death_does() -> None:
+    roster = Roster("a", PARTITIONS, 1)
     roster.hear({"b": says()}, [], 0.0)
     share = roster.wanted
-    assert 0 < len(share) < LANES
+    assert 0 < len(share) < PARTITIONS
     roster.hear({}, share, PACE.present_seconds - 1)
     assert (roster.wanted, list(roster.present)) == (share, ["b"]), "one look may have missed it"
     for now in range(int(PACE.present_seconds), int(PACE.dead_seconds), 2):
         roster.hear({"b": says()}, share, float(now))
     assert (roster.wanted, dict(roster.present)) == (share, {}), "what it has said is still there, and nothing new"
     roster.hear({}, share, PACE.dead_seconds + 1)
-    assert roster.wanted == frozenset(range(LANES))
+    assert roster.wanted == frozenset(range(PARTITIONS))
 
 
-def test_a_lane_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_while() -> None:
-    roster = Roster("a", LANES, 2)
-    roster.hear({}, range(LANES), 0.0)
+def test_a_partition_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_while() -> None:
+    roster = Roster("a", PARTITIONS, 2)
+    roster.hear({}, range(PARTITIONS), 0.0)
     others = {"b": says(holders=2), "c": says(holders=2)}
-    roster.hear(others, range(LANES), 1.0)
-    foreign = sorted(set(range(LANES)) - roster.wanted)
+    roster.hear(others, range(PARTITIONS), 1.0)
+    foreign = sorted(set(range(PARTITIONS)) - roster.wanted)
     assert foreign
     assert roster.spare(1000.0) == frozenset()
 
@@ -99,19 +100,19 @@ def test_a_lane_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_w
         return {"b": says(*foreign, holders=2, beat=beat), "c": says(*foreign[1:], holders=2, beat=beat)}
 
     for now in (2.0, 7.0):
-        roster.hear(others_at(now), range(LANES), now)
+        roster.hear(others_at(now), range(PARTITIONS), now)
     assert roster.spare(2.0 + PACE.release_seconds - 0.1) == frozenset()
     assert roster.spare(2.0 + PACE.release_seconds) == frozenset(foreign[1:])
-    roster.hear({"b": others_at(9.0)["b"]}, range(LANES), 9.0)  # one of them is not heard of
+    roster.hear({"b": others_at(9.0)["b"]}, range(PARTITIONS), 9.0)  # one of them is not heard of
     assert roster.spare(1000.0) == frozenset()
     for now in (10.0, 13.0, 16.0, 19.0, 22.0):
-        roster.hear(others_at(10.0), range(LANES), now)  # they say nothing new
+        roster.hear(others_at(10.0), range(PARTITIONS), now)  # they say nothing new
     assert roster.spare(22.0) == frozenset()
 
 
 def test_an_hour_without_the_servers_is_nobodys_death() -> None:
-    """All come back at about the same time; who looks first must not begin with the lanes of those who are slower."""
-    roster = Roster("a", LANES, 1)
+    """All come back at about the same time; who looks first must not begin with the partitions of those who are slower."""
+    roster = Roster("a", PARTITIONS, 1)
     roster.hear({"b": says(beat=1)}, [], 0.0)
     share = roster.wanted
     roster.hear({}, share, 3_600.0)
@@ -120,32 +121,33 @@ def test_an_hour_without_the_servers_is_nobodys_death() -> None:
         roster.hear({}, share, 3_600.0 + passed)
     assert roster.wanted == share
     roster.hear({}, share, 3_600.0 + PACE.dead_seconds + 2)
-    assert roster.wanted == frozenset(range(LANES))
+    assert roster.wanted == frozenset(range(PARTITIONS))
 
 
 def test_nothing_is_let_go_while_nobody_can_be_heard() -> None:
-    roster = Roster("a", LANES, 1)
-    everything = says(*range(LANES), beat=1)
-    roster.hear({"b": everything}, range(LANES), 0.0)
+    roster = Roster("a", PARTITIONS, 1)
+    everything = says(*range(PARTITIONS), beat=1)
+    roster.hear({"b": everything}, range(PARTITIONS), 0.0)
     assert roster.spare(1_000.0) == frozenset()
-    roster.hear({"b": says(*range(LANES), beat=2)}, range(LANES), 1_000.0)
+    roster.hear({"b": says(*range(PARTITIONS), beat=2)}, range(PARTITIONS), 1_000.0)
     assert roster.spare(1_000.0 + PACE.present_seconds) == frozenset()
-    roster.hear({"b": says(*range(LANES), beat=3)}, range(LANES), 1_005.0)
-    roster.hear({"b": says(*range(LANES), beat=4)}, range(LANES), 1_010.0)
-    assert roster.spare(1_000.0 + PACE.release_seconds) == frozenset(range(LANES)) - roster.wanted
+    roster.hear({"b": says(*range(PARTITIONS), beat=3)}, range(PARTITIONS), 1_005.0)
+    roster.hear({"b": says(*range(PARTITIONS), beat=4)}, range(PARTITIONS), 1_010.0)
+    assert roster.spare(1_000.0 + PACE.release_seconds) == frozenset(range(PARTITIONS)) - roster.wanted
 
 
 def test_the_most_holders_that_anybody_was_told_count() -> None:
-    """Settings are changed one replica after the other; until then nobody lets a lane go that another one wants held twice."""
-    roster = Roster("a", LANES, 1)
+    """Settings are changed one replica after the other; until then nobody lets a partition go that another one wants held
+    twice."""
+    roster = Roster("a", PARTITIONS, 1)
     roster.hear({"b": says(holders=2)}, [], 0.0)
-    assert roster.wanted == frozenset(range(LANES))
+    assert roster.wanted == frozenset(range(PARTITIONS))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=12), st.integers(1, 3))
-def test_replicas_that_come_and_go_leave_no_lane_uncovered(turns: list[tuple[str, bool]], holders: int) -> None:
-    """Each acts alone on what it has heard; as long as the one that stays lives, every lane is always held by somebody."""
+def test_replicas_that_come_and_go_leave_no_partition_uncovered(turns: list[tuple[str, bool]], holders: int) -> None:
+    """Each acts alone on what it has heard; as long as the one that stays lives, every partition is always held by somebody."""
     world = World(holders)
     world.start("stays")
     world.settle()
@@ -157,15 +159,17 @@ def test_replicas_that_come_and_go_leave_no_lane_uncovered(turns: list[tuple[str
             assert world.covered
     world.settle()
     assert world.covered
-    for lane in range(World.LANES):
-        assert set(owners(lane, world.rosters, holders)) == {name for name in world.rosters if lane in world.held[name]}
+    for partition in range(World.PARTITIONS):
+        assert set(owners(partition, world.rosters, holders)) == {
+            name for name in world.rosters if partition in world.held[name]
+        }
 
 
 class World:
-    """Replicas with their rosters; who is to hold a lane loads it in one step. A killed one loses no lane that it alone holds:
-    it leaves when others hold what it held, as one that nobody has planned for cannot be helped."""
+    """Replicas with their rosters; who is to hold a partition loads it in one step. A killed one loses no partition that it
+    alone holds: it leaves when others hold what it held, as one that nobody has planned for cannot be helped."""
 
-    LANES = 16
+    PARTITIONS = 16
 
     def __init__(self, holders: int) -> None:
         self.now = 0.0
@@ -175,11 +179,11 @@ class World:
 
     def start(self, name: str) -> None:
         if name not in self.rosters:
-            self.rosters[name], self.held[name] = Roster(name, self.LANES, self._holders), set()
+            self.rosters[name], self.held[name] = Roster(name, self.PARTITIONS, self._holders), set()
 
     def kill(self, name: str) -> None:
         rest = set().union(*(held for other, held in self.held.items() if other != name))
-        if name in self.rosters and rest == set(range(self.LANES)):
+        if name in self.rosters and rest == set(range(self.PARTITIONS)):
             del self.rosters[name], self.held[name]
 
     def step(self, seconds: float) -> None:
@@ -201,7 +205,7 @@ class World:
 
     @property
     def covered(self) -> bool:
-        return not self.rosters or set().union(*self.held.values()) == set(range(self.LANES))
+        return not self.rosters or set().union(*self.held.values()) == set(range(self.PARTITIONS))
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b'{"url": 1}', b"[]"])

@@ -29,7 +29,7 @@ COSTS: Final = Costs(
 
 
 def test_memory_decides_where_it_is_scarce() -> None:
-    """As many replicas as hold the fleet if the one with the most lanes is not to have too many of them."""
+    """As many replicas as hold the fleet if the one with the most partitions is not to have too many of them."""
     found = plan(FLEET, COSTS)
     assert found.replicas == found.by_memory == 1
     three = plan(FLEET._replace(blocks=3e9), COSTS)
@@ -39,7 +39,7 @@ def test_memory_decides_where_it_is_scarce() -> None:
     assert plan(FLEET, COSTS._replace(written=10e6)).by_saving > 22
 
 
-def test_each_lane_has_as_many_holders_as_are_wanted() -> None:
+def test_each_partition_has_as_many_holders_as_are_wanted() -> None:
     found = plan(FLEET._replace(holders=2), COSTS)
     assert (found.replicas, found.share, found.asked) == (2, 1.0, 1)
     many = plan(FLEET._replace(blocks=10e9, holders=2), COSTS)
@@ -61,9 +61,9 @@ def test_a_bootstrap_that_takes_too_long_is_spread_over_more() -> None:
     assert found.bootstrap <= 300
 
 
-def test_lanes_have_room_for_three_snapshots() -> None:
+def test_partitions_have_room_for_three_snapshots() -> None:
     found = plan(FLEET, COSTS)
-    assert found.lane_bytes * found.lanes == pytest.approx(3 * 100 * 1_000 * 420)
+    assert found.partition_bytes * found.partitions == pytest.approx(3 * 100 * 1_000 * 420)
 
 
 def test_amounts_are_read_at_a_glance() -> None:
@@ -83,19 +83,19 @@ def test_bridges_are_as_many_as_cores_they_keep_busy_and_have_room_for_full_queu
 
 
 def test_servers_keep_every_copy() -> None:
-    """Three of the lanes, and of three snapshots of each: two that count, and one that is being written."""
+    """Three of the partitions, and of three snapshots of each: two that count, and one that is being written."""
     found = plan(FLEET, COSTS)
-    assert found.disk_bytes == pytest.approx(3 * (found.lane_bytes * found.lanes + 3 * 1e9 * 16))
+    assert found.disk_bytes == pytest.approx(3 * (found.partition_bytes * found.partitions + 3 * 1e9 * 16))
     assert found.disk_writes == pytest.approx(3 * (found.bytes + found.saved))
     assert plan(FLEET._replace(engines=10_000), COSTS).server_memory > found.server_memory
     assert plan(FLEET._replace(snapshot_seconds=10.0), COSTS).server_cores > found.server_cores
 
 
 def test_each_chunk_of_a_snapshot_waits_for_a_majority() -> None:
-    """So the further servers are from each other, the more replicas must write; a lane takes less, too."""
+    """So the further servers are from each other, the more replicas must write; a partition takes less, too."""
     near, far = (plan(FLEET._replace(latency=latency), COSTS) for latency in (0.001, 0.010))
     assert near.written / far.written == pytest.approx(10, rel=0.5)
-    assert near.lane_takes / far.lane_takes == pytest.approx(10)
+    assert near.partition_takes / far.partition_takes == pytest.approx(10)
 
 
 def test_sizes_in_the_document_are_still_those_of_the_code() -> None:
@@ -104,7 +104,7 @@ def test_sizes_in_the_document_are_still_those_of_the_code() -> None:
     found = sizes(int(told["blocks of a batch"].split()[0]), 100_000)
     for name, value in (
         ("a batch", found.payload),
-        ("a batch in a lane", found.record),
+        ("a batch in a partition", found.record),
         ("a block in the index", found.memory),
         ("a block in a snapshot", found.saved),
     ):

@@ -17,7 +17,7 @@ from kvevents.errors import PlaneError, SnapshotError
 from kvevents.events import BlockStored
 from kvevents.index import PrefixIndex
 from kvevents.plane.connection import opened
-from kvevents.plane.layout import make, make_lane, state_of
+from kvevents.plane.layout import make, make_partition, state_of
 from kvevents.plane.ledger import Ledger, Standing
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
@@ -36,7 +36,7 @@ def test_a_snapshot_is_written_to_servers_that_take_small_messages_only(tmp_path
     """Larger than several of them, and the same when it is read back."""
     with nats_server(tmp_path / "nats", max_payload=SMALL) as server:
         index = filled(10_000)
-        kept, restored = asyncio.run(there_and_back(plane_at(server.url, lanes=1), index, tmp_path))
+        kept, restored = asyncio.run(there_and_back(plane_at(server.url, partitions=1), index, tmp_path))
     assert kept.bytes > 2 * SMALL
     assert restored.digest("engine") == index.digest("engine")
 
@@ -68,13 +68,13 @@ def of(*keys: Key) -> Ledger:
     return ledger
 
 
-def test_each_lane_has_snapshots_of_its_own(tmp_path: Path) -> None:
+def test_each_partition_has_snapshots_of_its_own(tmp_path: Path) -> None:
     """One that is added to an index that lives, beside what is there; and one that says something else than it holds is not."""
     with nats_server(tmp_path / "nats") as server:
-        asyncio.run(lanes_apart(plane_at(server.url, lanes=2), tmp_path))
+        asyncio.run(partitions_apart(plane_at(server.url, partitions=2), tmp_path))
 
 
-async def lanes_apart(plane: PlaneSettings, folder: Path) -> None:
+async def partitions_apart(plane: PlaneSettings, folder: Path) -> None:
     async with opened(plane, name="test") as client:
         js = client.jetstream()
         layout = await make(js, plane)
@@ -82,12 +82,12 @@ async def lanes_apart(plane: PlaneSettings, folder: Path) -> None:
         index = filled(100)
         index.apply(Batch("other", 0, 0, 0, 0.0, [BlockStored([7, 8], None, list(range(8)), 4)], replayed=False))
         doubts = {("engine", 0): frozenset({Doubt.LOST}), ("other", 0): frozenset({Doubt.REJECTED})}
-        for lane, name in enumerate(("engine", "other")):
-            made = (await state_of(js, layout, lane)).made
-            await snapshots.save(take(lane, of((name, 0)), doubts, index, path), path, 0, "test", made)
+        for partition, name in enumerate(("engine", "other")):
+            made = (await state_of(js, layout, partition)).made
+            await snapshots.save(take(partition, of((name, 0)), doubts, index, path), path, 0, "test", made)
         restored = PrefixIndex()
-        for lane, name in ((1, "other"), (0, "engine")):
-            kept = await snapshots.kept(lane)
+        for partition, name in ((1, "other"), (0, "engine")):
+            kept = await snapshots.kept(partition)
             ledger, found = await snapshots.load(kept[0], restored, folder)
             assert list(ledger.streams) == [(name, 0)]
             assert found == {(name, 0): doubts[name, 0]}
@@ -106,7 +106,7 @@ async def lanes_apart(plane: PlaneSettings, folder: Path) -> None:
 def test_a_snapshot_that_the_servers_have_lost_a_part_of_is_damaged(tmp_path: Path, suffix: str, damage: str) -> None:
     """At once, though nats-py waits without end for a chunk that does not come; a reader takes the one before."""
     with nats_server(tmp_path / "nats", max_payload=SMALL) as server:
-        assert asyncio.run(damaged(plane_at(server.url, lanes=1), tmp_path / "index", suffix, damage))
+        assert asyncio.run(damaged(plane_at(server.url, partitions=1), tmp_path / "index", suffix, damage))
 
 
 async def damaged(plane: PlaneSettings, path: Path, suffix: str, damage: str) -> bool:
@@ -154,15 +154,16 @@ async def spoil(js: JetStreamContext, bucket: str, name: str, damage: str) -> No
         await js.publish(meta, b"no description", headers={"Nats-Rollup": "sub"})
 
 
-def test_pages_of_a_lane_that_was_made_anew_are_not_purged_for_snapshots_of_the_one_before(tmp_path: Path) -> None:
-    """A replica that has not noticed yet takes snapshots of the lane that is gone; the new one's pages are in none of them."""
+def test_pages_of_a_partition_that_was_made_anew_are_not_purged_for_snapshots_of_the_one_before(tmp_path: Path) -> None:
+    """A replica that has not noticed yet takes snapshots of the partition that is gone; the new one's pages are in none of
+    them."""
     with nats_server(tmp_path / "nats") as server:
-        first = asyncio.run(first_page_of_the_second_life(plane_at(server.url, lanes=1), tmp_path / "index"))
+        first = asyncio.run(first_page_of_the_second_life(plane_at(server.url, partitions=1), tmp_path / "index"))
     assert first == [3, 1]
 
 
 async def first_page_of_the_second_life(plane: PlaneSettings, path: Path) -> list[int]:
-    """The first page after two snapshots that end with page 2, and the same after another life of the lane."""
+    """The first page after two snapshots that end with page 2, and the same after another life of the partition."""
     filled(1).snapshot(path)
     found = []
     async with opened(plane, name="test") as client:
@@ -179,7 +180,7 @@ async def first_page_of_the_second_life(plane: PlaneSettings, path: Path) -> lis
                 await Snapshots(js, layout).save(taken, path, 1, "test", made)
             found.append((await state_of(js, layout, 0)).first)
             await js.delete_stream(layout.stream(0))
-            await make_lane(js, layout, 0, plane)
+            await make_partition(js, layout, 0, plane)
     return found
 
 
@@ -197,9 +198,9 @@ def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path:
     """A snapshot is new for as long as it was seen unchanged, by the clock of whoever looks."""
 
     async def main() -> None:
-        async with opened(plane_at(server.url, lanes=1), name="test") as client:
+        async with opened(plane_at(server.url, partitions=1), name="test") as client:
             js = client.jetstream()
-            layout = await make(js, plane_at(server.url, lanes=1))
+            layout = await make(js, plane_at(server.url, partitions=1))
             made = (await state_of(js, layout, 0)).made
             clock, path = Clock(), tmp_path / "index"
             ours, taking = Snapshots(js, layout, clock), Taking("good", Comparing("good"), 60.0)
@@ -223,9 +224,9 @@ def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -
     """By the clock of whoever removes them, from when it has seen them: one may be written at this moment."""
 
     async def main() -> list[set[str]]:
-        async with opened(plane_at(server.url, lanes=1), name="test") as client:
+        async with opened(plane_at(server.url, partitions=1), name="test") as client:
             js = client.jetstream()
-            layout = await make(js, plane_at(server.url, lanes=1))
+            layout = await make(js, plane_at(server.url, partitions=1))
             made = (await state_of(js, layout, 0)).made
             clock, path = Clock(), tmp_path / "index"
             filled(1).snapshot(path)
@@ -258,8 +259,8 @@ def test_a_snapshot_finds_room_where_there_is_none(tmp_path: Path, caplog: pytes
             await js.publish(subject, bytes(512 << 10))
 
     async def main() -> None:
-        plane = plane_at(server.url, lanes=1)
-        plane = msgspec.structs.replace(plane, lane_bytes=24 << 20)
+        plane = plane_at(server.url, partitions=1)
+        plane = msgspec.structs.replace(plane, partition_bytes=24 << 20)
         async with opened(plane, name="test") as client:
             js = client.jetstream()
             layout = await make(js, plane)

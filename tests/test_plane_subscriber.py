@@ -1,4 +1,4 @@
-"""What comes out of a plane's lanes: deliveries, and how far they are to be trusted."""
+"""What comes out of a plane's partitions: deliveries, and how far they are to be trusted."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from kvevents.wire import Rejected, encode_batch
 from kvevents.wire.encode import batch_encoder
 
 
-def subscriber(lanes: int = 1) -> LogSubscriber:
+def subscriber(partitions: int = 1) -> LogSubscriber:
     found = LogSubscriber(lambda: 0.0, lambda _: None)
-    for lane in range(lanes):
-        found.add_lane(lane, Ledger(), {})
+    for partition in range(partitions):
+        found.add_partition(partition, Ledger(), {})
     return found
 
 
@@ -55,12 +55,12 @@ def test_what_a_bridge_doubts_is_in_the_status() -> None:
     assert status.doubts == {Doubt.IDENTITY}
 
 
-def test_a_lane_is_complete_once_its_end_was_read() -> None:
-    """What the servers had behind a page when they sent it says so; a quiet lane's reader does where no page comes."""
-    found = subscriber(lanes=2)
+def test_a_partition_is_complete_once_its_end_was_read() -> None:
+    """What the servers had behind a page when they sent it says so; a quiet partition's reader does where no page comes."""
+    found = subscriber(partitions=2)
     assert not found.is_complete(0)
     found.put(0, [pushed(1, pending=1)])
-    found.tell(1, 0, "")  # with something in the queue nobody knows of which lane it is
+    found.tell(1, 0, "")  # with something in the queue nobody knows of which partition it is
     found.receive_many(timeout=0.0)
     assert not found.is_complete(0)
     assert not found.is_complete(1)
@@ -74,7 +74,7 @@ def test_a_lane_is_complete_once_its_end_was_read() -> None:
     assert found.is_complete(0), "it was at its end once"
 
 
-def test_a_stream_is_not_exact_before_the_end_of_its_lane_was_read() -> None:
+def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> None:
     """Few pages that are missing are as bad as many, where nobody has ever had them."""
     found = subscriber()
     records = (Join("engine", 0, b""), Beat("bridge", 1.0, 0.0), Trusting("engine", 0, "bridge", "EXACT", "", {}))
@@ -109,29 +109,29 @@ def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(c
     assert found.trust("engine") == Trust.EXACT
 
 
-def test_a_lane_that_is_let_go_leaves_nothing_behind_and_may_come_again() -> None:
+def test_a_partition_that_is_let_go_leaves_nothing_behind_and_may_come_again() -> None:
     """Pages of the first time that are still on their way are no part of the second."""
-    found = subscriber(lanes=2)
+    found = subscriber(partitions=2)
     found.put(0, [pushed(1, Join("engine", 0, b"card"), Batched("engine", 0, 0, 0, False, b"x"))])
     found.put(1, [pushed(1, Join("other", 0, b"card"))])
     assert len(found.receive_many(timeout=0.0)) == 1
     found.put(0, [pushed(2, Batched("engine", 0, 0, 1, False, b"y"))])
     found.put(1, [pushed(2, Batched("other", 0, 0, 0, False, b"z"))])
-    assert found.drop_lane(0) == [("engine", 0)]
+    assert found.drop_partition(0) == [("engine", 0)]
     assert list(found.cards) == [("other", 0)]
     with pytest.raises(UnknownSourceError):
         found.trust("engine")
     found.tell(0, 0, "")
     assert not found.is_complete(0)
-    found.add_lane(0, Ledger(), {})
+    found.add_partition(0, Ledger(), {})
     assert [each.source for each in found.receive_many(timeout=0.0)] == ["other"]
     assert found.queued_bytes == 0
     found.put(0, [pushed(1, Join("engine", 0, b"card"), Batched("engine", 0, 0, 0, False, b"x"))])
     assert [each.source for each in found.receive_many(timeout=0.0)] == ["engine"]
-    assert set(found.lanes) == {0, 1}
+    assert set(found.partitions) == {0, 1}
 
 
-def test_a_lane_that_is_always_a_little_behind_can_be_trusted() -> None:
+def test_a_partition_that_is_always_a_little_behind_can_be_trusted() -> None:
     """While much is written some pages are always on their way; more than some are a log that is being read."""
     found = subscriber()
     records = (Join("engine", 0, b""), Beat("bridge", 1.0, 0.0), Trusting("engine", 0, "bridge", "EXACT", "", {}))
@@ -280,7 +280,7 @@ def test_a_snapshot_of_a_replica_that_has_read_a_part_knows_that_others_are_to_c
             if position == 3 + count:
                 ledger, doubts = found.ledgers[0], found.doubts()
                 found = LogSubscriber(lambda: 0.0, lambda _: None)
-                found.add_lane(0, ledger, doubts)
+                found.add_partition(0, ledger, doubts)
             assert position == 3 + count or found.trust("engine") != Trust.EXACT
             found.put(0, [pushed(position, batched(position + 5, part), *BEATS)])
             read(found, index)
@@ -303,20 +303,21 @@ def test_an_engine_that_does_not_trust_itself_is_doubted_by_the_replica_as_well(
         assert found.status("engine").doubts == ({Doubt.SENDER} if trust == "DEGRADED" else set())
 
 
-def test_a_lane_that_is_broken_stays_so_while_pages_of_it_wait() -> None:
-    """They may be wrong as well, and what the reader says afterwards changes nothing. A lane that is begun again is whole."""
+def test_a_partition_that_is_broken_stays_so_while_pages_of_it_wait() -> None:
+    """They may be wrong as well, and what the reader says afterwards changes nothing. A partition that is begun again is
+    whole."""
     found = followed()
     found.put(0, [pushed(2, batched(1, b"x"))])
-    found.break_lane(0, "lane 0 was disputed")
+    found.break_partition(0, "partition 0 was disputed")
     found.receive_many(timeout=0.0)
     assert "disputed" in found.trust("engine").reason
     found.tell(0, 0, "")
     assert found.trust("engine") == Trust.STALE
-    found.drop_lane(0)
-    found.add_lane(0, Ledger(), {})
-    assert (found.lanes[0].fault, found.lanes[0].is_broken) == ("", False)
-    found.break_lane(7, "it is not held")
-    assert set(found.lanes) == {0}
+    found.drop_partition(0)
+    found.add_partition(0, Ledger(), {})
+    assert (found.partitions[0].fault, found.partitions[0].is_broken) == ("", False)
+    found.break_partition(7, "it is not held")
+    assert set(found.partitions) == {0}
 
 
 def test_a_fault_that_passes_is_over_with_the_next_page() -> None:
@@ -332,7 +333,7 @@ def test_no_bridge_is_believed_to_be_alive_for_longer_than_beats_may_be_apart() 
     """Whatever it promises; bridges go by the same time."""
     now = 0.0
     found = LogSubscriber(lambda: now, lambda _: None)
-    found.add_lane(0, Ledger(), {})
+    found.add_partition(0, Ledger(), {})
     found.put(0, [pushed(1, Join("engine", 0, b""), Beat("bridge", 3_600.0, 0.0), said("bridge", "EXACT"))])
     found.receive_many(timeout=0.0)
     now = MISSED_BEATS * MOST_BEAT_SECONDS - 1

@@ -68,7 +68,7 @@ class Scene:
         self.bridge = Listener("bridge", self.heard.extend, lambda: True, subscriber)
         self.bridge.follow(Source("tcp://engine:1", "tcp://engine:2", name="engine"), Start(None, 0), 1)
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_lane(0, Ledger(), {})
+        self.log.add_partition(0, Ledger(), {})
         self.index = PrefixIndex()
         self.position = 0
         self.ends_live = True
@@ -349,7 +349,7 @@ class LogReader:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_lane(0, Ledger(), {})
+        self.log.add_partition(0, Ledger(), {})
 
     def read(self, position: int, page: Page) -> None:
         self.log.put(0, [Pushed(position, encode_page(page), 0, page.name)])
@@ -362,7 +362,7 @@ class LogReader:
         self.index = PrefixIndex()
         self.index.absorb(folder / "index")
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_lane(0, ledger, doubts)
+        self.log.add_partition(0, ledger, doubts)
 
     def is_exact(self) -> bool:
         return self.log.trust(*KEY) == Trust.EXACT

@@ -1,4 +1,4 @@
-"""Bridges that write into one lane: whatever happens to them, the log is one story of every stream."""
+"""Bridges that write into one partition: whatever happens to them, the log is one story of every stream."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def batched(seq: int, payload: bytes = b"x", incarnation: int = 0) -> Batched:
 
 
 @dataclass
-class Lane:
-    """What the server does: a page is taken only if the lane ends where its writer believes."""
+class Partition:
+    """What the server does: a page is taken only if the partition ends where its writer believes."""
 
     pages: list[bytes] = field(default_factory=list)
 
@@ -68,24 +68,24 @@ class Lane:
         return ledger, found
 
 
-def write(lane: Lane, composer: Composer, now: float = 0.0) -> bool:
+def write(partition: Partition, composer: Composer, now: float = 0.0) -> bool:
     """One attempt; whether it was taken."""
     page = composer.compose(now, 0.0)
     if page is None:
         return False
-    position = lane.append(page, composer.ledger.position)
+    position = partition.append(page, composer.ledger.position)
     if position is None:
         composer.returned()
-        lane.read(composer)
+        partition.read(composer)
         return False
     composer.landed(position)
     return True
 
 
-def bridge(name: str = "a", *records: StreamRecord, lane: Lane | None = None) -> Composer:
+def bridge(name: str = "a", *records: StreamRecord, partition: Partition | None = None) -> Composer:
     composer = Composer(Ledger(), name, ROOM, name)
-    if lane is not None:
-        lane.read(composer)
+    if partition is not None:
+        partition.read(composer)
     composer.anchor(KEY)
     for record in records:
         composer.offer(record)
@@ -101,28 +101,28 @@ def numbers(found: list[object]) -> list[int]:
 
 def test_what_is_there_is_not_written_again() -> None:
     """Two bridges with the same batches leave each once, whoever is first."""
-    lane = Lane()
+    partition = Partition()
     one, two = (
         bridge("a", Join(*KEY, b""), batched(0), batched(1)),
         bridge("b", Join(*KEY, b""), batched(0), batched(1), batched(2)),
     )
-    assert write(lane, one)
-    assert not write(lane, two)
-    assert write(lane, two)
-    ledger, found = lane.ledger()
+    assert write(partition, one)
+    assert not write(partition, two)
+    assert write(partition, two)
+    ledger, found = partition.ledger()
     assert numbers(found) == [0, 1, 2]
     assert (ledger.doubled, ledger.breaches, two.waiting) == (0, 0, 0)
 
 
 def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
     """Numbers agree in two lives as well; payloads do not."""
-    lane = Lane()
-    write(lane, bridge("a", Join(*KEY, b""), batched(0, b"this life")))
+    partition = Partition()
+    write(partition, bridge("a", Join(*KEY, b""), batched(0, b"this life")))
     two = bridge("b", Join(*KEY, b""), batched(0, b"that life"), batched(1, b"that life"))
-    assert not write(lane, two)
-    assert not write(lane, two)
+    assert not write(partition, two)
+    assert not write(partition, two)
     assert list(two.adrift) == [KEY]
-    assert numbers(lane.ledger()[1]) == [0]
+    assert numbers(partition.ledger()[1]) == [0]
     # It is followed anew from where the log stands, which the checkpoint makes its publisher prove.
     resume = two.ledger.start(KEY, "b").resume
     assert resume is not None
@@ -130,26 +130,26 @@ def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
     two.anchor(KEY)
     two.offer(Renewed(*KEY, 1, "another life"))
     two.offer(batched(0, b"that life", 1))
-    assert write(lane, two)
-    assert [type(event) for event in lane.ledger()[1][-2:]] == [Reset, RawBatch]
+    assert write(partition, two)
+    assert [type(event) for event in partition.ledger()[1][-2:]] == [Reset, RawBatch]
 
 
-def settle(lane: Lane, composer: Composer) -> None:
+def settle(partition: Partition, composer: Composer) -> None:
     """Write until there is nothing more to write, or the stream has to be followed again."""
     while composer.waiting and not composer.adrift:
-        write(lane, composer)
+        write(partition, composer)
 
 
 def test_a_bridge_that_missed_a_life_does_not_take_its_own_for_the_one_in_the_log() -> None:
     """Where the log has another life under that number, the bridge follows the stream again from the log's end."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0, b"first life"))
-    write(lane, one)
+    write(partition, one)
     missed = [batched(seq, b"second life", 1) for seq in range(9)]
-    settle(lane, bridge("b", Renewed(*KEY, 1, "restart"), *missed, lane=lane))
+    settle(partition, bridge("b", Renewed(*KEY, 1, "restart"), *missed, partition=partition))
     one.offer(Renewed(*KEY, 1, "restart"))
     one.offer(batched(0, b"third life", 1))
-    settle(lane, one)
+    settle(partition, one)
     assert list(one.adrift) == [KEY]
     assert one.ledger.start(KEY, "a").resume == Checkpoint(
         *KEY, 1, 8, (Fingerprint(8, digest_of(b"second life"), live=True),), True, {}
@@ -160,33 +160,33 @@ def test_where_the_log_ends_with_a_gap_no_batch_of_an_unproven_life_follows_it()
     """Neither a batch nor a gap at its last number proves a life, since neither can be compared with what is missing."""
     same: list[StreamRecord] = [batched(9, b"another life"), Lost(*KEY, 0, 5, 9)]
     for record in same:
-        lane = Lane()
-        settle(lane, bridge("a", Join(*KEY, b""), batched(0), Lost(*KEY, 0, 1, 9)))
+        partition = Partition()
+        settle(partition, bridge("a", Join(*KEY, b""), batched(0), Lost(*KEY, 0, 1, 9)))
         two = bridge("b", Join(*KEY, b""), record, batched(10, b"another life"))
-        settle(lane, two)
+        settle(partition, two)
         assert list(two.adrift) == [KEY]
-        assert numbers(lane.ledger()[1]) == [0]
+        assert numbers(partition.ledger()[1]) == [0]
 
 
 def test_who_begins_an_incarnation_compares_what_others_have_written_of_it() -> None:
     """Another bridge may have seen the next life first, and have taken the same number for it."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0), Renewed(*KEY, 1, "restart"))
-    settle(lane, one)
-    two = bridge("b", Renewed(*KEY, 1, "restart"), *(batched(seq, b"third life", 1) for seq in range(3)), lane=lane)
-    settle(lane, two)
+    settle(partition, one)
+    two = bridge("b", Renewed(*KEY, 1, "restart"), *(batched(seq, b"third life", 1) for seq in range(3)), partition=partition)
+    settle(partition, two)
     one.offer(Lost(*KEY, 1, 0, 2))
     one.offer(batched(3, b"second life", 1))
-    settle(lane, one)
+    settle(partition, one)
     assert list(one.adrift) == [KEY]
-    assert [event.payload for event in lane.ledger()[1] if isinstance(event, RawBatch)][1:] == [b"third life"] * 3
+    assert [event.payload for event in partition.ledger()[1] if isinstance(event, RawBatch)][1:] == [b"third life"] * 3
 
 
 def test_the_newest_batch_of_a_snapshot_is_compared_by_its_digest() -> None:
-    lane = Lane()
-    write(lane, bridge("a", Join(*KEY, b""), batched(0, b"this life")))
+    partition = Partition()
+    write(partition, bridge("a", Join(*KEY, b""), batched(0, b"this life")))
     for payload, adrift in ((b"this life", []), (b"that life", [KEY])):
-        composer = Composer(Ledger.restore(lane.ledger()[0].save()), "b", ROOM, "b")
+        composer = Composer(Ledger.restore(partition.ledger()[0].save()), "b", ROOM, "b")
         composer.anchor(KEY)
         composer.offer(batched(0, payload))
         composer.compose(0.0, 0.0)
@@ -195,136 +195,136 @@ def test_the_newest_batch_of_a_snapshot_is_compared_by_its_digest() -> None:
 
 def test_what_one_bridge_has_lost_another_one_fills() -> None:
     """A gap is written where it was not filled before it was due."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0))
     one.offer(Lost(*KEY, 0, 1, 3), due=5.0)
     one.offer(batched(4))
     two = bridge("b", Join(*KEY, b""), *map(batched, range(3)))
-    assert write(lane, one)
+    assert write(partition, one)
     assert one.due() == 5.0
-    assert not write(lane, two)
-    assert write(lane, two)
-    assert not write(lane, one, now=6.0)
-    assert write(lane, one, now=6.0)
-    found = lane.ledger()[1]
+    assert not write(partition, two)
+    assert write(partition, two)
+    assert not write(partition, one, now=6.0)
+    assert write(partition, one, now=6.0)
+    found = partition.ledger()[1]
     assert numbers(found) == [0, 1, 2, 4]
     assert [event for event in found if isinstance(event, Gap)] == [Gap(*KEY, 3, 3, 0)]
 
 
 def test_trust_is_said_behind_what_it_is_about() -> None:
     """And not at all while it is not known whether bridge and log mean the same life."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0))
     one.offer(Trusting(*KEY, "a", "EXACT", "", {}))
     one.offer(batched(1))
-    assert write(lane, one)
-    page = decode_page(lane.pages[0])
+    assert write(partition, one)
+    page = decode_page(partition.pages[0])
     assert page is not None
     assert [type(record) for record in page.records] == [Join, Batched, Batched, Trusting]
     two = bridge("b", Trusting(*KEY, "b", "EXACT", "", {}))
-    lane.read(two)
+    partition.read(two)
     assert two.compose(0.0, 0.0) is None
     two.offer(batched(1))
-    assert write(lane, two)
-    assert set(lane.ledger()[0].streams[KEY].told) == {"a", "b"}
+    assert write(partition, two)
+    assert set(partition.ledger()[0].streams[KEY].told) == {"a", "b"}
 
 
 def test_less_trust_is_said_before_what_it_is_about_as_well() -> None:
     """Readers are EXACT until they hear of it, and what it is about may take several pages."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0), Trusting(*KEY, "a", "EXACT", "", {}))
-    assert write(lane, one)
+    assert write(partition, one)
     for record in several(12)[1:]:
         one.offer(record)
     one.offer(Trusting(*KEY, "a", "DEGRADED", "unproven", {}))
-    while write(lane, one):
+    while write(partition, one):
         pass
-    found = [record for data in lane.pages[1:] if (page := decode_page(data)) for record in page.records]
+    found = [record for data in partition.pages[1:] if (page := decode_page(data)) for record in page.records]
     assert isinstance(found[0], Trusting)
     assert isinstance(found[-1], Trusting)
     assert [type(record) for record in found[1:-1]] == [Batched] * 11
-    assert len(lane.pages) > 2
+    assert len(partition.pages) > 2
 
 
 def test_trust_of_a_life_that_ended_is_not_said() -> None:
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0), Trusting(*KEY, "a", "EXACT", "", {}), Renewed(*KEY, 1, "restart"))
-    write(lane, one)
-    assert lane.ledger()[0].streams[KEY].told == {}
+    write(partition, one)
+    assert partition.ledger()[0].streams[KEY].told == {}
 
 
 def test_trust_is_not_said_of_a_life_that_the_bridge_has_not_heard_of() -> None:
     """While its connection hangs another bridge begins the next incarnation, which has no batch yet that it could compare."""
-    lane = Lane()
+    partition = Partition()
     one, two = (bridge(name, Join(*KEY, b""), batched(0), Trusting(*KEY, name, "EXACT", "", {})) for name in "ab")
-    assert write(lane, one)
-    lane.read(two)
-    assert write(lane, two)
-    lane.read(one)
+    assert write(partition, one)
+    partition.read(two)
+    assert write(partition, two)
+    partition.read(one)
     one.offer(Renewed(*KEY, 1, "restart"))
     one.offer(Trusting(*KEY, "a", "REPLAYING", "", {}))
-    assert write(lane, one)
-    lane.read(two)
+    assert write(partition, one)
+    partition.read(two)
     two.offer(Trusting(*KEY, "b", "EXACT", "", {}))  # as a bridge does of whose word the log has nothing any more
     assert two.due() is None
-    assert not write(lane, two)
+    assert not write(partition, two)
     two.offer(Renewed(*KEY, 1, "restart"))
     two.offer(Trusting(*KEY, "b", "EXACT", "", {}))
-    assert write(lane, two)
-    assert set(lane.ledger()[0].streams[KEY].told) == {"a", "b"}
+    assert write(partition, two)
+    assert set(partition.ledger()[0].streams[KEY].told) == {"a", "b"}
 
 
 def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
     """Readers hold nothing of it: the bridge has to follow it anew, though it has not seen it away."""
-    lane = Lane()
+    partition = Partition()
     one, two = (bridge(name, Join(*KEY, b""), batched(0), Trusting(*KEY, name, "EXACT", "", {})) for name in "ab")
-    assert write(lane, one)
-    lane.read(two)
-    assert write(lane, two)
-    lane.read(one)
+    assert write(partition, one)
+    partition.read(two)
+    assert write(partition, two)
+    partition.read(one)
     assert not two.has_left(KEY)
     one.offer(Leave(*KEY, "not reached"))
-    assert write(lane, one)
+    assert write(partition, one)
     one.anchor(KEY)
     one.offer(Join(*KEY, b""))
-    assert write(lane, one)
-    lane.read(two)
+    assert write(partition, one)
+    partition.read(two)
     two.offer(Trusting(*KEY, "b", "EXACT", "", {}))
     assert two.has_left(KEY)
-    assert not write(lane, two)
+    assert not write(partition, two)
     two.anchor(KEY)
     assert not two.has_left(KEY)
 
 
 def test_a_stream_that_left_comes_back_with_a_new_incarnation() -> None:
     """Nothing counts of the old one, whoever still has some of it."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), batched(0), Leave(*KEY, "gone"))
     two = bridge("b", Join(*KEY, b""), batched(0), batched(1))
-    write(lane, one)
-    write(lane, two)
-    assert not write(lane, two)  # joins again, but what it has is of the incarnation that has ended
+    write(partition, one)
+    write(partition, two)
+    assert not write(partition, two)  # joins again, but what it has is of the incarnation that has ended
     assert list(two.adrift) == [KEY]
     assert two.ledger.start(KEY, "b") == Start(Checkpoint(*KEY, 0, -1), 0)
     two.anchor(KEY)
     for record in (Join(*KEY, b""), Renewed(*KEY, 1, "it left"), batched(0, incarnation=1)):
         two.offer(record)
-    assert write(lane, two)
-    ledger, found = lane.ledger()
+    assert write(partition, two)
+    ledger, found = partition.ledger()
     assert ledger.breaches == 0
     assert [type(event).__name__ for event in found[-3:]] == ["Arrival", "Reset", "RawBatch"]
 
 
 def test_a_large_batch_comes_in_pieces_and_another_bridge_may_go_on_with_them() -> None:
-    lane = Lane()
+    partition = Partition()
     large = bytes(range(256)) * 12
     one, two = (bridge(name, Join(*KEY, b""), batched(0, large), batched(1)) for name in "ab")
-    write(lane, one)  # the join, for which there is room
-    write(lane, one)
+    write(partition, one)  # the join, for which there is room
+    write(partition, one)
     for _ in range(20):
-        write(lane, two)
-    assert len(lane.pages) > 4
-    found = lane.ledger()[1]
+        write(partition, two)
+    assert len(partition.pages) > 4
+    found = partition.ledger()[1]
     assert [event.payload for event in found if isinstance(event, RawBatch)] == [large, b"x"]
 
 
@@ -353,44 +353,44 @@ def test_bytes_of_others_are_no_page() -> None:
 
 def test_what_is_held_back_is_dropped_as_soon_as_somebody_else_has_written_it() -> None:
     """A bridge in reserve keeps only what others have not written yet, however long it would wait."""
-    lane = Lane()
+    partition = Partition()
     reserve = bridge("reserve")
     records: list[StreamRecord] = [Join(*KEY, b""), *map(batched, range(10))]
     for record in records:
         reserve.offer(record, due=1000.0)
     assert reserve.compose(0.0, 0.0) is None
     assert reserve.waiting == 11
-    write(lane, bridge("active", Join(*KEY, b""), *map(batched, range(8))))
-    lane.read(reserve)
+    write(partition, bridge("active", Join(*KEY, b""), *map(batched, range(8))))
+    partition.read(reserve)
     assert reserve.compose(0.0, 0.0) is None
     assert (reserve.waiting, reserve.due()) == (2, 1000.0)
-    assert write(lane, reserve, now=1000.0)
-    assert numbers(lane.ledger()[1]) == list(range(10))
+    assert write(partition, reserve, now=1000.0)
+    assert numbers(partition.ledger()[1]) == list(range(10))
     assert (reserve.waiting, reserve.queued_bytes) == (0, 0)
 
 
 def test_behind_a_hole_everything_begins_anew_for_everybody() -> None:
     """With incarnations above all that were, so that those who had read all of it are of the same mind."""
-    lane = Lane()
+    partition = Partition()
     knows = bridge("knows", Join(*KEY, b""), batched(0), Renewed(*KEY, 1, "restart"), batched(0, incarnation=1))
-    write(lane, knows)
-    new = Composer(Ledger.behind(len(lane.pages), "purged"), "new", ROOM, "new")
+    write(partition, knows)
+    new = Composer(Ledger.behind(len(partition.pages), "purged"), "new", ROOM, "new")
     new.anchor(KEY)
     new.offer(Join(*KEY, b"card"))
-    assert write(lane, new)
-    page = decode_page(lane.pages[-1])
+    assert write(partition, new)
+    page = decode_page(partition.pages[-1])
     assert page is not None
     assert [type(record) for record in page.records] == [Blank]
     floor = new.ledger.start(KEY, "new").added
     assert floor > 1
     for seq in (5, 6):
         new.offer(batched(seq, incarnation=floor))
-    assert write(lane, new)
+    assert write(partition, new)
     knows.offer(batched(1, incarnation=1))
-    write(lane, knows)
-    write(lane, knows)
+    write(partition, knows)
+    write(partition, knows)
     assert list(knows.adrift) == [KEY]
-    ledger, found = lane.ledger()
+    ledger, found = partition.ledger()
     assert [type(event) for event in found[-4:]] == [Departure, Arrival, RawBatch, RawBatch]
     assert knows.ledger.save() == ledger.save()
     assert ledger.streams[KEY].incarnation == new.ledger.streams[KEY].incarnation == floor
@@ -405,8 +405,8 @@ def test_behind_a_hole_nothing_is_believed_before() -> None:
     assert (again.hole, again.position) == ("purged", 8)
 
 
-def test_a_page_that_was_meant_for_another_lane_is_void() -> None:
-    """Its writer had not noticed that the lane was deleted; its number was right by chance."""
+def test_a_page_that_was_meant_for_another_partition_is_void() -> None:
+    """Its writer had not noticed that the partition was deleted; its number was right by chance."""
     ledger = Ledger()
     ledger.feed(1, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(0)], "this life"))
     assert ledger.feed(2, Page(VERSION, "b", 0.0, [batched(7)], "that life")) == []
@@ -462,18 +462,18 @@ def composed(composer: Composer) -> Page:
 
 def test_what_comes_while_a_page_is_under_way_goes_into_the_next_one() -> None:
     """Nothing is settled before the page is there."""
-    lane = Lane()
+    partition = Partition()
     one = bridge("a", Join(*KEY, b""), *several(2))
     page = composed(one)
     for record in several(10, first=2):
         one.offer(record)
     one.offer(Trusting(*KEY, "a", "EXACT", "", {}))
     assert (one.waiting, one.compose(0.0, 0.0)) == (13, None)
-    lane.append(page, 0)
+    partition.append(page, 0)
     one.landed(1)
-    while write(lane, one):
+    while write(partition, one):
         pass
-    ledger, found = lane.ledger()
+    ledger, found = partition.ledger()
     assert numbers(found) == list(range(12))
     assert (one.waiting, one.queued_bytes, one.due()) == (0, 0, None)
     assert (ledger.overtaken, ledger.doubled, ledger.streams[KEY].told["a"].trust) == (0, 0, "EXACT")
@@ -587,7 +587,7 @@ class Watcher:
     sent: Sent | None = None
     """What the composer believes to be under way."""
     reconnected: bool = False
-    """Whether its tail has to be verified before anything else (`LaneReader`, `BridgeLane.connected`)."""
+    """Whether its tail has to be verified before anything else (`PartitionReader`, `BridgePartition.connected`)."""
 
     def reconnect(self) -> None:
         """What is under way counts as not acknowledged from here on."""
@@ -595,10 +595,10 @@ class Watcher:
         self.composer.returned()
         self.reconnected = True
 
-    def has_tail(self, lane: Lane) -> bool:
-        """Whether the lane still holds what was read of it."""
+    def has_tail(self, partition: Partition) -> bool:
+        """Whether the partition still holds what was read of it."""
         position, name, _ = self.composer.ledger.tail
-        page = decode_page(lane.pages[position - 1]) if 0 < position <= len(lane.pages) else None
+        page = decode_page(partition.pages[position - 1]) if 0 < position <= len(partition.pages) else None
         return not position or (page is not None and page.name == name)
 
     def follow(self, engine: Engine) -> None:
@@ -631,11 +631,11 @@ class Watcher:
         self.incarnation += 1
         self.composer.offer(Renewed(*KEY, self.incarnation, "not proven"))
 
-    def read(self, lane: Lane) -> None:
-        """What is in the lane, its own pages among it, as the reader of a bridge's lane does."""
+    def read(self, partition: Partition) -> None:
+        """What is in the partition, its own pages among it, as the reader of a bridge's partition does."""
         composer = self.composer
-        for position in range(composer.ledger.position + 1, len(lane.pages) + 1):
-            page = decode_page(lane.pages[position - 1])
+        for position in range(composer.ledger.position + 1, len(partition.pages) + 1):
+            page = decode_page(partition.pages[position - 1])
             assert page is not None
             if self.sent is not None and self.sent.page.name == page.name:
                 composer.landed(position)
@@ -653,10 +653,10 @@ class Watcher:
 
 
 class Story:
-    """Three bridges, one lane, one engine, and what happens to them."""
+    """Three bridges, one partition, one engine, and what happens to them."""
 
     def __init__(self) -> None:
-        self.lane, self.engine = Lane(), Engine()
+        self.partition, self.engine = Partition(), Engine()
         self.made = self.lives = 0
         self.network: list[Sent] = []
         """What was sent, and has not arrived."""
@@ -665,7 +665,7 @@ class Story:
     def begin(self, at: int) -> Watcher:
         self.lives += 1
         composer = Composer(Ledger(), f"bridge {at}", ROOM, f"life {self.lives}")
-        self.lane.read(composer)
+        self.partition.read(composer)
         watcher = Watcher(composer, [])
         watcher.resume(self.engine)
         return watcher
@@ -713,14 +713,14 @@ class Story:
 
     def crash(self, at: int) -> None:
         """The server loses its last acknowledged pages; what is in the network may reach it after all."""
-        del self.lane.pages[max(0, len(self.lane.pages) - 1 - 2 * at) :]
+        del self.partition.pages[max(0, len(self.partition.pages) - 1 - 2 * at) :]
         for watcher in self.watchers:
             watcher.reconnect()
 
     def verify(self, at: int) -> None:
-        """A bridge with a new connection begins again where the lane does not hold what it has read."""
+        """A bridge with a new connection begins again where the partition does not hold what it has read."""
         watcher = self.watchers[at]
-        if watcher.reconnected and not watcher.has_tail(self.lane):
+        if watcher.reconnected and not watcher.has_tail(self.partition):
             self.kill(at)
         watcher.reconnected = False
 
@@ -739,7 +739,7 @@ class Story:
         """One of the oldest pages that are under way: they may overtake each other."""
         if self.network:
             sent = self.network.pop(min(at, len(self.network) - 1))
-            sent.arrived, sent.position = True, self.lane.append(sent.page, sent.expected)
+            sent.arrived, sent.position = True, self.partition.append(sent.page, sent.expected)
 
     def lose(self, at: int) -> None:
         if self.network:
@@ -750,7 +750,7 @@ class Story:
 
     def read(self, at: int) -> None:
         self.verify(at)
-        self.watchers[at].read(self.lane)
+        self.watchers[at].read(self.partition)
 
     def write(self, at: int) -> None:
         """All of it at once, if it is the only one."""
@@ -791,7 +791,7 @@ def test_the_log_is_one_story_whatever_becomes_of_its_writers(seed: int, taken_a
     for _ in range(STEPS):
         getattr(story, chance.choice(DEEDS))(chance.randrange(3))
     story.end()
-    ledger, found = story.lane.ledger()
+    ledger, found = story.partition.ledger()
     assert (ledger.breaches, ledger.doubled) == (0, 0)
     last = max((at for at, event in enumerate(found) if isinstance(event, Reset)), default=-1)
     batches = [event for event in found[last + 1 :] if isinstance(event, RawBatch)]
@@ -806,7 +806,7 @@ def test_the_log_is_one_story_whatever_becomes_of_its_writers(seed: int, taken_a
     assert all(len(of_one) == 1 for of_one in seen.values())
     assert all((watcher.composer.waiting, watcher.composer.queued_bytes) == (0, 0) for watcher in story.watchers)
     assert all(watcher.composer.ledger.save() == ledger.save() for watcher in story.watchers)
-    begun = Lane(story.lane.pages[:taken_at]).ledger()[0]
+    begun = Partition(story.partition.pages[:taken_at]).ledger()[0]
     late = Composer(Ledger.restore(begun.save()), "late", ROOM, "late")
-    story.lane.read(late)
+    story.partition.read(late)
     assert late.ledger.save() == ledger.save()

@@ -58,7 +58,7 @@ def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsSer
 
 def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(server: NatsServer) -> None:
     """The second snapshot lets what the first one stands for go; a replica that comes then has all of it."""
-    plane = plane_at(server.url, name="snapshots", lanes=1)
+    plane = plane_at(server.url, name="snapshots", partitions=1)
     flags = ("--from", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one)):
         with serving(*flags, "--replica", "a") as service:
@@ -76,7 +76,7 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
 
 def test_a_replica_begins_with_the_snapshot_before_one_that_is_damaged(server: NatsServer) -> None:
     """It would wait without end for what the servers have lost, and says what it has passed over."""
-    plane = plane_at(server.url, name="damaged", lanes=1)
+    plane = plane_at(server.url, name="damaged", partitions=1)
     flags = ("--from", server.url, "--plane", "damaged", "--snapshot-seconds")
     with engine() as one, bridging(plane, watch_of("one", one)):
         with serving(*flags, "0.3", "--replica", "a") as service:
@@ -116,9 +116,9 @@ def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) ->
         assert [one.keys(f"e{at}") for at in range(3)] == [two.keys(f"e{at}") for at in range(3)]
 
 
-def test_a_lane_that_is_deleted_is_built_anew(server: NatsServer) -> None:
+def test_a_partition_that_is_deleted_is_built_anew(server: NatsServer) -> None:
     """The bridge writes it again from the engines' history, and the replica answers from another generation."""
-    plane = plane_at(server.url, name="deleted", lanes=1)
+    plane = plane_at(server.url, name="deleted", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one)), serving("--from", server.url, "--plane", "deleted") as service:
         one.store(range(64))
         service.exact("one", blocks=4)
@@ -131,7 +131,7 @@ def test_a_lane_that_is_deleted_is_built_anew(server: NatsServer) -> None:
 def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
     """Before the first connection, and in the middle: nothing is EXACT meanwhile, and all is there afterwards."""
     with nats_server(tmp_path) as server:
-        plane = plane_at(server.url, lanes=1)
+        plane = plane_at(server.url, partitions=1)
         with engine() as one, bridging(plane, watch_of("one", one)), serving("--from", server.url) as service:
             one.store(range(64))
             service.exact("one", blocks=4)
@@ -160,7 +160,7 @@ def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> Non
 
 
 def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:
-    plane = plane_at(server.url, name="silent", lanes=1)
+    plane = plane_at(server.url, name="silent", partitions=1)
     with engine() as one, serving("--from", server.url, "--plane", "silent") as service:
         assert service.get("/readyz").status == 503
         with bridging(plane, watch_of("one", one)):
@@ -171,7 +171,7 @@ def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:
 
 
 def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsServer) -> None:
-    plane = plane_at(server.url, name="restart", lanes=1)
+    plane = plane_at(server.url, name="restart", partitions=1)
     with (
         engine() as one,
         bridging(plane, watch_of("one", one)) as bridge,
@@ -197,7 +197,7 @@ def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
 
 def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_anew(server: NatsServer) -> None:
     """Without a snapshot nobody could say what was in them."""
-    plane = plane_at(server.url, name="hole", lanes=1)
+    plane = plane_at(server.url, name="hole", partitions=1)
     with engine() as one:
         with bridging(plane, watch_of("one", one)):
             one.store(range(64))
@@ -210,9 +210,9 @@ def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_an
                 service.exact("one", blocks=4)
 
 
-def test_a_bridge_that_runs_writes_a_lane_again_whose_pages_an_operator_has_purged(server: NatsServer) -> None:
+def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has_purged(server: NatsServer) -> None:
     """No replica has read them and no snapshot stands for them: a new one knows everything without anybody's help."""
-    plane = plane_at(server.url, name="purged", lanes=1)
+    plane = plane_at(server.url, name="purged", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
         one.store(range(64))
         until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
@@ -222,9 +222,9 @@ def test_a_bridge_that_runs_writes_a_lane_again_whose_pages_an_operator_has_purg
         assert bridge.status().breaches == 0
 
 
-def test_a_lane_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
+def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
     """Its pages are gone because the snapshot stands for them."""
-    plane = plane_at(server.url, name="held", lanes=1)
+    plane = plane_at(server.url, name="held", partitions=1)
     flags = ("--from", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, beat=0.02):
         one.store(range(64))
@@ -237,7 +237,7 @@ def test_a_lane_of_which_there_is_a_snapshot_is_not_written_again(server: NatsSe
 
 
 def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
-    plane = plane_at(server.url, name="metrics", lanes=1)
+    plane = plane_at(server.url, name="metrics", partitions=1)
     flags = ("--from", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))

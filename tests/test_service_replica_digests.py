@@ -103,7 +103,7 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) -> None:
     """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
-    plane = plane_at(server.url, name=f"digests{count}", lanes=1)
+    plane = plane_at(server.url, name=f"digests{count}", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, count) as found:
@@ -119,7 +119,7 @@ def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) ->
 
 def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
     """Its heartbeats have digests; a replica alone in the world finds out by them."""
-    plane = plane_at(server.url, name="heartbeat", lanes=1)
+    plane = plane_at(server.url, name="heartbeat", partitions=1)
     with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, 1) as (only,):

@@ -1,4 +1,4 @@
-"""What a generation begins a lane with: the newest snapshot that can be read, in a bounded time, or the log alone."""
+"""What a generation begins a partition with: the newest snapshot that can be read, in a bounded time, or the log alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvevents.errors import PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
-from kvevents.plane.layout import LaneState, Layout
+from kvevents.plane.layout import Layout, PartitionInfo
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.snapshots import Kept, Snapshots
 from kvevents.service.replica import generation
@@ -29,8 +29,8 @@ class FakeSnapshots:
         self.failures = dict(failures)
         self.reads: list[str] = []
 
-    async def usable(self, lane: int, _: LaneState) -> list[Kept]:
-        return [Kept(name, lane, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
+    async def usable(self, partition: int, _: PartitionInfo) -> list[Kept]:
+        return [Kept(name, partition, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
 
     async def load(self, kept: Kept, *_: object) -> tuple[Ledger, dict[Any, Any]]:
         self.reads.append(kept.name)
@@ -41,8 +41,10 @@ class FakeSnapshots:
         return ledger, {}
 
 
-async def begun(monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, lanes: Collection[int] = (0,)) -> Any:
-    """A generation that has begun lanes whose first page is `first`, and has read nothing of them."""
+async def begun(
+    monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, partitions: Collection[int] = (0,)
+) -> Any:
+    """A generation that has begun partitions whose first page is `first`, and has read nothing of them."""
     state: Any = SimpleNamespace(made="made", first=first, last=9)
 
     async def state_of(*_: object) -> Any:
@@ -56,7 +58,7 @@ async def begun(monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first
     answering: Snapshots = snapshots  # type: ignore[assignment]
     made = Generation(client, Layout("default", 1), answering, PrefixIndex())
     try:
-        await made.adjust(lanes, ())
+        await made.adjust(partitions, ())
     finally:
         await made.end()
     return made
@@ -85,11 +87,11 @@ def test_where_none_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytes
 
 
 def test_where_the_log_alone_is_not_enough_the_hole_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lane stays hidden, and is begun again from time to time."""
+    """The partition stays hidden, and is begun again from time to time."""
     snapshots = FakeSnapshots({"newest": LATE, "before": DAMAGED})
     made = asyncio.run(begun(monkeypatch, snapshots, first=5))
     assert made.began_with == {}
-    assert made.hole == f"pages of lane 0 are gone that no snapshot stands for, and {LATE}; {DAMAGED}"
+    assert made.hole == f"pages of partition 0 are gone that no snapshot stands for, and {LATE}; {DAMAGED}"
 
 
 @pytest.mark.parametrize("fault", ["away", "denied"])

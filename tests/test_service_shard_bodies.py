@@ -18,7 +18,7 @@ from kvevents.service.http.workers import MATCHING, Workers
 from kvevents.service.member import Row
 from kvevents.service.shapes import MAX_MEDIA, MatchRequest
 from kvevents.service.shards.asking import MAX_INLINE_TOKENS, Shards
-from kvevents.service.shards.shapes import Expectation, Lanes, Noted, Question
+from kvevents.service.shards.shapes import Expectation, Noted, Partitions, Question
 
 LIMIT = 10_000
 LIMITS = Limits(max_json_bytes=LIMIT)
@@ -30,8 +30,8 @@ class Answering:
     def part(self, asked: Question) -> Any:
         return len(asked.prompts)
 
-    def members(self, asked: Lanes) -> Any:
-        return len(asked.lanes)
+    def members(self, asked: Partitions) -> Any:
+        return len(asked.partitions)
 
     def expect(self, _asked: Expectation) -> Noted:
         return Noted(known=True)
@@ -72,17 +72,17 @@ def test_prompts_have_a_limit_of_their_own_and_everything_else_the_usual_one(cod
     for path, body in (
         ("/v1/shard/match", keys),
         ("/v1/shard/expect", {**expected, "mm": [{"id": "x", "start": 0, "length": 1}] * LIMIT}),
-        ("/v1/shard/members", {"lanes": [1] * 2 * LIMIT}),
+        ("/v1/shard/members", {"partitions": [1] * 2 * LIMIT}),
     ):
         with pytest.raises(TooMuchError):
             asked(path, body, codec)
 
 
-def test_lanes_and_media_have_a_number() -> None:
-    assert asked("/v1/shard/members", {"lanes": list(range(256))}) == b"256"
+def test_partitions_and_media_have_a_number() -> None:
+    assert asked("/v1/shard/members", {"partitions": list(range(256))}) == b"256"
     for path in ("/v1/shard/members", "/v1/shard/match"):
         with pytest.raises(ServiceError, match="length <= 256"):
-            asked(path, {"model": "m", "lanes": [1] * 257})
+            asked(path, {"model": "m", "partitions": [1] * 257})
     media = [{"id": "x", "start": 0, "length": 1}] * (MAX_MEDIA + 1)
     body = msgspec.msgpack.encode({"model": "m", "tokens": [], "mm": media})
     with pytest.raises(ServiceError, match=f"length <= {MAX_MEDIA}"):
@@ -94,44 +94,44 @@ def test_a_long_prompt_that_is_expected_takes_a_thread() -> None:
 
 
 class Share:
-    """Lanes 0 and 1 of a plane of two lanes; `on_rows` is called while prompts are looked up."""
+    """Partitions 0 and 1 of a plane of two partitions; `on_rows` is called while prompts are looked up."""
 
     def __init__(self, on_rows: Any) -> None:
-        self.lanes = frozenset({0, 1})
+        self.partitions = frozenset({0, 1})
         self._on_rows = on_rows
         self.threads: list[str] = []
 
     def layout(self) -> Any:
-        return SimpleNamespace(lanes=2)
+        return SimpleNamespace(partitions=2)
 
     def shown(self) -> frozenset[int]:
-        return self.lanes
+        return self.partitions
 
-    def lane_of(self, member: Any) -> int:
-        return int(member.lane)
+    def partition_of(self, member: Any) -> int:
+        return int(member.partition)
 
-    def rows(self, _question: Question, lanes: Any, prompts: list[Any]) -> Any:
+    def rows(self, _question: Question, partitions: Any, prompts: list[Any]) -> Any:
         self.threads.append(threading.current_thread().name)
-        found = [[Row(SimpleNamespace(lane=lane), 16, 0, 0, 16) for lane in sorted(lanes)] for _ in prompts]  # type: ignore[arg-type]
+        found = [[Row(SimpleNamespace(partition=partition), 16, 0, 0, 16) for partition in sorted(partitions)] for _ in prompts]  # type: ignore[arg-type]
         self._on_rows(self)
         return found
 
 
 def release(share: Share) -> None:
-    share.lanes = frozenset({0})
+    share.partitions = frozenset({0})
 
 
 @pytest.mark.parametrize(
     ("tokens", "thread"), [(MAX_INLINE_TOKENS, "MainThread"), (MAX_INLINE_TOKENS + 1, "kvevents-matching_0")]
 )
 async def test_long_prompts_are_looked_up_in_a_thread(tokens: int, thread: str) -> None:
-    """A lane that is released meanwhile is not answered for: another replica has it now."""
-    for on_rows, lanes, missing in ((lambda _: None, [0, 1], ""), (release, [0], "no replica answers for lane 1")):
+    """A partition that is released meanwhile is not answered for: another replica has it now."""
+    for on_rows, partitions, missing in ((lambda _: None, [0, 1], ""), (release, [0], "no replica answers for partition 1")):
         share = Share(on_rows)
         peers: Any = SimpleNamespace(is_away=lambda _: False)
         asking = Shards("a", "http://a", share, peers, dict, Workers(1)[MATCHING].run)  # type: ignore[arg-type]
         found = await asking.find(Question(model="m"), [[1] * tokens])
         assert share.threads == [thread]
-        assert [row.member.lane for row in found.rows[0]] == lanes  # type: ignore[attr-defined]
+        assert [row.member.partition for row in found.rows[0]] == partitions  # type: ignore[attr-defined]
         assert found.missing.startswith(missing)
         assert bool(found.missing) is bool(missing)

@@ -22,7 +22,7 @@ from shard_cases import PACE, Replica
 from test_service_replica import watch_of
 
 pytestmark = needs_nats
-LANES: Final = 16
+PARTITIONS: Final = 16
 ENGINES: Final = 6
 PROMPT: Final = list(range(96))
 
@@ -40,7 +40,7 @@ class Plane:
         self.server, self.name = server, name
         self.engines: list[Engine] = stack.enter_context(engines(ENGINES))
         watches = [watch_of(f"e{at}", each) for at, each in enumerate(self.engines)]
-        stack.enter_context(bridging(plane_at(server.url, name=name, lanes=LANES), *watches))
+        stack.enter_context(bridging(plane_at(server.url, name=name, partitions=PARTITIONS), *watches))
         self._stack = stack
         # Each holds another length of the same prompt.
         for at, each in enumerate(self.engines):
@@ -82,7 +82,9 @@ def held(client: Client) -> dict[str, int]:
 def settled(replicas: list[Replica], holders: int) -> None:
     """Wait until each shows what it is to hold, and no more, and all others have heard so."""
     names = [each.name for each in replicas]
-    wanted = {name: {lane for lane in range(LANES) if name in owners(lane, names, holders)} for name in names}
+    wanted = {
+        name: {partition for partition in range(PARTITIONS) if name in owners(partition, names, holders)} for name in names
+    }
 
     def look() -> bool:
         return all(each.shown == wanted[each.name] and heard(each) == wanted for each in replicas)
@@ -101,8 +103,8 @@ def test_three_that_hold_a_share_answer_as_one_that_holds_all(server: NatsServer
         whole = plane.whole()
         shares = plane.start("a", "b", "c")
         settled(shares, 1)
-        assert all(0 < len(each.shown) < LANES for each in shares)
-        assert sum(len(each.shown) for each in shares) == LANES
+        assert all(0 < len(each.shown) < PARTITIONS for each in shares)
+        assert sum(len(each.shown) for each in shares) == PARTITIONS
         assert blocks(whole) == sum(range(1, ENGINES + 1))
         until("what was let go to be forgotten", lambda: sum(map(blocks, shares)) == blocks(whole))
         until("members", lambda: all(sources(each) == sources(whole) for each in shares))
@@ -182,7 +184,7 @@ def own(share: Replica) -> set[str]:
 
 
 def test_while_replicas_come_and_go_every_answer_is_right(server: NatsServer) -> None:
-    """Asked all the time: lanes move, and no answer lacks an engine, or has what it no longer holds."""
+    """Asked all the time: partitions move, and no answer lacks an engine, or has what it no longer holds."""
     with planed(server, "moves") as plane:
         first, second = plane.start("a", "b")
         settled([first, second], 1)
@@ -228,7 +230,7 @@ def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> No
             shares[2].end()
             settled(shares[:2], 2)
         assert wrong == []
-        assert shares[0].shown == shares[1].shown == frozenset(range(LANES))
+        assert shares[0].shown == shares[1].shown == frozenset(range(PARTITIONS))
 
 
 def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> None:
@@ -244,7 +246,7 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
         answer = until(
             "an answer that is not whole", lambda: found if (found := one.post("/v1/match", BODY).json)["missing"] else None
         )
-        assert "no replica answers for lane" in answer["missing"]
+        assert "no replica answers for partition" in answer["missing"]
         assert {each["instance"] for each in answer["workers"] if each["tokens"]} == own(one)
         assert {each["trust"]["state"] for each in answer["workers"] if each["instance"] in lost} == {"STALE"}
         header = one.post("/query", {"model_name": MODEL, "token_ids": PROMPT})
@@ -252,7 +254,7 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
         stale = {instance for instance, state, _ in sources(one) if state == "STALE"}
         assert stale <= lost
         assert 'kvevents_shard_partitions{state="uncovered"}' in one.get("/metrics").body.decode()
-        until("the other's lanes", lambda: one.shown == frozenset(range(LANES)))
+        until("the other's partitions", lambda: one.shown == frozenset(range(PARTITIONS)))
         until("a whole answer", lambda: plane.is_right(one))
         assert {state for _, state, _ in sources(one)} == {"EXACT"}
 
@@ -260,11 +262,11 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
 def test_a_replica_that_never_answers_is_passed_over(server: NatsServer) -> None:
     """It says that it holds everything, and takes connections: others that hold the same are asked in its place."""
     with planed(server, "mute") as plane, socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
-        # It is to hold lanes too, and says that it does: so nothing may be released to it.
+        # It is to hold partitions too, and says that it does: so nothing may be released to it.
         pace = {**PACE, "settle_seconds": 3.0, "release_seconds": 600.0}
         shares = plane.start("a", "b", holders=1, shard={"ask_seconds": 0.2, "pace": pace})
         settled(shares, 1)
-        ghost = Announcement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(LANES)))
+        ghost = Announcement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(PARTITIONS)))
         ghosts = {f"ghost-{number}" for number in range(3)}  # of those that hold as much, one is asked first
         for name in ghosts:
             announce(server, plane.name, name, ghost)
@@ -274,17 +276,17 @@ def test_a_replica_that_never_answers_is_passed_over(server: NatsServer) -> None
 
 
 def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
-    """Whatever it says that it holds: nothing is sent to it, no lane is left to it, and it shows in log and metrics."""
+    """Whatever it says that it holds: nothing is sent to it, no partition is left to it, and it shows in log and metrics."""
     with planed(server, "foreign") as plane, socket.create_server(("", 0), backlog=64) as foreign:
         (one,) = plane.start("a", shard={"allow": ["127.0.0.9"]})
         settled([one], 1)
         url = f"http://127.0.0.1:{foreign.getsockname()[1]}"
         for number in range(3):
-            announce(server, plane.name, f"evil-{number}", Announcement(url, 1, list(range(LANES))))
+            announce(server, plane.name, f"evil-{number}", Announcement(url, 1, list(range(PARTITIONS))))
         until("it to be refused", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
         for _ in range(20):
             assert plane.is_right(one)
-        assert one.shown == frozenset(range(LANES))
+        assert one.shown == frozenset(range(PARTITIONS))
         assert one.service.replica.present == {}  # type: ignore[union-attr]
         foreign.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -294,7 +296,7 @@ def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
 def announce(server: NatsServer, plane: str, name: str, what: Announcement) -> None:
     async def put() -> None:
         client = await nats.connect(server.url)
-        await (await client.jetstream().key_value(Layout(plane, LANES).leases)).put(PREFIX + name, what.encode())
+        await (await client.jetstream().key_value(Layout(plane, PARTITIONS).leases)).put(PREFIX + name, what.encode())
         await client.close()
 
     asyncio.run(put())
@@ -360,19 +362,19 @@ def test_two_of_one_name_do_not_share_it(server: NatsServer) -> None:
 
 
 def test_questions_of_other_replicas_are_answered_for_what_is_shown(server: NatsServer) -> None:
-    """And for no more: who asks for lanes that are not held here is told for which ones the answer is."""
+    """And for no more: who asks for partitions that are not held here is told for which ones the answer is."""
     with planed(server, "parts") as plane:
         shares = plane.start("a", "b")
         settled(shares, 1)
         one = shares[0]
-        everything = list(range(LANES))
-        body = {"model": MODEL, "lanes": everything, "keys": [[1]]}
+        everything = list(range(PARTITIONS))
+        body = {"model": MODEL, "partitions": everything, "keys": [[1]]}
         part = one.post("/v1/shard/match", body).json
-        assert (set(part["lanes"]), part["known"], part["found"]) == (set(one.shown), bool(own(one)), [[]])
-        members = one.post("/v1/shard/members", {"lanes": everything}).json
+        assert (set(part["partitions"]), part["known"], part["found"]) == (set(one.shown), bool(own(one)), [[]])
+        members = one.post("/v1/shard/members", {"partitions": everything}).json
         assert {each["registration"]["instance"] for each in members["members"]} == own(one)
         assert members["version"] == part["version"]
-        assert one.post("/v1/shard/members", {"lanes": [min(shares[1].shown)]}).json["members"] == []
+        assert one.post("/v1/shard/members", {"partitions": [min(shares[1].shown)]}).json["members"] == []
         whole = plane.whole()
-        assert whole.post("/v1/shard/members", {"lanes": everything}).status == 409
+        assert whole.post("/v1/shard/members", {"partitions": everything}).status == 409
         assert msgspec.json.decode(whole.post("/v1/shard/match", body).body)["reason"] == "no-shard"

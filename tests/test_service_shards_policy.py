@@ -15,7 +15,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig, ShardSettings
 from kvevents.service.shards.peers import AwayError, Peers
 from kvevents.service.shards.policy import PeerPolicy
-from kvevents.service.shards.shapes import Lanes, Noted
+from kvevents.service.shards.shapes import Noted, Partitions
 from kvevents.settings import convert
 
 POD = "http://kv-0.kv-peers.ns.svc:8090"
@@ -106,7 +106,7 @@ async def test_replicas_prove_who_they_are_to_each_other(tmp_path: Path) -> None
     async def ask(**more: Any) -> bool:
         peers = Peers(ShardSettings(url=url, ask_seconds=10.0, **more))
         try:
-            return (await peers.ask("other", url, "/v1/shard/expect", Lanes(lanes=[]), Noted)).known
+            return (await peers.ask("other", url, "/v1/shard/expect", Partitions(partitions=[]), Noted)).known
         except AwayError:
             return False
         finally:

@@ -23,7 +23,7 @@ from service_cases import MODEL, Client, Service, engines, serving, until
 from test_service_replica import watch_of
 
 pytestmark = needs_nats
-LANES: Final = 16
+PARTITIONS: Final = 16
 ENGINES: Final = 6
 PROMPT: Final = list(range(96))
 HELD: Final = {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}
@@ -46,7 +46,7 @@ class Shares(NamedTuple):
         async def look() -> dict[str, Announcement]:
             client = await nats.connect(self.server.url)
             try:
-                bucket = await client.jetstream().key_value(Layout("default", LANES).leases)
+                bucket = await client.jetstream().key_value(Layout("default", PARTITIONS).leases)
                 found = [(name, Announcement.decode((await bucket.get(PREFIX + name)).value or b"")) for name in NAMES]
                 return {name: said for name, said in found if said is not None}
             finally:
@@ -55,26 +55,26 @@ class Shares(NamedTuple):
         return asyncio.run(look())
 
     def settle(self) -> None:
-        """Wait until each lane is held by two, and each replica has heard so.
+        """Wait until each partition is held by two, and each replica has heard so.
 
         Who tells of itself twice has heard the others in between.
         """
 
         def told() -> dict[str, Announcement] | None:
             found = self.announced()
-            counts = [sum(lane in said.held for said in found.values()) for lane in range(LANES)]
+            counts = [sum(partition in said.held for said in found.values()) for partition in range(PARTITIONS)]
             return found if set(counts) == {2} else None
 
-        before = until("two that hold each lane", told)
+        before = until("two that hold each partition", told)
         until("all to have heard", lambda: all(said.beat > before[name].beat + 1 for name, said in self.announced().items()))
 
     def asked_by(self, name: str) -> str:
-        """Whom a replica asks for the lanes that it does not hold: of two that hold all of them it is always the same."""
+        """Whom a replica asks for the partitions that it does not hold: of two that hold all of them it is always the same."""
 
         def look() -> str | None:
             said = self.announced()
             others = {other: each.held for other, each in said.items() if other != name}
-            asked = list(plan(name, set(range(LANES)).difference(said[name].held), others)[0])
+            asked = list(plan(name, set(range(PARTITIONS)).difference(said[name].held), others)[0])
             return asked[0] if len(asked) == 1 else None
 
         return until("one that holds all the rest", look)
@@ -93,7 +93,7 @@ def three_shares(tmp_path: Path) -> Iterator[Shares]:
         server = stack.enter_context(nats_server(tmp_path))
         running = stack.enter_context(engines(ENGINES))
         watches = [watch_of(f"e{at}", each) for at, each in enumerate(running)]
-        stack.enter_context(bridging(plane_at(server.url, lanes=LANES), *watches))
+        stack.enter_context(bridging(plane_at(server.url, partitions=PARTITIONS), *watches))
         for one, tokens in zip(running, HELD.values(), strict=True):
             one.store(PROMPT[:tokens])
         services: dict[str, Service] = {}

@@ -1,9 +1,9 @@
 """`python -m benchmarks.plane bootstrap`: how soon a replica is complete that has everything to read.
 
-A plane's lanes hold the tail that came after its newest snapshot, which has all blocks. Both are made here as replicas and
-bridges make them: an index and the ledgers of its lanes, fed with what a bridge writes; the snapshot goes to the object store,
-and then the tail, page by page, into the lanes. A replica in a process of its own is timed from its start, with Python and all,
-and its digests are compared with those of the index that was here all the time.
+A plane's partitions hold the tail that came after its newest snapshot, which has all blocks. Both are made here as replicas and
+bridges make them: an index and the ledgers of its partitions, fed with what a bridge writes; the snapshot goes to the object
+store, and then the tail, page by page, into the partitions. A replica in a process of its own is timed from its start, with
+Python and all, and its digests are compared with those of the index that was here all the time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from benchmarks.report import machine
 NAME: Final = "bootstrap"
 BLOCKS: Final = 4_000_000
 TAIL: Final = 100_000
-LANES: Final = 4
+PARTITIONS: Final = 4
 ROOM: Final = 4 << 30
-"""Of all lanes together, which servers reserve."""
+"""Of all partitions together, which servers reserve."""
 ENGINES: Final = 16
 STORE: Final = 500
 """Blocks of a batch while caches fill up."""
@@ -45,14 +45,14 @@ MODULE: Final = "plane.bootstrap"
 class Former:
     """What a plane's log says, and the index that one holds who has read all of it."""
 
-    def __init__(self, blocks: int, tail: int, lanes: int = LANES) -> None:
+    def __init__(self, blocks: int, tail: int, partitions: int = PARTITIONS) -> None:
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - each process loads only what its role is about
         from kvevents.plane.layout import Layout  # noqa: PLC0415 - as above
         from kvevents.plane.ledger import Ledger  # noqa: PLC0415 - as above
 
         self.index = PrefixIndex()
-        self.layout = Layout(NAME, lanes)
-        self.ledgers = {lane: Ledger() for lane in range(lanes)}
+        self.layout = Layout(NAME, partitions)
+        self.ledgers = {partition: Ledger() for partition in range(partitions)}
         self._each = blocks // ENGINES
         self._tail = tail // ENGINES
         self._caches = [Engine(STORE, self._each) for _ in range(ENGINES)]
@@ -66,25 +66,25 @@ class Former:
         return Registration(instance=f"e{number}", endpoint=f"tcp://127.0.0.1:{20_000 + number}", model="m")
 
     def fill(self) -> Iterator[tuple[int, list[Any]]]:
-        """By lane what is said until all caches are full."""
+        """By partition what is said until all caches are full."""
         import msgspec  # noqa: PLC0415 - as above
 
         from kvevents.plane.records import Join  # noqa: PLC0415 - as above
 
         for number, cache in enumerate(self._caches):
             key = self.card(number).key
-            lane = self.layout.lane_of(key[0])
-            yield lane, [Join(key[0], key[1], msgspec.json.encode(self.card(number)))]
+            partition = self.layout.partition_of(key[0])
+            yield partition, [Join(key[0], key[1], msgspec.json.encode(self.card(number)))]
             cache._next = 1 + (number << 40)  # noqa: SLF001 - no two engines hold the same
-            yield lane, list(self._batches(number, self._each // STORE))
+            yield partition, list(self._batches(number, self._each // STORE))
 
     def tail(self) -> Iterator[tuple[int, list[Any]]]:
-        """By lane what is said after that: of each batch one block stored and one removed."""
+        """By partition what is said after that: of each batch one block stored and one removed."""
         for number, cache in enumerate(self._caches):
             cache._blocks = 1  # noqa: SLF001 - of a batch
-            lane = self.layout.lane_of(self.card(number).key[0])
+            partition = self.layout.partition_of(self.card(number).key[0])
             for first in range(0, self._tail, PAGE):
-                yield lane, list(self._batches(number, min(PAGE, self._tail - first)))
+                yield partition, list(self._batches(number, min(PAGE, self._tail - first)))
 
     def _batches(self, number: int, count: int) -> Iterator[Any]:
         from kvevents.plane.records import Batched  # noqa: PLC0415 - as above
@@ -95,11 +95,11 @@ class Former:
             yield Batched(key[0], key[1], 0, self._numbers[number], False, encode_batch(batch))
             self._numbers[number] += 1
 
-    def take(self, lane: int, position: int, page: Any) -> None:
-        """A page is in the lane."""
+    def take(self, partition: int, position: int, page: Any) -> None:
+        """A page is in the partition."""
         from kvevents.stream import RawBatch  # noqa: PLC0415 - as above
 
-        found = self.ledgers[lane].feed(position, page)
+        found = self.ledgers[partition].feed(position, page)
         self.index.apply_many([event for event in found if isinstance(event, RawBatch)])
 
 
@@ -112,33 +112,33 @@ async def make(server: Server, former: Former) -> dict[str, str]:
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.plane.snapshots import Snapshots, take  # noqa: PLC0415 - as above
 
-    lanes = former.layout.lanes
-    settings = PlaneSettings(servers=(server.url,), name=NAME, lanes=lanes, lane_bytes=ROOM // lanes)
+    partitions = former.layout.partitions
+    settings = PlaneSettings(servers=(server.url,), name=NAME, partitions=partitions, partition_bytes=ROOM // partitions)
     async with opened(settings, name="bench") as client:
         js = client.jetstream(timeout=30.0)
         layout = await make_plane(js, settings)
-        states = {lane: await state_of(js, layout, lane) for lane in former.ledgers}
+        states = {partition: await state_of(js, layout, partition) for partition in former.ledgers}
 
-        def page(lane: int, records: list[Any]) -> Any:
-            return Page(VERSION, "bench", time.time(), records, states[lane].made)
+        def page(partition: int, records: list[Any]) -> Any:
+            return Page(VERSION, "bench", time.time(), records, states[partition].made)
 
-        # What the snapshot has is in no lane any more: page 1 stands for all that was purged.
-        for lane in former.ledgers:
-            await js.publish(layout.subject(lane), encode_page(page(lane, [])))
-        for lane, records in former.fill():
-            former.take(lane, 1, page(lane, records))
+        # What the snapshot has is in no partition any more: page 1 stands for all that was purged.
+        for partition in former.ledgers:
+            await js.publish(layout.subject(partition), encode_page(page(partition, [])))
+        for partition, records in former.fill():
+            former.take(partition, 1, page(partition, records))
         size = 0
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "index")
-            for lane, ledger in former.ledgers.items():
-                taken = take(lane, ledger, {}, former.index, path)
-                size += (await Snapshots(js, layout).save(taken, path, 0, "bench", states[lane].made)).bytes
+            for partition, ledger in former.ledgers.items():
+                taken = take(partition, ledger, {}, former.index, path)
+                size += (await Snapshots(js, layout).save(taken, path, 0, "bench", states[partition].made)).bytes
         found = former.index.stats().blocks
         pages = batches = 0
-        for lane, records in former.tail():
-            written = page(lane, records)
-            acknowledged = await js.publish(layout.subject(lane), encode_page(written))
-            former.take(lane, acknowledged.seq, written)
+        for partition, records in former.tail():
+            written = page(partition, records)
+            acknowledged = await js.publish(layout.subject(partition), encode_page(written))
+            former.take(partition, acknowledged.seq, written)
             pages, batches = pages + 1, batches + len(records)
     print(f"   {found:,} blocks in snapshots of {size / 1e6:,.0f} MB, {batches:,} batches on {pages:,} pages", flush=True)
     return {f"{source} {rank}": digest for source, rank, digest in all_digests(former.index)}
@@ -172,7 +172,7 @@ async def _replica(url: str) -> None:
     say({"took": took, "fault": found.fault})
     assert found.generation is not None
     digests = {f"{source} {rank}": digest for source, rank, digest in all_digests(found.generation.index)}
-    say({"digests": digests, "begun": f"snapshots of {len(found.generation.began_with)} lanes"})
+    say({"digests": digests, "begun": f"snapshots of {len(found.generation.began_with)} partitions"})
 
 
 def all_digests(index: Any) -> list[tuple[str, int, str]]:

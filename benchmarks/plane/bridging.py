@@ -1,15 +1,15 @@
 """`python -m benchmarks.plane bridge`: a bridge beside nats-py publishing the same bytes, and what a fleet costs it.
 
-*As fast as can be*, judged. A process sends what it has encoded beforehand, from one engine into one lane, and from 1,000
-engines, in turn, into 8 lanes; each engine has a connection of its own. What the bridge has not read waits in ZeroMQ, so
+*As fast as can be*, judged. A process sends what it has encoded beforehand, from one engine into one partition, and from 1,000
+engines, in turn, into 8 partitions; each engine has a connection of its own. What the bridge has not read waits in ZeroMQ, so
 nothing is lost and nothing is replayed. Reported is the time from the first batch to when the last one is acknowledged by the
 server, and the CPU time (user and system, all threads) of the bridge's process. nats-py has the same payloads in memory and
 publishes each as one message with `Nats-Msg-Id`, into as many streams, `WINDOW` of them waiting for their acknowledgement at
-any time. A bridge packs batches into pages of up to half a MiB, of which one of a lane waits for its acknowledgement;
+any time. A bridge packs batches into pages of up to half a MiB, of which one of a partition waits for its acknowledgement;
 it also reads ZeroMQ and follows the trust of every stream, which nats-py is spared. Each trial has a server of its own.
 
-*As a fleet is*, not judged: 1,000 engines say 10 batches a second each, and three servers keep three copies of 256 lanes, as
-of a fleet ten times as large, of which each bridge follows a tenth. CPU and memory of the bridge, or of each of several that
+*As a fleet is*, not judged: 1,000 engines say 10 batches a second each, and three servers keep three copies of 256 partitions,
+as of a fleet ten times as large, of which each bridge follows a tenth. CPU and memory of the bridge, or of each of several that
 are all active (`--active`); CPU, memory and disk of the servers. `sizing` computes with these.
 """
 
@@ -50,7 +50,7 @@ class Load(NamedTuple):
     """What is sent."""
 
     engines: int
-    lanes: int
+    partitions: int
     blocks: int
     """Stored by each batch, which removes as many."""
     batches: int
@@ -60,7 +60,7 @@ class Load(NamedTuple):
 
     def __str__(self) -> str:
         engines = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
-        return f"{engines}, {self.lanes} lanes, {self.blocks} blocks a batch"
+        return f"{engines}, {self.partitions} partitions, {self.blocks} blocks a batch"
 
 
 LOADS: Final = (Load(1, 1, 1, 40_000), Load(1, 1, 32, 8_000), Load(1_000, 8, 10, 40_000))
@@ -134,7 +134,9 @@ async def _ours(urls: str, name: str, port: int, load: Load) -> None:
 
     servers = tuple(urls.split(","))
     copies = COPIES if len(servers) > 1 else 1
-    plane = PlaneSettings(servers=servers, name="bench", lanes=load.lanes, lane_bytes=(4 << 30) // load.lanes, copies=copies)
+    plane = PlaneSettings(
+        servers=servers, name="bench", partitions=load.partitions, partition_bytes=(4 << 30) // load.partitions, copies=copies
+    )
     engines = map(topic_of, range(load.engines))
     watches = [Watch(Source(f"tcp://127.0.0.1:{port}", topic=engine, name=engine)) for engine in engines]
     bridge = Bridge(BridgeSettings(plane=plane, name=name), watches)
@@ -153,7 +155,7 @@ async def _ours(urls: str, name: str, port: int, load: Load) -> None:
 
 def _positions(bridge: Any) -> int:
     """Batches that are in the log, whoever has written them."""
-    streams = (standing for lane in bridge._lanes for standing in lane.composer.ledger.streams.values())  # noqa: SLF001
+    streams = (standing for partition in bridge._partitions for standing in partition.composer.ledger.streams.values())  # noqa: SLF001
     return sum(standing.last_seq + 1 for standing in streams)
 
 
@@ -167,14 +169,16 @@ async def _theirs(url: str, load: Load) -> None:
     from nats.js import api  # noqa: PLC0415 - as above
 
     batches = [
-        (f"bench.{engine % load.lanes}", payload, {"Nats-Msg-Id": f"{topic_of(engine)}/0/0/{seq}"})
+        (f"bench.{engine % load.partitions}", payload, {"Nats-Msg-Id": f"{topic_of(engine)}/0/0/{seq}"})
         for engine, seq, payload in batches_of(load)
     ]
     client = await nats.connect(url)
     js = client.jetstream(publish_async_max_pending=WINDOW)
-    for lane in range(load.lanes):
-        room = (4 << 30) // load.lanes
-        config = api.StreamConfig(name=f"bench-{lane}", subjects=[f"bench.{lane}"], max_bytes=room, duplicate_window=120)
+    for partition in range(load.partitions):
+        room = (4 << 30) // load.partitions
+        config = api.StreamConfig(
+            name=f"bench-{partition}", subjects=[f"bench.{partition}"], max_bytes=room, duplicate_window=120
+        )
         await js.add_stream(config)
     say("ready")
     await asyncio.to_thread(heed)
@@ -339,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5, help="of each way (default: %(default)s)")
     parser.add_argument("--only", choices=("race", "fleet"), help="beside nats-py, or the fleet at its pace")
     parser.add_argument("--active", type=int, default=1, help="bridges that write the fleet's batches (default: %(default)s)")
-    parser.add_argument("--lanes", type=int, default=FLEET.lanes, help="of the fleet (default: %(default)s)")
+    parser.add_argument("--partitions", type=int, default=FLEET.partitions, help="of the fleet (default: %(default)s)")
     options = parser.parse_args(arguments)
     print(machine(), flush=True)
     met = []
@@ -347,7 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only != "fleet":
             met = [compare(Path(folder), options.runs, load) for load in LOADS]
         if options.only != "race":
-            report_fleet(Path(folder, "fleet"), FLEET._replace(lanes=options.lanes), options.active)
+            report_fleet(Path(folder, "fleet"), FLEET._replace(partitions=options.partitions), options.active)
     return 0 if all(met) else 1
 
 

@@ -78,7 +78,7 @@ async def _bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
     from kvevents.service.registration import Registration  # noqa: PLC0415 - as above
 
     be_responsive()
-    plane = PlaneSettings(servers=(url,), name=NAME, lanes=1, lane_bytes=4 << 30)
+    plane = PlaneSettings(servers=(url,), name=NAME, partitions=1, partition_bytes=4 << 30)
     registration = Registration(instance="e", endpoint=endpoint, replay_endpoint=replay_endpoint, model="m")
     found = Bridge(
         BridgeSettings(plane=plane, name="bridge"), [Watch(registration.source(), msgspec.json.encode(registration))]
@@ -121,7 +121,7 @@ async def _replica(url: str, count: int, skipped: int) -> None:
     be_responsive()
     fleet = Fleet(PrefixIndex(), max_sources=10)
     fleet.follower.start()
-    plane = PlaneSettings(servers=(url,), name=NAME, lanes=1)
+    plane = PlaneSettings(servers=(url,), name=NAME, partitions=1)
     found = Replica(plane, "replica", fleet, snapshot_seconds=1e6, memory_limit=None)
     running = asyncio.create_task(found.run())
     while not found.is_complete:  # noqa: ASYNC110 - nothing tells

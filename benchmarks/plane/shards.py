@@ -1,7 +1,7 @@
 """`python -m benchmarks.plane shards`: a replica that holds all of a plane, beside three that hold a share of it each.
 
 A plane's snapshots have all its blocks; 16 engines hold the prompts that are asked for. One `kvevents serve` begins with all of
-them, three with a share each, every lane held by one of them. wrk asks them in turns, the same raw prompt again and again.
+them, three with a share each, every partition held by one of them. wrk asks them in turns, the same raw prompt again and again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.service.workers import prompt
 from benchmarks.service.wrk import load
 
 BLOCKS: Final = 2_000_000
-LANES: Final = 64
+PARTITIONS: Final = 64
 SHARES: Final = 3
 CLIENTS: Final = 16
 SECONDS: Final = 3
@@ -46,11 +46,11 @@ class Prompted(Former):
     """One whose engines hold a prompt besides."""
 
     def __init__(self, blocks: int, whole: Chain) -> None:
-        super().__init__(blocks, 0, LANES)
+        super().__init__(blocks, 0, PARTITIONS)
         self._whole = whole
 
     def fill(self) -> Iterator[tuple[int, list[Any]]]:
-        """By lane what is said until all caches are full, and hold the prompt."""
+        """By partition what is said until all caches are full, and hold the prompt."""
         from kvevents.events import BlockStored, KVEventBatch  # noqa: PLC0415 - as in bootstrap
         from kvevents.plane.records import Batched  # noqa: PLC0415 - as above
         from kvevents.wire import encode_batch  # noqa: PLC0415 - as above
@@ -63,7 +63,7 @@ class Prompted(Former):
         for number in range(ENGINES):
             key = self.card(number).key
             batch = encode_batch(KVEventBatch(0.0, [*stores]))
-            yield self.layout.lane_of(key[0]), [Batched(key[0], key[1], 0, self._numbers[number], False, batch)]
+            yield self.layout.partition_of(key[0]), [Batched(key[0], key[1], 0, self._numbers[number], False, batch)]
             self._numbers[number] += 1
 
 
@@ -228,8 +228,8 @@ _HEAD: Final = """\
 `python -m benchmarks.plane shards --write` writes this file from what it measured: do not edit it. It needs nats-server and
 wrk.
 
-- A plane of {lanes} lanes, whose snapshots hold {blocks:,} blocks of {engines} engines, all of which hold the prompts that are
-  asked for. One replica (`kvevents serve --from`) holds everything; {shares} others hold a share each (`--shard-url`,
+- A plane of {partitions} partitions, whose snapshots hold {blocks:,} blocks of {engines} engines, all of which hold the prompts
+  that are asked for. One replica (`kvevents serve --from`) holds everything; {shares} others hold a share each (`--shard-url`,
   `--holders 1`), so that no block is in two of them. All are processes on one machine, beside the one that asks.
 - Questions are `/v1/match` with raw 32-bit tokens, over connections that stay open. A whole answer names all {engines} engines;
   one is not whole, and says so, where another share was waited for in vain, for half a second: on a machine that is busy.
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(found)
     if options.write:
         head = _HEAD.format(
-            lanes=LANES,
+            partitions=PARTITIONS,
             blocks=sum(alone.blocks),
             engines=ENGINES,
             shares=SHARES,

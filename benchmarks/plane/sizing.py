@@ -30,7 +30,7 @@ from kvevents.plane.connection import opened
 from kvevents.plane.layout import Layout
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.records import VERSION, Batched, Join, Page, Record, decode_page, encode_page
-from kvevents.plane.settings import MAX_LANES, RECEIVE_QUEUE, PlaneSettings
+from kvevents.plane.settings import MAX_PARTITIONS, RECEIVE_QUEUE, PlaneSettings
 from kvevents.plane.sharding import owners
 from kvevents.plane.sharding import plan as cover
 from kvevents.plane.snapshots import CHUNK_BYTES
@@ -90,7 +90,7 @@ class Fleet(NamedTuple):
     bootstrap_seconds: float
     """That a replica may take until it answers."""
     holders: int
-    """Replicas that hold each lane."""
+    """Replicas that hold each partition."""
     copies: int
     latency: float
     """Seconds until a majority of servers has what is sent to one of them."""
@@ -226,12 +226,12 @@ def _cpu(work: Callable[[], object]) -> float:
 
 
 class Plan(NamedTuple):
-    """What a fleet needs: one plane, and replicas that hold a share of its lanes each."""
+    """What a fleet needs: one plane, and replicas that hold a share of its partitions each."""
 
     batches: float
     """A second, of the whole fleet."""
     bytes: float
-    """A second, into all lanes; JetStream keeps each `copies` times."""
+    """A second, into all partitions; JetStream keeps each `copies` times."""
     saved: float
     """Bytes a second of snapshots."""
     by_memory: int
@@ -243,28 +243,28 @@ class Plan(NamedTuple):
     by_bootstrap: int
     """Replicas that their bootstrap wants."""
     replicas: int
-    lanes: int
+    partitions: int
     share: float
-    """Largest share of the lanes that a replica holds."""
+    """Largest share of the partitions that a replica holds."""
     asked: int
     """Replicas, the one that is asked among them, that an answer is of."""
     read: float
     """Bytes a second, that the replica with the largest share reads."""
-    lane_bytes: float
-    """Of a lane, for what comes within three snapshots."""
+    partition_bytes: float
+    """Of a partition, for what comes within three snapshots."""
     memory: float
     """Of the largest index."""
     snapshot: float
-    """Bytes, of a lane."""
+    """Bytes, of a partition."""
     move: float
-    """Seconds until a lane is shown by who takes it over: its snapshot, and what came since that was taken."""
+    """Seconds until a partition is shown by who takes it over: its snapshot, and what came since that was taken."""
     bootstrap: float
     """The same of the largest share."""
     subjects: int
     written: float
     """Bytes a second of a snapshot into JetStream, each chunk of which waits for a majority."""
-    lane_takes: float
-    """Bytes a second that a lane takes at most."""
+    partition_takes: float
+    """Bytes a second that a partition takes at most."""
     bridges: int
     """That are busy with one core each."""
     bridge_memory: float
@@ -280,7 +280,7 @@ class Plan(NamedTuple):
 
 
 def plan(fleet: Fleet, costs: Costs) -> Plan:
-    """No number in here but those of its arguments, and how evenly lanes are spread."""
+    """No number in here but those of its arguments, and how evenly partitions are spread."""
     batches = fleet.engines * fleet.batches_per_second
     written = 1 / (1 / costs.written + fleet.latency / CHUNK_BYTES)
     wanted = [
@@ -290,16 +290,16 @@ def plan(fleet: Fleet, costs: Costs) -> Plan:
     ]
     by_memory, by_apply, by_saving = (_replicas(need, fleet.holders) for need in wanted)
     by_bootstrap = least = max(by_memory, by_apply, by_saving)
-    while _bootstrap(by_bootstrap, fleet, costs) > fleet.bootstrap_seconds and by_bootstrap < MAX_LANES:
+    while _bootstrap(by_bootstrap, fleet, costs) > fleet.bootstrap_seconds and by_bootstrap < MAX_PARTITIONS:
         by_bootstrap += 1
     replicas = max(least, by_bootstrap)
     shares = _shares(replicas, fleet.holders)
     share = _largest(replicas, fleet.holders)
-    load, lane = batches * share * costs.apply, fleet.blocks / MAX_LANES
+    load, partition = batches * share * costs.apply, fleet.blocks / MAX_PARTITIONS
     pages, saved = batches * costs.record, fleet.blocks * costs.saved / fleet.snapshot_seconds
     bridges = max(1, math.ceil(batches * FLEET.bridge / 1e6 / BUSY))
     each = (FLEET.bridge_idle - BRIDGE_BYTES) / FLEET.engines
-    lane_bytes = 3 * fleet.snapshot_seconds * pages / MAX_LANES
+    partition_bytes = 3 * fleet.snapshot_seconds * pages / MAX_PARTITIONS
     cached = (FLEET.server_bytes - FLEET.server_idle) / FLEET.pace
     return Plan(
         batches,
@@ -310,40 +310,40 @@ def plan(fleet: Fleet, costs: Costs) -> Plan:
         by_saving,
         by_bootstrap,
         replicas,
-        MAX_LANES,
+        MAX_PARTITIONS,
         share,
         _asked(shares),
         pages * share,
-        lane_bytes,
+        partition_bytes,
         fleet.blocks * share * costs.memory,
-        lane * costs.saved,
-        _ready(lane, batches / MAX_LANES * costs.apply, load, fleet, costs),
+        partition * costs.saved,
+        _ready(partition, batches / MAX_PARTITIONS * costs.apply, load, fleet, costs),
         _bootstrap(replicas, fleet, costs),
-        len({Layout("p", MAX_LANES).subject(lane) for lane in range(MAX_LANES)}),
+        len({Layout("p", MAX_PARTITIONS).subject(partition) for partition in range(MAX_PARTITIONS)}),
         written,
         PAGE_BYTES / fleet.latency,
         bridges,
         BRIDGE_BYTES + fleet.engines / bridges * (each + RECEIVE_QUEUE * costs.payload) + 2 * MAX_QUEUED_BYTES,
         (batches * FLEET.servers / 1e6 + saved * costs.store * fleet.copies) / BUSY,
         FLEET.server_idle + batches * cached,
-        fleet.copies * (MAX_LANES * lane_bytes + 3 * fleet.blocks * costs.saved),
+        fleet.copies * (MAX_PARTITIONS * partition_bytes + 3 * fleet.blocks * costs.saved),
         fleet.copies * (pages + saved),
     )
 
 
 def _shares(replicas: int, holders: int) -> dict[str, list[int]]:
-    """Lanes by replica."""
+    """Partitions by replica."""
     names = [f"replica-{number}" for number in range(replicas)]
     found: dict[str, list[int]] = {name: [] for name in names}
-    for lane in range(MAX_LANES):
-        for name in owners(lane, names, holders):
-            found[name].append(lane)
+    for partition in range(MAX_PARTITIONS):
+        for name in owners(partition, names, holders):
+            found[name].append(partition)
     return found
 
 
 def _largest(replicas: int, holders: int) -> float:
-    """Share of the lanes that the replica with the most of them holds."""
-    return max(map(len, _shares(replicas, holders).values())) / MAX_LANES
+    """Share of the partitions that the replica with the most of them holds."""
+    return max(map(len, _shares(replicas, holders).values())) / MAX_PARTITIONS
 
 
 def _bootstrap(replicas: int, fleet: Fleet, costs: Costs) -> float:
@@ -355,7 +355,7 @@ def _bootstrap(replicas: int, fleet: Fleet, costs: Costs) -> float:
 def _replicas(whole: float, holders: int) -> int:
     """The fewest of which none has more to do than one can, where `whole` is how many could do all of it once."""
     replicas = max(holders, math.ceil(whole * holders))
-    while _largest(replicas, holders) * whole > 1 and replicas < MAX_LANES:
+    while _largest(replicas, holders) * whole > 1 and replicas < MAX_PARTITIONS:
         replicas += 1
     return replicas
 
@@ -363,9 +363,9 @@ def _replicas(whole: float, holders: int) -> int:
 def _asked(shares: dict[str, list[int]]) -> int:
     """Replicas in an answer, on the mean of whom is asked."""
     counts = []
-    for name, lanes in shares.items():
+    for name, partitions in shares.items():
         rest = {other: held for other, held in shares.items() if other != name}
-        counts.append(1 + len(cover(name, set(range(MAX_LANES)) - set(lanes), rest)[0]))
+        counts.append(1 + len(cover(name, set(range(MAX_PARTITIONS)) - set(partitions), rest)[0]))
     return round(sum(counts) / len(counts))
 
 
@@ -392,7 +392,7 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
     return [
         ("blocks of a batch", f"{fleet.blocks_per_batch} stored, {fleet.blocks_per_batch} removed", "assumed"),
         ("a batch", amount(costs.payload, "B"), "measured here"),
-        ("a batch in a lane", amount(costs.record, "B"), "measured here"),
+        ("a batch in a partition", amount(costs.record, "B"), "measured here"),
         ("a block in the index", amount(costs.memory, "B"), "measured here"),
         ("a block in a snapshot", amount(costs.saved, "B"), "measured here"),
         ("CPU to apply a batch", f"{costs.apply * 1e6:.1f} us", "measured here"),
@@ -406,43 +406,43 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
         ),
         ("CPU of a bridge for a batch", f"{FLEET.bridge:.0f} us", MEASURED),
         ("CPU of three NATS servers for a batch", f"{FLEET.servers:.0f} us", MEASURED),
-        ("between two snapshots of a lane", f"{fleet.snapshot_seconds:.0f} s", "assumed; replicas' default is 60 s"),
+        ("between two snapshots of a partition", f"{fleet.snapshot_seconds:.0f} s", "assumed; replicas' default is 60 s"),
         ("batches a second", amount(found.batches, ""), "engines x batches"),
-        ("bytes a second into lanes", amount(found.bytes, "B"), f"each kept {fleet.copies} times by JetStream"),
+        ("bytes a second into partitions", amount(found.bytes, "B"), f"each kept {fleet.copies} times by JetStream"),
         ("bytes a second of snapshots", amount(found.saved, "B"), "the same"),
         ("replicas that memory wants", str(found.by_memory), f"{FULL:.0%} of {amount(fleet.machine_bytes, 'B')}"),
         ("replicas that applying wants", str(found.by_apply), f"{BUSY:.0%} of one core"),
         (
             "replicas that snapshots want",
             str(found.by_saving),
-            f"{BUSY:.0%} of {fleet.snapshot_seconds:.0f} s to write its lanes'",
+            f"{BUSY:.0%} of {fleet.snapshot_seconds:.0f} s to write its partitions'",
         ),
         ("replicas that their bootstrap wants", str(found.by_bootstrap), f"at most {fleet.bootstrap_seconds:.0f} s, assumed"),
-        ("replicas", str(found.replicas), f"each lane held by {fleet.holders}"),
-        ("lanes", str(found.lanes), "as many as there can be: the more, the more even"),
-        ("the largest share", f"{found.share:.1%} of the lanes", f"{fleet.holders / found.replicas:.1%} were even"),
-        ("replicas that an answer is of", str(found.asked), "the fewest that hold all lanes"),
+        ("replicas", str(found.replicas), f"each partition held by {fleet.holders}"),
+        ("partitions", str(found.partitions), "as many as there can be: the more, the more even"),
+        ("the largest share", f"{found.share:.1%} of the partitions", f"{fleet.holders / found.replicas:.1%} were even"),
+        ("replicas that an answer is of", str(found.asked), "the fewest that hold all partitions"),
         ("memory of the largest index", amount(found.memory, "B"), ""),
         ("bytes a second to its replica", amount(found.read, "B"), ""),
-        ("size of a lane", amount(found.lane_bytes, "B"), "three snapshots' time"),
+        ("size of a partition", amount(found.partition_bytes, "B"), "three snapshots' time"),
         ("subjects of pages", str(found.subjects), "whatever the number of engines"),
-        ("a snapshot", amount(found.snapshot, "B"), "of a lane; two are kept"),
+        ("a snapshot", amount(found.snapshot, "B"), "of a partition; two are kept"),
         (
-            "until a lane has moved",
+            "until a partition has moved",
             f"{found.move:.0f} s",
             "snapshot, then what came since; its former holder answers meanwhile",
         ),
         ("bootstrap of a replica", f"{found.bootstrap:.0f} s", "the same of its whole share"),
         (
-            "a lane takes at most",
-            f"{amount(found.lane_takes, 'B')}/s",
+            "a partition takes at most",
+            f"{amount(found.partition_takes, 'B')}/s",
             "one page under way",
         ),
         ("bridges", str(found.bridges), f"{BUSY:.0%} of one core each; twice as many where each engine is watched by two"),
         ("memory of a bridge", amount(found.bridge_memory, "B"), "while it reads nothing, as its queue is full"),
         ("cores of NATS servers", f"{found.server_cores:.0f}", "of all three together; pages and snapshots"),
         ("memory of a NATS server", amount(found.server_memory, "B"), "what it has written lately it keeps in memory"),
-        ("disk of NATS servers", amount(found.disk_bytes, "B"), "all lanes full, three snapshots of each, all copies"),
+        ("disk of NATS servers", amount(found.disk_bytes, "B"), "all partitions full, three snapshots of each, all copies"),
         ("bytes a second to their disks", amount(found.disk_writes, "B"), "pages and snapshots, all copies"),
     ]
 
@@ -460,7 +460,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--machine", type=float, default=256e9, help="memory of a replica's machine (default: %(default)g)")
     parser.add_argument("--snapshot-seconds", type=float, default=300.0)
     parser.add_argument("--bootstrap", type=float, default=600.0, help="seconds that one may take (default: %(default)g)")
-    parser.add_argument("--holders", type=int, default=2, help="replicas that hold each lane (default: %(default)s)")
+    parser.add_argument("--holders", type=int, default=2, help="replicas that hold each partition (default: %(default)s)")
     parser.add_argument("--copies", type=int, default=3)
     parser.add_argument(
         "--latency", type=float, default=0.010, help="seconds until a majority of servers has a message (default: %(default)g)"

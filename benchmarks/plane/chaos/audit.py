@@ -38,7 +38,7 @@ class Audit:
     """Batches that the log says are lost."""
     foreign: int = 0
     strays: int = 0
-    """Pages that were meant for a lane that has been deleted."""
+    """Pages that were meant for a partition that has been deleted."""
     overtaken: int = 0
     """Pages whose writer expected others before them."""
     flaws: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Audit:
     _position: int = 0
 
     def take(self, position: int, page: Page) -> None:
-        """The next page of a lane; the first one may be any, and pages may be purged while others are read."""
+        """The next page of a partition; the first one may be any, and pages may be purged while others are read."""
         self.pages += 1
         if position != self._position + 1:
             for stream in self._streams.values():
@@ -98,7 +98,8 @@ def _life_of(payload: bytes) -> int | None:
 
 
 async def read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Audit:
-    """Everything that is there, of all lanes, so many pages at once; again where a cluster is choosing a leader meanwhile."""
+    """Everything that is there, of all partitions, so many pages at once; again where a cluster is choosing a leader
+    meanwhile."""
     from nats.js.errors import ServiceUnavailableError  # noqa: PLC0415 - an extra
 
     async with asyncio.timeout(LEADER_SECONDS):
@@ -113,9 +114,9 @@ async def _read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Aud
     client = await nats.connect(list(servers))
     try:
         js = client.jetstream(timeout=READ_SECONDS)
-        for lane in range(layout.lanes):
-            await _until_there(js, layout.stream(lane))
-            await _read_lane(js, layout, lane, audit, at_once)
+        for partition in range(layout.partitions):
+            await _until_there(js, layout.stream(partition))
+            await _read_partition(js, layout, partition, audit, at_once)
     finally:
         await client.close()
     return audit
@@ -133,14 +134,14 @@ async def _until_there(js: Any, name: str) -> None:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _read_lane(js: Any, layout: Layout, lane: int, audit: Audit, at_once: int) -> None:
+async def _read_partition(js: Any, layout: Layout, partition: int, audit: Audit, at_once: int) -> None:
     from nats.js.api import ConsumerConfig, DeliverPolicy  # noqa: PLC0415 - an extra
 
-    state = (await js.stream_info(layout.stream(lane))).state
+    state = (await js.stream_info(layout.stream(partition))).state
     if not state.messages:
         return
     consumer = await js.pull_subscribe(
-        layout.subject(lane), stream=layout.stream(lane), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
+        layout.subject(partition), stream=layout.stream(partition), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
     position, life = 0, ""
     history: bytes | None = START if state.first_seq == 1 else None

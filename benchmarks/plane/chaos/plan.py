@@ -13,7 +13,7 @@ from kvevents.wire import dialects
 
 BRIDGES: Final = 2
 REPLICAS: Final = 3
-SHARED_LANES: Final = 8
+SHARED_PARTITIONS: Final = 8
 """Of rounds in which each replica holds a share."""
 SECONDS: Final = 3.0
 """That faults are done for; what the last ones have done must be mended after that."""
@@ -22,7 +22,7 @@ RATES: Final = (150.0, 300.0, 600.0)
 LEAST_RATE: Final = 30.0
 TAIL: Final = 20
 """Batches of each engine that come when every fault is over."""
-LEAST_LANE_BYTES: Final = 1 << 20
+LEAST_PARTITION_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Fault:
     """Something that may be done to a round."""
 
     target: str
-    """What one of it is done to: `bridge`, `replica`, `engine`, `server`, `servers` (all of them), `lane`, `leg`."""
+    """What one of it is done to: `bridge`, `replica`, `engine`, `server`, `servers` (all of them), `partition`, `leg`."""
     seconds: tuple[float, float] | None = (0.1, 1.5)
     """How long it lasts, about; None for what is over at once."""
     weight: int = 4
@@ -48,9 +48,9 @@ FAULTS: Final[dict[str, Fault]] = {
     "kill engine": Fault("engine", None),
     "end engine": Fault("engine", None),
     "stop engine": Fault("engine"),
-    "delete lane": Fault("lane", None, 2),
-    "purge lane": Fault("lane", None, 1),
-    "stranger's message": Fault("lane", None, 1),
+    "delete partition": Fault("partition", None, 2),
+    "purge partition": Fault("partition", None, 1),
+    "stranger's message": Fault("partition", None, 1),
     "cut engine off": Fault("leg"),
     "half-open engine": Fault("leg", weight=2),
     "drop live batches": Fault("leg"),
@@ -68,7 +68,7 @@ TRAITS: Final[dict[str, Trait]] = {
     "cluster": Trait(0.2),
     "small max_payload": Trait(0.15),
     "small max_pending": Trait(0.15),
-    "small lanes": Trait(0.1),
+    "small partitions": Trait(0.1),
     "bridge in reserve": Trait(0.3),
     "clock jumps": Trait(0.2),
     "heartbeats": Trait(0.4),
@@ -100,9 +100,9 @@ class Plan:
     seed: str
     number: int
     traits: tuple[str, ...]
-    lanes: int
+    partitions: int
     holders: int | None
-    """Replicas that hold each lane; None where each holds all."""
+    """Replicas that hold each partition; None where each holds all."""
     engines: tuple[Engine, ...]
     rates: tuple[float, ...]
     strikes: tuple[Strike, ...]
@@ -122,7 +122,7 @@ class Plan:
 
     def schedule(self) -> str:
         """For people, when something went wrong."""
-        found = [f"{self.name}: {', '.join(self.traits) or 'no traits'}; {self.lanes} lanes"]
+        found = [f"{self.name}: {', '.join(self.traits) or 'no traits'}; {self.partitions} partitions"]
         for engine, rate in zip(self.engines, self.rates, strict=True):
             found.append(f"  {engine.make} {'-'.join(engine.dialect)} at {rate:g}/s {dict(engine.options)} {engine.habits}")
         return "\n".join([*found, *(f"  {strike}" for strike in self.strikes)])
@@ -138,24 +138,24 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     draw = Random(f"{seed}/{number}")  # noqa: S311 - a simulation, not a secret
     wanted = [name for name, trait in TRAITS.items() if draw.random() < trait.share]
     traits = [name for name in TRAITS if name in only or (name in wanted and name not in without)]
-    if {"small lanes", "no snapshots"} <= set(traits):
-        traits.remove("no snapshots")  # a full lane would stay full: only what a snapshot holds is purged
+    if {"small partitions", "no snapshots"} <= set(traits):
+        traits.remove("no snapshots")  # a full partition would stay full: only what a snapshot holds is purged
     count = draw.randint(2, 4)
     engines = [_engine(draw, traits) for _ in range(count)]
     rates = [draw.choice(RATES) for _ in range(count)]
     if "small max_payload" in traits:
         # One whose batches are larger than a page.
         engines[0], rates[0] = replace(engines[0], habits=replace(engines[0].habits, events=200, blocks=4_000)), LEAST_RATE
-    lanes = SHARED_LANES if "shares" in traits else draw.choice((1, 2, 3))
+    partitions = SHARED_PARTITIONS if "shares" in traits else draw.choice((1, 2, 3))
     holders = draw.choice((1, 2)) if "shares" in traits else None
-    counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "lane": lanes, "leg": BRIDGES * count}
+    counts = {"bridge": BRIDGES, "replica": REPLICAS, "engine": count, "partition": partitions, "leg": BRIDGES * count}
     counts["server"] = 3 if "cluster" in traits else 1
     counts["servers"] = 1
     if {"no snapshots", "shares"} & set(traits):
         # Who had not read what is gone could have it from nobody: shares are read some time after a round begins.
-        without = [*without, "purge lane"]
+        without = [*without, "purge partition"]
     strikes = _strikes(draw, counts, only, without)
-    return Plan(seed, number, tuple(traits), lanes, holders, tuple(engines), tuple(rates), tuple(strikes))
+    return Plan(seed, number, tuple(traits), partitions, holders, tuple(engines), tuple(rates), tuple(strikes))
 
 
 def _engine(draw: Random, traits: Sequence[str]) -> Engine:

@@ -74,7 +74,7 @@ class ReplicaRole:
     diary: Path
     snapshot_seconds: float
     holders: int | None = None
-    """Replicas that hold each lane; None where each holds all."""
+    """Replicas that hold each partition; None where each holds all."""
     log: str = ""
     clock_ahead: float = 0.0
     """Seconds by which its wall clock is wrong."""
@@ -169,7 +169,7 @@ def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
     counted, fault = {"fell": len(fell)}, "; ".join(fell[-2:])
     for each in now:
         status = each.status()
-        ledgers = [lane.composer.ledger for lane in each._lanes]  # noqa: SLF001 - what no operator needs
+        ledgers = [partition.composer.ledger for partition in each._partitions]  # noqa: SLF001 - what no operator needs
         counted |= {
             "written": status.written,
             "conflicts": status.conflicts,
@@ -177,9 +177,9 @@ def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
             "breaches": status.breaches,
             "doubled": sum(ledger.doubled for ledger in ledgers),
             "strays": sum(ledger.strays for ledger in ledgers),
-            "waiting": sum(lane.waiting for lane in status.lanes),
+            "waiting": sum(partition.waiting for partition in status.partitions),
         }
-        fault = "; ".join(filter(None, [fault, status.failure, *(lane.fault for lane in status.lanes)]))
+        fault = "; ".join(filter(None, [fault, status.failure, *(partition.fault for partition in status.partitions)]))
     return Told({}, counted, fault)
 
 
@@ -232,7 +232,7 @@ class _Diarist:
 
     def _shows(self, generation: Generation, name: str) -> bool:
         layout = self._replica.layout
-        return layout is not None and layout.lane_of(name) in generation.shown
+        return layout is not None and layout.partition_of(name) in generation.shown
 
     def told(self) -> Told:
         replica, generation = self._replica, self._replica.generation

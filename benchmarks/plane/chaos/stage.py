@@ -25,7 +25,7 @@ from benchmarks.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS
 from benchmarks.plane.chaos import roles
 from benchmarks.plane.chaos.audit import Audit, read_log
 from benchmarks.plane.chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
-from benchmarks.plane.chaos.plan import BRIDGES, LEAST_LANE_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
+from benchmarks.plane.chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
 from benchmarks.plane.chaos.roles import BridgeRole, Held, ReplicaRole, Told
 from benchmarks.plane.servers import Server, Servers
 from kvevents.plane.bridge import BridgeSettings, Watch
@@ -140,11 +140,11 @@ class Stage:
         self.plane = PlaneSettings(
             servers=self._servers.urls,
             name="chaos",
-            lanes=self.plan.lanes,
+            partitions=self.plan.partitions,
             copies=3 if "cluster" in traits else 1,
-            lane_bytes=LEAST_LANE_BYTES if "small lanes" in traits else 256 << 20,
+            partition_bytes=LEAST_PARTITION_BYTES if "small partitions" in traits else 256 << 20,
         )
-        self.layout = Layout("chaos", self.plan.lanes)
+        self.layout = Layout("chaos", self.plan.partitions)
         self._engines = [self._engine(number, made) for number, made in enumerate(self.plan.engines)]
         for number in range(BRIDGES):
             self._start_bridge(number)
@@ -361,9 +361,9 @@ class Stage:
         each.part.kill()
         self._bear(each, number)
 
-    def to_lane(self, work: Callable[[Any, str, str], Coroutine[Any, Any, Any]], lane: int) -> None:
-        """Something done to a lane by somebody else; not done where the servers do not do it."""
-        name, subject = self.layout.stream(lane), self.layout.subject(lane)
+    def to_partition(self, work: Callable[[Any, str, str], Coroutine[Any, Any, Any]], partition: int) -> None:
+        """Something done to a partition by somebody else; not done where the servers do not do it."""
+        name, subject = self.layout.stream(partition), self.layout.subject(partition)
 
         async def main() -> None:
             async with asyncio.timeout(2.0):
@@ -375,7 +375,7 @@ class Stage:
 
         with suppress(Exception):
             asyncio.run(main())
-            self.counted["done to lanes"] += 1
+            self.counted["done to partitions"] += 1
 
     # --- what came of it
 
@@ -498,9 +498,9 @@ STRIKES: Final[dict[str, Deed]] = {
     "kill engine": lambda stage, number: stage.next_life(number, orderly=False),
     "end engine": lambda stage, number: stage.next_life(number, orderly=True),
     "stop engine": lambda stage, number: stage.engine(number).stop(),
-    "delete lane": lambda stage, lane: stage.to_lane(_delete, lane),
-    "purge lane": lambda stage, lane: stage.to_lane(_purge, lane),
-    "stranger's message": lambda stage, lane: stage.to_lane(_disturb, lane),
+    "delete partition": lambda stage, partition: stage.to_partition(_delete, partition),
+    "purge partition": lambda stage, partition: stage.to_partition(_purge, partition),
+    "stranger's message": lambda stage, partition: stage.to_partition(_disturb, partition),
     "cut engine off": lambda stage, number: _proxies(stage, number, lambda proxy: proxy.cut(refuse=True)),
     "half-open engine": lambda stage, number: _proxies(stage, number, lambda proxy: proxy.half_open()),
     "drop live batches": _drop,

@@ -51,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
     form = Form(BridgeConfig, "bridge", flags={"plane.servers": "--to"}, tables={"bridge": ""})
     where = parser.add_argument_group("where to")
-    form.add(where, "plane.servers", "plane.name", "plane.lanes", "plane.copies", "plane.lane_bytes", *LOGIN)
+    form.add(where, "plane.servers", "plane.name", "plane.partitions", "plane.copies", "plane.partition_bytes", *LOGIN)
     add_sources(parser.add_argument_group("what"), form)
     form.add(parser.add_argument_group("how"), "bridge.name", "bridge.hold_back", "bridge.dead_seconds")
     seen = ("bridge.metrics_port", "bridge.metrics_host", "bridge.status_seconds")

@@ -164,9 +164,11 @@ class Process:
 
     async def _follow(self) -> None:
         await self.bridge.ready.wait()
-        settings, lanes = self._config.bridge, len(self.bridge.status().lanes)
+        settings, partitions = self._config.bridge, len(self.bridge.status().partitions)
         kind = f" in reserve, by {settings.hold_back:g} s" if settings.hold_back else ""
-        log.info("bridge %r writes to the %d lanes of plane %r%s", settings.name, lanes, self._config.plane.name, kind)
+        log.info(
+            "bridge %r writes to the %d partitions of plane %r%s", settings.name, partitions, self._config.plane.name, kind
+        )
         await self._finder.run()
 
     async def _tell(self) -> None:
@@ -189,16 +191,16 @@ class Process:
                 is_calm = said.trust in _CALM or said.reason == Doubt.REPLAY_UNPROVEN.value  # as of idle engines after a start
                 yield labels[key], words, logging.INFO if is_calm else logging.WARNING
         status = self.bridge.status()
-        late = sum(1 for lane in status.lanes if lane.fault)
-        yield "lanes", f"{late} of {len(status.lanes)} are held up" if late else "", logging.WARNING
-        full = sum(lane.queued_bytes for lane in status.lanes) >= self._config.bridge.max_queued_bytes
+        late = sum(1 for partition in status.partitions if partition.fault)
+        yield "partitions", f"{late} of {len(status.partitions)} are held up" if late else "", logging.WARNING
+        full = sum(partition.queued_bytes for partition in status.partitions) >= self._config.bridge.max_queued_bytes
         shared = f"{status.namesake} writes under it too; give each bridge a name of its own, with --name"
         yield f"name {status.name!r}", shared if status.namesake else "", logging.WARNING
         yield "queue", "full; nothing more is heard until the servers take what waits" if full else "", logging.WARNING
 
     def _tell_end(self) -> None:
         status = self.bridge.status()
-        waiting = sum(lane.waiting for lane in status.lanes)
+        waiting = sum(partition.waiting for partition in status.partitions)
         if waiting:
             log.warning("ended with %d records that the servers did not take; engines or other bridges have them", waiting)
         else:
@@ -236,7 +238,10 @@ class Teller:
 
 def _figures(seen: Scraped) -> str:
     status = seen.bridge
-    waiting, queued = sum(lane.waiting for lane in status.lanes), sum(lane.queued_bytes for lane in status.lanes)
+    waiting, queued = (
+        sum(partition.waiting for partition in status.partitions),
+        sum(partition.queued_bytes for partition in status.partitions),
+    )
     streams = ", ".join(f"{count} {trust}" for trust, count in sorted(seen.streams.items())) or "none"
     connected = "connected" if status.connected else "not connected"
     return f"{connected}; streams: {streams}; {status.written} batches written; {waiting} records of {queued} bytes wait"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
 _LEASES: Final = {
     "replica.": "the name of replica {}",
-    "lease.snapshot.": "snapshots of lane {}",
+    "lease.snapshot.": "snapshots of partition {}",
 }
 """By how a key begins, what its lease is about."""
 
@@ -34,7 +34,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - late, for what else this program does
 
     form = Form(PlaneSettings, "plane", flags={"servers": "--at"}, defaults={"servers": [DEFAULT_SERVER]}, within="plane")
-    parser.add_argument("what", choices=["status"], help="lanes, lag, snapshots, leases, shares, and whether replicas agree")
+    parser.add_argument(
+        "what", choices=["status"], help="partitions, lag, snapshots, leases, shares, and whether replicas agree"
+    )
     form.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN))
     form.add_rest(parser, "TOML file with a table [plane], as of a bridge or a service")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -74,18 +76,21 @@ def _told(view: PlaneView) -> dict[str, Any]:
 def _print(console: Console, view: PlaneView) -> None:
     now = time.time()
     console.line(Span(f"plane {view.name}", "name"))
-    for lane in view.lanes:
-        held = lane.last - lane.first + 1 if lane.last else 0
-        heard = ", ".join(f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(lane.bridges.items())) or "nobody"
-        leader = f", led by {lane.leader}" if lane.leader else ""
-        shares = f"; held by {', '.join(view.holders(lane.lane)) or 'nobody'}" if view.shares else ""
-        pages = f"{held:>9,} pages to {lane.last:,}, {_size(lane.bytes)}{leader}"
-        console.line(f"  lane {lane.lane:>3}  {pages}; bridges: {heard}{shares}")
+    for partition in view.partitions:
+        held = partition.last - partition.first + 1 if partition.last else 0
+        heard = (
+            ", ".join(f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
+            or "nobody"
+        )
+        leader = f", led by {partition.leader}" if partition.leader else ""
+        shares = f"; held by {', '.join(view.holders(partition.partition)) or 'nobody'}" if view.shares else ""
+        pages = f"{held:>9,} pages to {partition.last:,}, {_size(partition.bytes)}{leader}"
+        console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {heard}{shares}")
     _print_snapshots(console, view, now)
     for each in view.replicas:
         console.line(f"  replica   {each.name}: {each.behind:,} pages since its last census")
     for share in view.shares:
-        console.line(f"  share     {share.name} at {share.url}: {_lanes(share.lanes)}, said {share.silent:.0f} s ago")
+        console.line(f"  share     {share.name} at {share.url}: {_partitions(share.partitions)}, said {share.silent:.0f} s ago")
     for key, holder in sorted(view.leases.items()):
         console.line(f"  lease     {_lease(key)}: {holder}")
     for fault in view.faults:
@@ -93,24 +98,25 @@ def _print(console: Console, view: PlaneView) -> None:
 
 
 def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
-    """Of each lane the newest; and which lanes have none while others do."""
+    """Of each partition the newest; and which partitions have none while others do."""
     newest: dict[int, Kept] = {}
     for kept in view.snapshots:
-        newest.setdefault(kept.lane, kept)
-    for lane, kept in sorted(newest.items()):
+        newest.setdefault(kept.partition, kept)
+    for partition, kept in sorted(newest.items()):
         age = f"{max(0.0, now - kept.at):.0f} s ago by the clock of {kept.by}"
         console.line(
-            f"  snapshot  of lane {lane:>3}: {kept.blocks:,} blocks to page {kept.position:,}, {_size(kept.bytes)}, {age}"
+            f"  snapshot  of partition {partition:>3}: {kept.blocks:,} blocks to page {kept.position:,}, "
+            f"{_size(kept.bytes)}, {age}"
         )
-    without = [lane.lane for lane in view.lanes if lane.lane not in newest]
+    without = [partition.partition for partition in view.partitions if partition.partition not in newest]
     if newest and without:
-        console.line(Span(f"  snapshot  none of {_lanes(without)}", "warn"))
+        console.line(Span(f"  snapshot  none of {_partitions(without)}", "warn"))
 
 
-def _lanes(lanes: Sequence[int]) -> str:
+def _partitions(partitions: Sequence[int]) -> str:
     from kvevents.plane.status import spelled  # noqa: PLC0415 - as above
 
-    return spelled(lanes) if lanes else "no lane"
+    return spelled(partitions) if partitions else "no partition"
 
 
 def _lease(key: str) -> str:

@@ -1,21 +1,21 @@
 """The bridge: what engines say goes into the log, each batch once and in order, whoever else writes it too.
 
 Theory of operation. A thread follows the engines (`listening`) and hands records over; everything else is one event loop, where
-each lane reads and writes by itself (`lanes`). It does not matter how many bridges watch an engine, nor which of them is killed
-when: the servers take a page only from a writer who has read all before it, and what a bridge has in its head the engines have
-as well.
+each partition reads and writes by itself (`partitions`). It does not matter how many bridges watch an engine, nor which of them
+is killed when: the servers take a page only from a writer who has read all before it, and what a bridge has in its head the
+engines have as well.
 
-- *Back-pressure*: what the servers do not take waits. Where a lane takes nothing, its streams are *parked* once their share of
-  `max_queued_bytes` is used up: followed no more until the lane has taken what waits, and then from there on. Above
-  `max_queued_bytes` in all the thread reads nothing. In both cases what the engines publish meanwhile is asked for by replay.
-  Beats say for how long that lasts, or for how long the oldest record has waited, above `late_seconds`: replicas believe no
-  stream of a bridge that is behind.
+- *Back-pressure*: what the servers do not take waits. Where a partition takes nothing, its streams are *parked* once their
+  share of `max_queued_bytes` is used up: followed no more until the partition has taken what waits, and then from there on.
+  Above `max_queued_bytes` in all the thread reads nothing. In both cases what the engines publish meanwhile is asked for by
+  replay. Beats say for how long that lasts, or for how long the oldest record has waited, above `late_seconds`: replicas
+  believe no stream of a bridge that is behind.
 - *Name*: in the log each process is a bridge of its own, `NAME#LIFE`, so two of one name do not speak for each other. Each sees
   the other's beats, and reports it. What a process has said counts until its beats are missed.
 - *Reserve*: a bridge with `hold_back` writes only what others have not written after so many seconds.
 - *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. So does, by an active bridge, one that
   none has named for `unnamed_seconds` (`membership`). A bridge takes back what it has said of engines that it names no more.
-- *A lane that was deleted* is made anew, and all its streams are followed from their beginning.
+- *A partition that was deleted* is made anew, and all its streams are followed from their beginning.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.connection import opened, require_jetstream
-from kvevents.plane.lanes import BridgeLane, LaneStatus
 from kvevents.plane.layout import Layout, make
 from kvevents.plane.ledger import Told
 from kvevents.plane.listening import Heard, Listener, size_of
 from kvevents.plane.membership import ALIVE, Members, Unnamed
+from kvevents.plane.partition_writer import BridgePartition, PartitionStatus
 from kvevents.plane.records import Beat, Join, Key, Leave, Lost, StreamRecord, Trusting
 from kvevents.plane.settings import BridgeSettings
 from kvevents.stream import Source
@@ -44,7 +44,7 @@ from kvevents.stream import Source
 if TYPE_CHECKING:
     from kvevents.plane.client import PlaneClient
 
-__all__ = ["Bridge", "BridgeSettings", "BridgeStatus", "LaneStatus", "Watch"]
+__all__ = ["Bridge", "BridgeSettings", "BridgeStatus", "PartitionStatus", "Watch"]
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class BridgeStatus(NamedTuple):
 
     name: str
     connected: bool
-    lanes: list[LaneStatus]
+    partitions: list[PartitionStatus]
     written: int
     """Batches that this bridge has put into the log."""
     conflicts: int
@@ -123,10 +123,10 @@ class Bridge:
         """In the log."""
         self.adrift = 0
         self.ready = asyncio.Event()
-        """Set when every lane was read to its end once, and the engines are followed."""
+        """Set when every partition was read to its end once, and the engines are followed."""
         self._watches: Final = {watch.key: _checked(watch) for watch in watches}
-        self._lanes: list[BridgeLane] = []
-        self._layout = Layout(settings.plane.name, settings.plane.lanes)
+        self._partitions: list[BridgePartition] = []
+        self._layout = Layout(settings.plane.name, settings.plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener = Listener(self.id, self._heard_elsewhere, self._has_room, receive_queue=settings.receive_queue)
         self._client: PlaneClient | None = None
@@ -140,9 +140,9 @@ class Bridge:
         self._unread_since: float | None = None
         """When the thread found no room, while it reads nothing."""
         self._parked_since: dict[int, float] = {}
-        """By lane, when the first of its streams was parked."""
+        """By partition, when the first of its streams was parked."""
         self._late: set[int] = set()
-        """Lanes whose last beat said that they are behind."""
+        """Partitions whose last beat said that they are behind."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
         self._namesake = ""
 
@@ -158,11 +158,11 @@ class Bridge:
         return BridgeStatus(
             self.settings.name,
             self._client is not None and self._client.is_connected,
-            [lane.status() for lane in self._lanes],
-            sum(lane.written for lane in self._lanes),
-            sum(lane.conflicts for lane in self._lanes),
+            [partition.status() for partition in self._partitions],
+            sum(partition.written for partition in self._partitions),
+            sum(partition.conflicts for partition in self._partitions),
             self.adrift,
-            sum(lane.breaches for lane in self._lanes),
+            sum(partition.breaches for partition in self._partitions),
             self.suspects,
             self._unnamed.engines,
             "" if self._listener.failure is None else repr(self._listener.failure),
@@ -191,8 +191,9 @@ class Bridge:
                 self._layout = layout
                 room = _room(client.max_payload)
                 unreadable = self.settings.unreadable_seconds
-                self._lanes = [
-                    BridgeLane(self, client, layout, lane, plane, self.id, room, unreadable) for lane in range(layout.lanes)
+                self._partitions = [
+                    BridgePartition(self, client, layout, partition, plane, self.id, room, unreadable)
+                    for partition in range(layout.partitions)
                 ]
                 await self._work(stop)
         finally:
@@ -219,14 +220,16 @@ class Bridge:
 
     def _on_state(self, state: str) -> None:
         if state == "connected":
-            for lane in self._lanes:
-                lane.connected()
+            for partition in self._partitions:
+                partition.connected()
 
     async def _work(self, stop: asyncio.Event) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._listener.start()
-                running = [tasks.create_task(work()) for lane in self._lanes for work in (lane.read, lane.write)]
+                running = [
+                    tasks.create_task(work()) for partition in self._partitions for work in (partition.read, partition.write)
+                ]
                 running += [tasks.create_task(self._tend()), tasks.create_task(self._tell_when_ready())]
                 await stop.wait()
                 with suppress(TimeoutError):
@@ -238,13 +241,13 @@ class Bridge:
             raise _first(group) from None
 
     async def _tell_when_ready(self) -> None:
-        for lane in self._lanes:
-            await lane.ready.wait()
+        for partition in self._partitions:
+            await partition.ready.wait()
         self.ready.set()
 
     async def _drain(self) -> None:
         await asyncio.to_thread(self._listener.stop)
-        while any(lane.composer.waiting and not self.settings.hold_back for lane in self._lanes):  # noqa: ASYNC110 - of many
+        while any(partition.composer.waiting and not self.settings.hold_back for partition in self._partitions):  # noqa: ASYNC110 - of many
             await asyncio.sleep(PAUSE_SECONDS)
 
     # --- engines
@@ -258,69 +261,73 @@ class Bridge:
         for key, watch in wanted.items():
             known = self._watches.get(key)
             self._watches[key] = watch
-            if known == watch or not self._lanes or not (lane := self._lane_of(key)).ready.is_set():
-                continue  # it is followed when its lane is ready
+            if known == watch or not self._partitions or not (partition := self._partition_of(key)).ready.is_set():
+                continue  # it is followed when its partition is ready
             if known is None or known.source != watch.source:
                 self._anchor(key)
             else:
-                self._offer(lane, Join(*key, watch.card))
+                self._offer(partition, Join(*key, watch.card))
 
     def _forget(self, key: Key) -> None:
         self._listener.leave(key)
         self._members.forget(key)
         self._turns.pop(key, None)
-        if not self._lanes:
+        if not self._partitions:
             return
-        lane = self._lane_of(key)
-        lane.parked.discard(key)
-        lane.composer.anchor(key)
-        if self._is_kept_by_others(lane, key):
-            self._take_back(lane, key)
+        partition = self._partition_of(key)
+        partition.parked.discard(key)
+        partition.composer.anchor(key)
+        if self._is_kept_by_others(partition, key):
+            self._take_back(partition, key)
         else:
-            lane.offer(Leave(*key, f"bridge {self.settings.name} follows it no more"))
+            partition.offer(Leave(*key, f"bridge {self.settings.name} follows it no more"))
 
-    def _take_back(self, lane: BridgeLane, key: Key) -> None:
+    def _take_back(self, partition: BridgePartition, key: Key) -> None:
         """What was said of a stream that is followed no more, or another bridge would go by it."""
-        lane.offer(Trusting(*key, self.id, "", "", {}))
+        partition.offer(Trusting(*key, self.id, "", "", {}))
 
-    def _is_kept_by_others(self, lane: BridgeLane, key: Key) -> bool:
+    def _is_kept_by_others(self, partition: BridgePartition, key: Key) -> bool:
         """Whether another bridge that is alive reaches the engine."""
-        return any(said.trust in ALIVE for said in self._said_by_others(lane, key))
+        return any(said.trust in ALIVE for said in self._said_by_others(partition, key))
 
-    def _said_by_others(self, lane: BridgeLane, key: Key) -> list[Told]:
+    def _said_by_others(self, partition: BridgePartition, key: Key) -> list[Told]:
         """What other bridges that are alive say of a stream."""
         now = asyncio.get_running_loop().time()
-        standing = lane.composer.ledger.streams.get(key)
+        standing = partition.composer.ledger.streams.get(key)
         told = {} if standing is None else standing.told
-        return [said for bridge, said in told.items() if bridge != self.id and lane.is_alive(bridge, now)]
+        return [said for bridge, said in told.items() if bridge != self.id and partition.is_alive(bridge, now)]
 
     def _anchor(self, key: Key) -> None:
         """Follow a stream from where the log stands."""
-        watch, lane = self._watches[key], self._lane_of(key)
-        start = lane.composer.ledger.start(key, self.id)
-        lane.parked.discard(key)
-        lane.composer.anchor(key)
-        self._offer(lane, Join(*key, watch.card))
+        watch, partition = self._watches[key], self._partition_of(key)
+        start = partition.composer.ledger.start(key, self.id)
+        partition.parked.discard(key)
+        partition.composer.anchor(key)
+        self._offer(partition, Join(*key, watch.card))
         self._members.begin_anew(key)
         self._listener.follow(watch.source, start, self._next_turn(key))
 
-    def _is_stuck(self, lane: BridgeLane) -> bool:
-        """Whether a lane takes nothing, and more waits for it than its share."""
-        return bool(lane.fault) and lane.composer.queued_bytes > self.settings.max_queued_bytes // (len(self._lanes) + 1)
+    def _is_stuck(self, partition: BridgePartition) -> bool:
+        """Whether a partition takes nothing, and more waits for it than its share."""
+        return bool(partition.fault) and partition.composer.queued_bytes > self.settings.max_queued_bytes // (
+            len(self._partitions) + 1
+        )
 
-    def _look_after_lanes(self) -> None:
-        stuck = {lane.lane for lane in self._lanes if self._is_stuck(lane)}
+    def _look_after_partitions(self) -> None:
+        stuck = {partition.partition for partition in self._partitions if self._is_stuck(partition)}
         for key in self._watches:
-            lane = self._lane_of(key)
-            if lane.lane in stuck and key not in lane.parked:
-                self._park(key, lane)
-            elif key in lane.parked and lane.ready.is_set() and not lane.fault and not lane.composer.waiting:
+            partition = self._partition_of(key)
+            if partition.partition in stuck and key not in partition.parked:
+                self._park(key, partition)
+            elif (
+                key in partition.parked and partition.ready.is_set() and not partition.fault and not partition.composer.waiting
+            ):
                 self._anchor(key)
 
-    def _park(self, key: Key, lane: BridgeLane) -> None:
+    def _park(self, key: Key, partition: BridgePartition) -> None:
         """Follow a stream no more until there is room for what it says."""
-        lane.parked.add(key)
-        self._parked_since.setdefault(lane.lane, time.monotonic())
+        partition.parked.add(key)
+        self._parked_since.setdefault(partition.partition, time.monotonic())
         self._members.forget(key)
         self._next_turn(key)
         self._listener.leave(key)
@@ -330,37 +337,37 @@ class Bridge:
         self._turns[key] = self._turn
         return self._turn
 
-    def _lane_of(self, key: Key) -> BridgeLane:
-        return self._lanes[self._layout.lane_of(key[0])]
+    def _partition_of(self, key: Key) -> BridgePartition:
+        return self._partitions[self._layout.partition_of(key[0])]
 
-    def _offer(self, lane: BridgeLane, record: StreamRecord, hold: float = 0.0) -> None:
-        lane.offer(record, asyncio.get_running_loop().time() + self.settings.hold_back + hold)
+    def _offer(self, partition: BridgePartition, record: StreamRecord, hold: float = 0.0) -> None:
+        partition.offer(record, asyncio.get_running_loop().time() + self.settings.hold_back + hold)
 
-    # --- what lanes ask (`kvevents.plane.lanes.Host`)
+    # --- what partitions ask (`kvevents.plane.partition_writer.Host`)
 
-    def begin(self, lane: BridgeLane) -> None:
-        """The lane is ready: follow its streams from where its log stands."""
+    def begin(self, partition: BridgePartition) -> None:
+        """The partition is ready: follow its streams from where its log stands."""
         for key in self._watches:
-            if self._lane_of(key) is lane:
+            if self._partition_of(key) is partition:
                 self._anchor(key)
-        for key, standing in lane.composer.ledger.streams.items():
+        for key, standing in partition.composer.ledger.streams.items():
             if standing.card is not None and self.id in standing.told and key not in self._watches:
-                lane.composer.anchor(key)
-                self._take_back(lane, key)
+                partition.composer.anchor(key)
+                self._take_back(partition, key)
 
     def is_adrift(self, keys: Sequence[Key]) -> None:
         """These and the log have lost each other."""
         for key in keys:
             if key not in self._watches:
-                self._lane_of(key).composer.forget(key)
+                self._partition_of(key).composer.forget(key)
                 continue
             self.adrift += 1
             log.info("%s rank %d and the log have lost each other; it is followed anew", *key)
             self._anchor(key)
 
     def count(self) -> None:
-        """Less, or more, is queued. A lane whose streams are parked gets no more, and need not hold up the others."""
-        self._queued = sum(lane.composer.queued_bytes for lane in self._lanes if not lane.parked)
+        """Less, or more, is queued. A partition whose streams are parked gets no more, and need not hold up the others."""
+        self._queued = sum(partition.composer.queued_bytes for partition in self._partitions if not partition.parked)
 
     # --- what the thread hears
 
@@ -387,14 +394,14 @@ class Bridge:
             key = record.key
             if turn != self._turns.get(key) or key not in self._watches:
                 continue
-            lane = self._lane_of(key)
+            partition = self._partition_of(key)
             if isinstance(record, Trusting):
                 self._members.hear(record)
-            elif self._is_stuck(lane):
-                self._park(key, lane)
+            elif self._is_stuck(partition):
+                self._park(key, partition)
                 continue
-            hold = GAP_HOLD_SECONDS if isinstance(record, Lost) and lane.has_company(now) else 0.0
-            self._offer(lane, record, hold)
+            hold = GAP_HOLD_SECONDS if isinstance(record, Lost) and partition.has_company(now) else 0.0
+            self._offer(partition, record, hold)
         self._taken_over += size
         self.count()
 
@@ -411,68 +418,70 @@ class Bridge:
             if now >= unnamed_at and not self.settings.hold_back:
                 unnamed_at = now + min(UNNAMED_LOOK_SECONDS, self.settings.unnamed_seconds / 4)
                 self._look_after_unnamed(now)
-            self._look_after_lanes()
-            self._namesake = next((found for lane in self._lanes if (found := lane.namesake(now))), "")
+            self._look_after_partitions()
+            self._namesake = next((found for partition in self._partitions if (found := partition.namesake(now))), "")
             self.count()
             await asyncio.sleep(max(PAUSE_SECONDS, min(TEND_SECONDS, self.settings.beat, self.settings.dead_seconds / 2)))
 
     def _beat(self, now: float) -> None:
-        """Say that the bridge is alive: when it is time, and at once in a lane that falls behind or has caught up."""
+        """Say that the bridge is alive: when it is time, and at once in a partition that falls behind or has caught up."""
         is_due = now >= self._beat_at
         if is_due:
             self._beat_at = now + self.settings.beat
-        for lane in self._lanes:
-            lag = self._lag(lane, now)
+        for partition in self._partitions:
+            lag = self._lag(partition, now)
             is_late = lag > self.settings.late_seconds
-            if is_due or is_late != (lane.lane in self._late):
-                (self._late.add if is_late else self._late.discard)(lane.lane)
+            if is_due or is_late != (partition.partition in self._late):
+                (self._late.add if is_late else self._late.discard)(partition.partition)
                 said = lag if is_late else 0.0
-                lane.beat(Beat(self.id, self.settings.beat, time.time(), self.suspects, said, self._process))
+                partition.beat(Beat(self.id, self.settings.beat, time.time(), self.suspects, said, self._process))
 
-    def _lag(self, lane: BridgeLane, now: float) -> float:
+    def _lag(self, partition: BridgePartition, now: float) -> float:
         """Seconds for which the oldest of what engines say has waited, or for which nothing of them was read."""
-        if not lane.parked:
-            self._parked_since.pop(lane.lane, None)
-        unread = (self._unread_since, self._parked_since.get(lane.lane))
-        return max(lane.composer.lag(now), *(time.monotonic() - since for since in unread if since is not None), 0.0)
+        if not partition.parked:
+            self._parked_since.pop(partition.partition, None)
+        unread = (self._unread_since, self._parked_since.get(partition.partition))
+        return max(partition.composer.lag(now), *(time.monotonic() - since for since in unread if since is not None), 0.0)
 
     def _look_after_members(self, now: float) -> None:
         present: list[Key] = []
         for key in self._watches:
-            lane, said = self._lane_of(key), self._members.said(key)
-            if not lane.ready.is_set():
+            partition, said = self._partition_of(key), self._members.said(key)
+            if not partition.ready.is_set():
                 continue
-            standing = lane.composer.ledger.streams.get(key)
+            standing = partition.composer.ledger.streams.get(key)
             if standing is not None and standing.card is not None:
                 present.append(key)
                 told = standing.told.get(self.id)
                 if said is not None and (told is None or (told.trust, told.reason) != (said.trust, said.reason)):
-                    lane.offer(said)
-            if self._has_left(lane, key) and not lane.composer.waits(key) and key not in lane.composer.adrift:
-                lane.set_adrift(key)  # somebody let it leave, and here it is
+                    partition.offer(said)
+            if self._has_left(partition, key) and not partition.composer.waits(key) and key not in partition.composer.adrift:
+                partition.set_adrift(key)  # somebody let it leave, and here it is
         for key in self._members.gone(present, now):
-            lane = self._lane_of(key)
-            if not lane.composer.waits(key) and not self._is_kept_by_others(lane, key):
-                lane.offer(Leave(*key, f"not reached for {self.settings.dead_seconds:g} s"))
+            partition = self._partition_of(key)
+            if not partition.composer.waits(key) and not self._is_kept_by_others(partition, key):
+                partition.offer(Leave(*key, f"not reached for {self.settings.dead_seconds:g} s"))
 
-    def _has_left(self, lane: BridgeLane, key: Key) -> bool:
+    def _has_left(self, partition: BridgePartition, key: Key) -> bool:
         """Whether a stream has left the log although its engine is reached here."""
-        standing = lane.composer.ledger.streams.get(key)
-        is_away = standing is None or standing.card is None or lane.composer.has_left(key)
+        standing = partition.composer.ledger.streams.get(key)
+        is_away = standing is None or standing.card is None or partition.composer.has_left(key)
         return is_away and self._members.is_reached(key)
 
     def _look_after_unnamed(self, now: float) -> None:
         """Engines of which nobody has said that they are followed no more."""
-        if any(lane.fault or not lane.ready.is_set() for lane in self._lanes):
+        if any(partition.fault or not partition.ready.is_set() for partition in self._partitions):
             self._unnamed.clear()
             return
-        joined = {key: lane for lane in self._lanes for key in lane.composer.ledger.joined()}
-        unnamed = [key for key, lane in joined.items() if key not in self._watches and not self._said_by_others(lane, key)]
+        joined = {key: partition for partition in self._partitions for key in partition.composer.ledger.joined()}
+        unnamed = [
+            key for key, partition in joined.items() if key not in self._watches and not self._said_by_others(partition, key)
+        ]
         for key in self._unnamed.gone(joined, unnamed, now):
-            lane = joined[key]
-            if not lane.composer.waits(key):
-                lane.composer.anchor(key)
-                lane.offer(Leave(*key, f"no bridge has named it for {self.settings.unnamed_seconds:g} s"))
+            partition = joined[key]
+            if not partition.composer.waits(key):
+                partition.composer.anchor(key)
+                partition.offer(Leave(*key, f"no bridge has named it for {self.settings.unnamed_seconds:g} s"))
 
 
 def _checked(watch: Watch) -> Watch:

@@ -1,4 +1,4 @@
-"""Where a stream of a lane ends, and what a record that a bridge has would be there: the next one, a known one, or neither."""
+"""Rules that decide whether a bridge's record is the next one of a stream in the log, a duplicate, or neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lane of the log says, page after page: which streams there are, how far each is written, and who trusts it how far.
+"""State of one partition of the log: its streams, how far each one is written, and how far each bridge trusts it.
 
 Theory of operation. Several bridges may write about one stream, and any may be killed, stopped or cut off at any moment. The
 log is one story all the same, because the server takes a page only from a writer who has seen every page before it
@@ -15,9 +15,9 @@ Each page carries a digest of the names of all messages that its writer expects 
 server compares numbers alone, and those can be right by chance, where it has lost pages that it had acknowledged and their
 numbers were used again.
 
-A lane that is deleted and made anew has another `life`; pages of a writer who had not noticed are void in it. Where pages were
-purged before a bridge had read them, and no snapshot tells what was in them, the lane has a *hole*: nothing behind it can be
-believed until somebody writes a `Blank`, with which all streams leave and begin anew, for every reader alike.
+A partition that is deleted and made anew has another `life`; pages of a writer who had not noticed are void in it. Where pages
+were purged before a bridge had read them, and no snapshot tells what was in them, the partition has a *hole*: nothing behind it
+can be believed until somebody writes a `Blank`, with which all streams leave and begin anew, for every reader alike.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Beaten(NamedTuple):
 
 
 class Ledger:
-    """One lane, as of its page `position`. Feed it every page, in order."""
+    """One partition, as of its page `position`. Feed it every page, in order."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -170,17 +170,17 @@ class Ledger:
         self.foreign = 0
         """Messages that are no pages."""
         self.strays = 0
-        """Pages that were meant for a lane of another life."""
+        """Pages that were meant for a partition of another life."""
         self.overtaken = 0
         """Pages whose writer expected other messages before them."""
         self.history: bytes | None = START
-        """Digest of the names of all messages that were read; None where the lane could not be read from its beginning."""
+        """Digest of the names of all messages that were read; None where the partition could not be read from its beginning."""
         self.life = ""
-        """Of the lane; that of its first page where nobody has said."""
+        """Of the partition; that of its first page where nobody has said."""
         self.floor = 0
         """First incarnation of a stream that was not there."""
         self.hole = ""
-        """Why nothing of the lane can be believed yet; empty where all of it was read."""
+        """Why nothing of the partition can be believed yet; empty where all of it was read."""
         self.begins_at = 1
         """Number of the page with which all streams began last: the first one, or one with a `Blank`."""
         self._newest: dict[Key, bytes] = {}
@@ -416,7 +416,7 @@ class Ledger:
 
     @classmethod
     def behind(cls, position: int, hole: str) -> Ledger:
-        """Of a lane that can be read from behind a page on only; `hole` says why."""
+        """Of a partition that can be read from behind a page on only; `hole` says why."""
         ledger = cls()
         ledger.position, ledger.hole = position, hole
         ledger._name = ledger.history = None

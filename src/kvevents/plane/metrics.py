@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from kvevents.plane.bridge import BridgeStatus, LaneStatus
+    from kvevents.plane.bridge import BridgeStatus, PartitionStatus
 
 
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
@@ -45,7 +45,7 @@ _COUNTERS: Final[dict[str, tuple[str, Callable[[Scraped], float]]]] = {
     "resyncs": ("Times that a stream started over because it no longer matched the log.", lambda seen: seen.bridge.adrift),
     "invalid_records": ("Records in the log that no bridge writes; stays at 0.", lambda seen: seen.bridge.breaches),
 }
-_PARTITIONS: Final[dict[str, tuple[str, Callable[[LaneStatus], float]]]] = {
+_PARTITIONS: Final[dict[str, tuple[str, Callable[[PartitionStatus], float]]]] = {
     "partition_position": ("Number of the newest page that the bridge read.", lambda partition: partition.position),
     "partition_queued_records": ("Records that the log has not acknowledged yet.", lambda partition: partition.waiting),
     "partition_queued_bytes": (
@@ -76,8 +76,8 @@ class BridgeCollector:
             yield CounterMetricFamily(f"kvevents_bridge_{name}", text, value=value(seen))
         for name, (text, read) in _PARTITIONS.items():
             family = GaugeMetricFamily(f"kvevents_bridge_{name}", text, labels=["partition"])
-            for partition in seen.bridge.lanes:
-                family.add_metric([str(partition.lane)], read(partition))
+            for partition in seen.bridge.partitions:
+                family.add_metric([str(partition.partition)], read(partition))
             yield family
         streams = GaugeMetricFamily("kvevents_bridge_streams", "Followed streams by trust state.", labels=["state"])
         for trust in _TRUSTS:

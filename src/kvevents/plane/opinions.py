@@ -1,7 +1,7 @@
-"""What a replica tells the others: digests of what it held of each lane at some places of it.
+"""What a replica tells the others: digests of what it held of each partition at some places of it.
 
-One digest for all streams of a lane, over those of each: it is as small with a hundred thousand streams as with one, so it fits
-into a message, and may be told every few seconds.
+One digest for all streams of a partition, over those of each: it is as small with a hundred thousand streams as with one, so it
+fits into a message, and may be told every few seconds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvevents.structs import prepared
 PREFIX: Final = "digest."
 """What keys of opinions begin with, in the bucket whose entries expire; the replica's name follows."""
 DIGEST_BYTES: Final = 16
-"""Of a lane's digest: nobody makes an index that differs on purpose."""
+"""Of a partition's digest: nobody makes an index that differs on purpose."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica held of one lane."""
+    """What a replica held of one partition."""
 
     position: int
     """After which page."""
@@ -40,14 +40,14 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class Opinion(msgspec.Struct, frozen=True):
-    """What a replica held, by lane."""
+    """What a replica held, by partition."""
 
     places: dict[str, list[Place]]
 
     @classmethod
     def of(cls, census: Mapping[int, Iterable[Place]]) -> Opinion:
         """What was counted last."""
-        return cls({str(lane): list(places) for lane, places in census.items()})
+        return cls({str(partition): list(places) for partition, places in census.items()})
 
     def encode(self) -> bytes:
         """For the bucket."""
@@ -64,9 +64,9 @@ class Opinion(msgspec.Struct, frozen=True):
         """Whether both held the same where both have looked; None where they have not looked at the same place."""
         same = [
             one == two
-            for lane, places in self.places.items()
+            for partition, places in self.places.items()
             for one in places
-            for two in other.places.get(lane, ())
+            for two in other.places.get(partition, ())
             if one.position == two.position
         ]
         return all(same) if same else None

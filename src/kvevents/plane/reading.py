@@ -1,16 +1,16 @@
-"""Reading a lane from one page on, for as long as somebody wants: every page once, in order, or a word that this cannot be.
+"""Reads one partition of the log: hands out every page once and in order, or reports why it cannot.
 
 An ordered ephemeral consumer: the server pushes, nothing is acknowledged, and no state outlives it. Whatever happens, to the
-connection, to the server that leads the lane, or to messages that came faster than they were taken, the numbers show it, and
-the consumer is made anew behind the last page that was handed out.
+connection, to the server that leads the partition, or to messages that came faster than they were taken, the numbers show it,
+and the consumer is made anew behind the last page that was handed out.
 
 Servers may lose messages that they have acknowledged, and use their numbers again. So a reader verifies its *tail*, the newest
 message that it has read: by name with each new consumer, and by the history that each page carries (`ledger`) with each page.
 
-A writer need not be told of its own pages, which are most of what a lane brings it where nobody else writes much, and which the
-servers would read from their disks for that. As long as that is so its reader *rests*: there is no consumer, what the writer
-knows to be there counts as read, and pages of others are asked for one by one: at once where a page of the writer was refused,
-since only they can be the reason, and now and then where it writes nothing.
+A writer need not be told of its own pages, which are most of what a partition brings it where nobody else writes much, and
+which the servers would read from their disks for that. As long as that is so its reader *rests*: there is no consumer, what the
+writer knows to be there counts as read, and pages of others are asked for one by one: at once where a page of the writer was
+refused, since only they can be the reason, and now and then where it writes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
-from kvevents.plane.layout import LaneState, Layout, state_of
+from kvevents.plane.layout import Layout, PartitionInfo, state_of
 from kvevents.plane.records import START, Page, Tail, decode_page, extend_history
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ HEARTBEAT_SECONDS: Final = 1.0
 SILENT_SECONDS: Final = 3.5
 """After so long without any the consumer is made anew."""
 CHECK_SECONDS: Final = 10.0
-"""Between two comparisons of what a consumer has sent with what the lane holds: a server whose copy of the lane has stopped, or
-differs from those of the others, still sends signs of life."""
+"""Between two comparisons of what a consumer has sent with what the partition holds: a server whose copy of the partition has
+stopped, or differs from those of the others, still sends signs of life."""
 AGAIN_SECONDS: Final = 0.5
 """Between two attempts to make it."""
 DELETE_SECONDS: Final = 0.5
@@ -58,25 +58,26 @@ FEW_PAGES: Final = 5
 FEW_LOOKS: Final = 3
 """For so many heartbeats there must have been none of others, or few and more of its own, before a writer's reader rests."""
 LOOK_SECONDS: Final = 1.0
-"""Between two looks of a reader that rests at what its lane is."""
+"""Between two looks of a reader that rests at what its partition is."""
 FETCH_SECONDS: Final = 5.0
 PENDING_BYTES: Final = 64 << 20
 """Of pages that came and were not handed out; what is above it is read again later."""
 
 
 class Broken(NamedTuple):
-    """Why a lane cannot be read on."""
+    """Why a partition cannot be read on."""
 
     why: str
     """`made anew`: it was deleted, and is another one now. `purged`: pages are gone that were not read. `shrunk`, `rewritten`:
     pages are gone that were read, in the latter case with others in their place. `disputed`: the writer of a page has read
-    something else before it than this reader has. What the lane holds now is to be read from a snapshot or its beginning on."""
+    something else before it than this reader has. What the partition holds now is to be read from a snapshot or its beginning
+    on."""
     first: int = 1
     """Number of the oldest page that can be read on from."""
 
 
 class Pushed(NamedTuple):
-    """One message of a lane."""
+    """One message of a partition."""
 
     position: int
     data: bytes
@@ -105,7 +106,7 @@ Remake = Callable[[], Awaitable[None]]
 
 
 class Writer(Protocol):
-    """Who writes into the lane that is read."""
+    """Who writes into the partition that is read."""
 
     def knows(self, position: int, name: str) -> bool:
         """Whether a page of this number and name is its own, or was read."""
@@ -126,30 +127,30 @@ def header_of(history: bytes | None) -> str:
     return FIRST if history is None else history.hex()
 
 
-async def has_tail(js: JetStreamContext, layout: Layout, lane: int, state: LaneState, tail: Tail) -> bool:
-    """Return whether a lane still holds what somebody has read of it, as far as its messages show that.
+async def has_tail(js: JetStreamContext, layout: Layout, partition: int, state: PartitionInfo, tail: Tail) -> bool:
+    """Return whether a partition still holds what somebody has read of it, as far as its messages show that.
 
     Raises `PlaneError` where they cannot be read.
     """
     if tail.position > state.last:
         return False
     if tail.name is not None and tail.position >= max(1, state.first):
-        found = await _message(js, layout, lane, tail.position)
+        found = await _message(js, layout, partition, tail.position)
         if found is not None and found.name != tail.name:
             return False
     if tail.history is not None and state.first <= tail.position + 1 <= state.last:
-        found = await _message(js, layout, lane, tail.position + 1)
+        found = await _message(js, layout, partition, tail.position + 1)
         if found is not None and found.history not in {None, FIRST}:
             return found.history == tail.history.hex()
     return True
 
 
-async def _message(js: JetStreamContext, layout: Layout, lane: int, position: int) -> Pushed | None:
-    """One message of a lane; None where somebody has deleted it."""
+async def _message(js: JetStreamContext, layout: Layout, partition: int, position: int) -> Pushed | None:
+    """One message of a partition; None where somebody has deleted it."""
     try:
-        with told(f"reading page {position} of lane {lane}"):
+        with told(f"reading page {position} of partition {partition}"):
             async with asyncio.timeout(FETCH_SECONDS):
-                found = await js.get_msg(layout.stream(lane), position)
+                found = await js.get_msg(layout.stream(partition), position)
     except PlaneError as error:
         if error.fault != "missing":
             raise
@@ -158,10 +159,10 @@ async def _message(js: JetStreamContext, layout: Layout, lane: int, position: in
     return Pushed(position, found.data or b"", 0, headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER))
 
 
-class LaneReader:
-    """Reads one lane behind `tail`. `run` ends only when the lane cannot be read on, or when `take` raises.
+class PartitionReader:
+    """Reads one partition behind `tail`. `run` ends only when the partition cannot be read on, or when `take` raises.
 
-    `remake` is called where the lane's stream is missing; without it the reader waits until somebody else makes it. With a
+    `remake` is called where the partition's stream is missing; without it the reader waits until somebody else makes it. With a
     `writer` the reader may rest, and what the writer knows is handed out at once.
     """
 
@@ -169,7 +170,7 @@ class LaneReader:
         self,
         client: Client,
         layout: Layout,
-        lane: int,
+        partition: int,
         tail: Tail,
         made: str | None,
         take: Take,
@@ -182,18 +183,19 @@ class LaneReader:
         """Which stream it is; None before it was asked for."""
         self.behind: int | None = None
         """Pages that the server has and that were not handed out; None while that is not known."""
-        self.state: LaneState | None = None
+        self.state: PartitionInfo | None = None
         """As the server told it last."""
         self.caught_up = asyncio.Event()
-        """Set once everything that the lane had was handed out, and taken."""
+        """Set once everything that the partition had was handed out, and taken."""
         self.settled = False
-        """Whether the lane is read again because of a dispute: what the log holds shows who is right, so no other ends this."""
+        """Whether the partition is read again because of a dispute: what the log holds shows who is right, so no other ends
+        this."""
         self.fault = ""
         """Why nothing can be read at the moment."""
         self._client: Final = client
         self._js: Final = client.jetstream()
         self._layout: Final = layout
-        self._lane: Final = lane
+        self._partition: Final = partition
         self._take: Final = take
         self._remake: Final = remake
         self._writer: Final = writer
@@ -211,7 +213,7 @@ class LaneReader:
         self._void = 0
         """Number of a page that is known to be void for that."""
         self._verified: asyncio.Future[bool] | None = None
-        """Of the present consumer: whether the tail was found in the lane since it was made."""
+        """Of the present consumer: whether the tail was found in the partition since it was made."""
         self._ended: Broken | None = None
         self._hole: int | None = None
         self._failure: BaseException | None = None
@@ -221,7 +223,7 @@ class LaneReader:
         self._doubts = 0
         """How often it was to look again: what was asked for before the last time does not count."""
         self.looked = asyncio.Event()
-        """Cleared while it is not known whether the lane is what it was."""
+        """Cleared while it is not known whether the partition is what it was."""
         self._alive_at = 0.0
 
     @property
@@ -248,14 +250,14 @@ class LaneReader:
             self.looked.set()
 
     def look_again(self) -> asyncio.Event:
-        """There is reason to believe that the lane is not what it was. What is returned is set when that was looked into."""
+        """Check again whether the partition is the one that was read. Return an event that is set after the check."""
         self._doubts += 1
         self.looked.clear()
         self._lost.set()
         return self.looked
 
     def end(self, broken: Broken) -> None:
-        """Somebody else has found out that the lane cannot be read on."""
+        """Somebody else has found out that the partition cannot be read on."""
         self._ended = broken
         self._lost.set()
 
@@ -269,16 +271,16 @@ class LaneReader:
         self.behind = None
         if self.fault != str(error):
             self.fault = str(error)
-            log.warning("lane %d: %s", self._lane, error)
+            log.warning("partition %d: %s", self._partition, error)
 
-    async def _state(self) -> LaneState:
+    async def _state(self) -> PartitionInfo:
         try:
-            return await state_of(self._js, self._layout, self._lane)
+            return await state_of(self._js, self._layout, self._partition)
         except PlaneError as error:
             if error.fault != "missing" or self._remake is None:
                 raise
             await self._remake()
-            return await state_of(self._js, self._layout, self._lane)
+            return await state_of(self._js, self._layout, self._partition)
 
     async def _look(self) -> Broken | None:
         """Whether what comes next is there still."""
@@ -295,7 +297,9 @@ class LaneReader:
             return Broken("made anew")
         if state.last < self.position:
             if state.leader == "":
-                raise PlaneError(f"lane {self._lane} has no leader; wait until a majority of its servers runs", fault="away")
+                raise PlaneError(
+                    f"partition {self._partition} has no leader; wait until a majority of its servers runs", fault="away"
+                )
             return Broken("shrunk", state.first)
         if (broken := await self._settle(state)) is not None:
             return broken
@@ -308,7 +312,7 @@ class LaneReader:
             self.caught_up.set()
         return None
 
-    async def _settle(self, state: LaneState) -> Broken | None:
+    async def _settle(self, state: PartitionInfo) -> Broken | None:
         """Look into whatever is doubted."""
         dispute = self._dispute
         if dispute is None and self.looked.is_set():
@@ -319,13 +323,13 @@ class LaneReader:
             return None
         if not self.settled:
             return Broken("disputed", state.first)
-        log.warning("page %d of lane %d is void: its writer expected others before it", dispute.position, self._lane)
+        log.warning("page %d of partition %d is void: its writer expected others before it", dispute.position, self._partition)
         self._dispute, self._void = None, dispute.position
         return None
 
-    async def _has(self, tail: Tail, state: LaneState) -> bool:
-        """Whether a lane still holds what was read of it; the page behind it is not asked here."""
-        return await has_tail(self._js, self._layout, self._lane, state, tail._replace(history=None))
+    async def _has(self, tail: Tail, state: PartitionInfo) -> bool:
+        """Whether a partition still holds what was read of it; the page behind it is not asked here."""
+        return await has_tail(self._js, self._layout, self._partition, state, tail._replace(history=None))
 
     def _pass_by(self) -> None:
         """What the writer knows of what comes next."""
@@ -383,16 +387,16 @@ class LaneReader:
         self._came.clear()
         self._delivered = 0
         self._alive_at = asyncio.get_running_loop().time()
-        with told(f"reading lane {self._lane}"):
+        with told(f"reading partition {self._partition}"):
             subscription = await client.subscribe(
                 inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=PENDING_BYTES
             )
             name = None
             try:
-                info = await self._js.add_consumer(self._layout.stream(self._lane), self._config(inbox))
+                info = await self._js.add_consumer(self._layout.stream(self._partition), self._config(inbox))
                 name = info.name
                 if self.fault:
-                    log.info("lane %d: read again", self._lane)
+                    log.info("partition %d: read again", self._partition)
                 self.fault = ""
                 # A server that loses messages loses this consumer with them: what it sends belongs behind what is there now.
                 if not await self._has(self.tail, await self._state()):
@@ -407,7 +411,7 @@ class LaneReader:
                 if name is not None and client.is_connected:
                     with suppress(Exception):
                         async with asyncio.timeout(DELETE_SECONDS):
-                            await self._js.delete_consumer(self._layout.stream(self._lane), name)
+                            await self._js.delete_consumer(self._layout.stream(self._partition), name)
         return None
 
     def _config(self, inbox: str) -> Any:
@@ -437,13 +441,15 @@ class LaneReader:
             if self._failure is not None:
                 raise self._failure
             if loop.time() - self._alive_at > SILENT_SECONDS:
-                raise PlaneError(f"lane {self._lane}: the server has been silent", fault="timeout")
+                raise PlaneError(f"partition {self._partition}: the server has been silent", fault="timeout")
 
     async def _check(self, last: int) -> int:
         """Look again where the consumer has sent less than was there at the check before, or other pages. The last page now."""
         state = await self._state()
         if self.position < last or not await self._has(self.tail, state):
-            log.warning("lane %d: its consumer has sent other pages than the lane holds, or has stopped", self._lane)
+            log.warning(
+                "partition %d: its consumer has sent other pages than the partition holds, or has stopped", self._partition
+            )
             self.look_again()
         return state.last
 
@@ -495,7 +501,7 @@ class LaneReader:
     async def _fetch(self, position: int) -> Pushed | None:
         """One page; None where it cannot be had now."""
         try:
-            return await _message(self._js, self._layout, self._lane, position)
+            return await _message(self._js, self._layout, self._partition, position)
         except PlaneError as error:
             log.debug("%s", error)
             return None

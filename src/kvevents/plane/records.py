@@ -1,8 +1,8 @@
 """What is written into the log: records of streams, and pages of records.
 
-A lane of the log is a sequence of pages, each one JetStream message. A page holds records of any streams of its lane, those of
-one stream in order. Every record of a stream says of which incarnation it is and which number it has, so a reader needs nothing
-but the records before it to know whether it is the next one.
+A partition of the log is a sequence of pages, each one JetStream message. A page holds records of any streams of its partition,
+those of one stream in order. Every record of a stream says of which incarnation it is and which number it has, so a reader
+needs nothing but the records before it to know whether it is the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvevents.wire import MAX_SEQ
 VERSION: Final = 2
 """Of pages; readers refuse others."""
 START: Final = bytes(8)
-"""The history of a lane before its first message."""
+"""The history of a partition before its first message."""
 MISSED_BEATS: Final = 3
 """After so many that did not come a bridge is taken for dead."""
 MOST_BEAT_SECONDS: Final = 60.0
@@ -108,7 +108,7 @@ class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):
 
 
 class Blank(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
-    """The lane begins here: whoever wrote this could not know what was before. All streams have left, and begin anew."""
+    """The partition begins here: whoever wrote this could not know what was before. All streams have left, and begin anew."""
 
     floor: _Count
     """First incarnation of every stream from here on: above all that were."""
@@ -141,7 +141,7 @@ Record: TypeAlias = StreamRecord | Blank | Beat
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One message of a lane."""
+    """One message of a partition."""
 
     version: int
     bridge: str
@@ -150,7 +150,8 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The writer's clock, seconds since the epoch."""
     records: list[Record]
     life: str = ""
-    """Of the lane, as the writer knew it: a page that was meant for a lane that has been deleted is void in the next one."""
+    """Of the partition, as the writer knew it: a page that was meant for a partition that has been deleted is void in the next
+    one."""
     name: str = ""
     """What its writer calls it; no other page has the same."""
     history: bytes | None = None
@@ -159,7 +160,7 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tail(NamedTuple):
-    """The newest message of a lane, as a reader knows it."""
+    """The newest message of a partition, as a reader knows it."""
 
     position: int
     """0 before the first message."""
@@ -170,7 +171,7 @@ class Tail(NamedTuple):
 
 
 def extend_history(history: bytes, name: str) -> bytes:
-    """Return the history of a lane after one more message."""
+    """Return the history of a partition after one more message."""
     return blake2b(history + name.encode("utf-8", "surrogatepass"), digest_size=len(START)).digest()
 
 

@@ -15,12 +15,12 @@ from kvevents.errors import ConfigError
 from kvevents.plane.records import MOST_BEAT_SECONDS
 from kvevents.settings import Bytes, FilePath, Host, Name, Positive, Range, Seconds, Secret, Settings, Subject, Unit, Url
 
-MAX_LANES: Final = 256
+MAX_PARTITIONS: Final = 256
 COPIES: Final = (1, 3, 5)
 """What JetStream can keep a majority of."""
-LEAST_LANE_BYTES: Final = 1 << 20
+LEAST_PARTITION_BYTES: Final = 1 << 20
 """Room for one message of the size that servers take unless told otherwise."""
-DEFAULT_LANE_BYTES: Final = 1 << 30
+DEFAULT_PARTITION_BYTES: Final = 1 << 30
 RECEIVE_QUEUE: Final = 256
 """Batches of one engine that may wait in its connection: about as many as are read of it in one turn."""
 MAX_SECRET_BYTES: Final = 64 << 10
@@ -73,12 +73,12 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     is away. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent to a server without TLS."""
     name: Annotated[Name, "--plane"] = "default"
     """Name of the plane; planes of different names share servers and nothing else. 1 to 32 letters, digits, `-` and `_`."""
-    lanes: Annotated[int, "--lanes", Range(1, MAX_LANES)] = 8
+    partitions: Annotated[int, "--partitions", Range(1, MAX_PARTITIONS)] = 8
     """Streams of JetStream to spread engines over, 1 to 256; counts when the plane is made, and never after."""
     copies: Annotated[int, "--copies"] = 1
-    """Servers that keep each lane of a new plane: 1, 3 or 5."""
-    lane_bytes: Annotated[int, "--lane-size", Unit.BYTES, Range(LEAST_LANE_BYTES)] = DEFAULT_LANE_BYTES
-    """Room of each lane of a new plane. A full lane refuses what is new rather than forget what is old."""
+    """Servers that keep each partition of a new plane: 1, 3 or 5."""
+    partition_bytes: Annotated[int, "--partition-size", Unit.BYTES, Range(LEAST_PARTITION_BYTES)] = DEFAULT_PARTITION_BYTES
+    """Room of each partition of a new plane. A full partition refuses what is new rather than forget what is old."""
     credentials: Annotated[FilePath, "--creds"] | None = None
     """File of a user's JWT and seed, as `nsc` makes it. It is read again for each connection."""
     nkey: Annotated[FilePath, "--nkey"] | None = None
@@ -217,9 +217,10 @@ class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     unnamed_seconds: Seconds = 600.0
     """Drop an engine from the log that no bridge has named for so many seconds. So long may bridges take to start again."""
     unreadable_seconds: Seconds = 20.0
-    """Write a lane again if pages that nobody has read are missing for so many seconds. No snapshot contains those."""
+    """Write a partition again if pages that nobody has read are missing for so many seconds. No snapshot contains those."""
     beat: Annotated[float, Unit.SECONDS, Range(0, MOST_BEAT_SECONDS, is_open=True)] = 2.0
-    """Seconds between two heartbeats in each lane, at most 60. Others do not believe for longer that the bridge is alive."""
+    """Seconds between two heartbeats in each partition, at most 60. Others do not believe for longer that the bridge is
+    alive."""
     late_seconds: Seconds = 1.0
     """Seconds that what engines say may wait in the bridge before replicas trust none of its streams."""
     receive_queue: Positive = RECEIVE_QUEUE

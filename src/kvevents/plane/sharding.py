@@ -1,14 +1,14 @@
-"""Which replica of a plane holds which of its lanes, where one index would be too large for one machine.
+"""Which replica of a plane holds which of its partitions, where one index would be too large for one machine.
 
-Theory of operation. Each lane is wanted from the `holders` replicas that rank highest for it by rendezvous hashing (Thaler and
-Ravishankar, 1996): when a replica comes, it takes over a share from each of the others; when one goes, each of the others
-takes over a share of its lanes; no other lane moves. All engines of a lane are in one place, so the answers of replicas that
-together hold all lanes are a whole answer, and no engine is in two of them.
+Theory of operation. Each partition is wanted from the `holders` replicas that rank highest for it by rendezvous hashing (Thaler
+and Ravishankar, 1996): when a replica comes, it takes over a share from each of the others; when one goes, each of the others
+takes over a share of its partitions; no other partition moves. All engines of a partition are in one place, so the answers of
+replicas that together hold all partitions are a whole answer, and no engine is in two of them.
 
-Nobody decides for all. Each replica says every few seconds where it can be asked and which lanes it can answer for, and works
-out from what the others say which ones it is to hold. Two replicas may see different others for a moment. That costs work, and
-no answer is wrong for it: who asks goes by what each *says* that it holds, and who answers says for which lanes it did. A lane
-is let go by a replica only when all that are wanted for it have said for a while that they hold it.
+Nobody decides for all. Each replica says every few seconds where it can be asked and which partitions it can answer for, and
+works out from what the others say which ones it is to hold. Two replicas may see different others for a moment. That costs
+work, and no answer is wrong for it: who asks goes by what each *says* that it holds, and who answers says for which partitions
+it did. A partition is let go by a replica only when all that are wanted for it have said for a while that they hold it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvevents.structs import prepared
 PREFIX: Final = "shard."
 """What keys of announcements begin with, in the bucket whose entries expire; the replica's name follows."""
 MAX_HOLDERS: Final = 8
-"""Of each lane, whoever asks for more."""
+"""Of each partition, whoever asks for more."""
 
 
 @prepared
@@ -38,14 +38,15 @@ class SharePace(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     announce_seconds: Seconds = 2.0
     """Seconds between two announcements."""
     settle_seconds: Seconds = 5.0
-    """Seconds from the first announcement until anything is held. Of replicas that start together none takes all lanes."""
+    """Seconds from the first announcement until anything is held. Of replicas that start together none takes all partitions."""
     present_seconds: Seconds = 6.0
     """Seconds for which a replica is asked after its newest announcement. One look may miss that, since a bucket is listed
     while it is written; and the announcement of a dead one stays in the bucket for longer."""
     dead_seconds: Seconds = 30.0
-    """Seconds without an announcement after which others take over the lanes of a replica. A restart must not move them."""
+    """Seconds without an announcement after which others take over the partitions of a replica. A restart must not move
+    them."""
     release_seconds: Seconds = 10.0
-    """Seconds for which the others must have held a lane before one that is not to hold it releases it."""
+    """Seconds for which the others must have held a partition before one that is not to hold it releases it."""
     refresh_seconds: Seconds = 2.0
     """Seconds between two questions for the engines of other replicas."""
     away_seconds: Seconds = 2.0
@@ -59,9 +60,9 @@ class Announcement(msgspec.Struct, frozen=True):
     url: str
     """Where others ask it."""
     holders: int
-    """Replicas that are to hold each lane, as it was told."""
+    """Replicas that are to hold each partition, as it was told."""
     held: list[int]
-    """Lanes that it answers for."""
+    """Partitions that it answers for."""
     beat: int = 0
     """Another number each time."""
 
@@ -91,22 +92,22 @@ def is_url(text: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def _rank(name: str, lane: int) -> int:
-    text = f"{lane}/{name}".encode("utf-8", "surrogatepass")
+def _rank(name: str, partition: int) -> int:
+    text = f"{partition}/{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def owners(lane: int, names: Iterable[str], holders: int) -> list[str]:
-    """The replicas that are to hold a lane, the first one first."""
-    return sorted(names, key=lambda name: (_rank(name, lane), name), reverse=True)[:holders]
+def owners(partition: int, names: Iterable[str], holders: int) -> list[str]:
+    """The replicas that are to hold a partition, the first one first."""
+    return sorted(names, key=lambda name: (_rank(name, partition), name), reverse=True)[:holders]
 
 
-def plan(own: str, lanes: Iterable[int], holding: Mapping[str, Collection[int]]) -> tuple[dict[str, list[int]], list[int]]:
-    """Whom to ask for which lanes, as few as can be, and the lanes that nobody holds.
+def plan(own: str, partitions: Iterable[int], holding: Mapping[str, Collection[int]]) -> tuple[dict[str, list[int]], list[int]]:
+    """Whom to ask for which partitions, as few as can be, and the partitions that nobody holds.
 
     Of those who hold as many, different askers (`own`) take different ones.
     """
-    left = set(lanes)
+    left = set(partitions)
     found: dict[str, list[int]] = {}
     while left:
         shares = {name: left.intersection(held) for name, held in holding.items() if name not in found}
@@ -119,16 +120,16 @@ def plan(own: str, lanes: Iterable[int], holding: Mapping[str, Collection[int]])
 
 
 class Roster:
-    """The replicas of a plane as one of them sees them, and the lanes that this one is to hold or may let go.
+    """The replicas of a plane as one of them sees them, and the partitions that this one is to hold or may let go.
 
     `now` is of a clock that nobody sets.
     """
 
-    def __init__(self, own: str, lanes: int, holders: int, pace: SharePace | None = None) -> None:
+    def __init__(self, own: str, partitions: int, holders: int, pace: SharePace | None = None) -> None:
         self.present: Mapping[str, Announcement] = {}
         """The others that are heard of."""
         self._own: Final = own
-        self._lanes: Final = lanes
+        self._partitions: Final = partitions
         self._holders: Final = holders
         self._pace: Final = pace or SharePace()
         self._known: dict[str, tuple[Announcement, float]] = {}
@@ -137,7 +138,7 @@ class Roster:
         self._looked_at: float | None = None
 
     def hear(self, others: Mapping[str, Announcement], held: Collection[int], now: float) -> None:
-        """What the others say at this moment, and which lanes this replica answers for."""
+        """What the others say at this moment, and which partitions this replica answers for."""
         if self._looked_at is not None and now - self._looked_at > self._pace.present_seconds:
             # Nobody could be heard meanwhile: all have as long as they had to say something.
             away = now - self._looked_at
@@ -149,31 +150,33 @@ class Roster:
                 self._known[name] = (each, now)
         self._known = {name: (each, at) for name, (each, at) in self._known.items() if now - at <= self._pace.dead_seconds}
         self.present = {name: each for name, (each, at) in self._known.items() if now - at <= self._pace.present_seconds}
-        spare = [lane for lane in held if self._is_spare(lane, others)]
-        self._spare_since = {lane: self._spare_since.get(lane, now) for lane in spare}
+        spare = [partition for partition in held if self._is_spare(partition, others)]
+        self._spare_since = {partition: self._spare_since.get(partition, now) for partition in spare}
 
-    def _is_spare(self, lane: int, others: Mapping[str, Announcement]) -> bool:
-        names = self._owners(lane)
-        there = [name for name in names if name in others and name in self.present and lane in others[name].held]
+    def _is_spare(self, partition: int, others: Mapping[str, Announcement]) -> bool:
+        names = self._owners(partition)
+        there = [name for name in names if name in others and name in self.present and partition in others[name].held]
         return self._own not in names and there == names
 
-    def _owners(self, lane: int) -> list[str]:
-        return owners(lane, [self._own, *self._known], self.holders)
+    def _owners(self, partition: int) -> list[str]:
+        return owners(partition, [self._own, *self._known], self.holders)
 
     @property
     def holders(self) -> int:
-        """Replicas that are to hold each lane: the most that any of them was told."""
+        """Replicas that are to hold each partition: the most that any of them was told."""
         return max([self._holders, *(each.holders for each, _ in self._known.values())])
 
     @property
     def wanted(self) -> frozenset[int]:
-        """The lanes that this replica is to hold; none before it has heard of the others."""
+        """The partitions that this replica is to hold; none before it has heard of the others."""
         if self._looked_at is None:
             return frozenset()
-        return frozenset(lane for lane in range(self._lanes) if self._own in self._owners(lane))
+        return frozenset(partition for partition in range(self._partitions) if self._own in self._owners(partition))
 
     def spare(self, now: float) -> frozenset[int]:
-        """The lanes that it may let go; none while nobody can be heard."""
+        """The partitions that it may let go; none while nobody can be heard."""
         if self._looked_at is None or now - self._looked_at > self._pace.present_seconds:
             return frozenset()
-        return frozenset(lane for lane, since in self._spare_since.items() if now - since >= self._pace.release_seconds)
+        return frozenset(
+            partition for partition, since in self._spare_since.items() if now - since >= self._pace.release_seconds
+        )

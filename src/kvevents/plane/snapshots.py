@@ -1,10 +1,10 @@
-"""Snapshots of a plane's lanes: the streams of one lane as an index holds them, and its ledger, in JetStream's object store.
+"""Snapshots of partitions in JetStream's object store: the index of one partition's streams, and its ledger.
 
-Each lane has snapshots of its own, so that a replica that holds some lanes alone can take them, and begin with them. A snapshot
-is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one that its
-writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or with the
-one before where the newest cannot be read, and finds in the lane all that came after. Where there is no room for another
-snapshot, the older of the two gives way first, with the pages up to the newest.
+Each partition has snapshots of its own, so that a replica that holds some partitions alone can take them, and begin with them.
+A snapshot is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one
+that its writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or
+with the one before where the newest cannot be read, and finds in the partition all that came after. Where there is no room for
+another snapshot, the older of the two gives way first, with the pages up to the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane.faults import told
-from kvevents.plane.layout import LaneState, Layout, state_of
+from kvevents.plane.layout import Layout, PartitionInfo, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import has_tail
 from kvevents.plane.records import Key, Tail
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENTRY: Final = "snapshot"
-"""Level of the keys of entries that say which snapshots count; the lane follows."""
+"""Level of the keys of entries that say which snapshots count; the partition follows."""
 VERSION: Final = 3
 CHUNK_BYTES: Final = 512 << 10
 """Of a message of an object, less where servers take less."""
@@ -58,10 +58,10 @@ _CHUNKS: Final = "$O."
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One snapshot of one lane."""
+    """One snapshot of one partition."""
 
     name: str
-    lane: int
+    partition: int
     at: float
     """When it was taken, seconds since the epoch by its taker's clock: for people alone."""
     by: str
@@ -69,11 +69,11 @@ class Kept(msgspec.Struct, frozen=True):
     position: int
     """The page that it ends with."""
     made: str
-    """Which stream the lane is: one that was deleted and made anew has other pages."""
+    """Which stream the partition is: one that was deleted and made anew has other pages."""
     blocks: int
     bytes: int
     page: str | None = None
-    """The name of that page, and the history of the lane up to it: one that has lost pages has others there."""
+    """The name of that page, and the history of the partition up to it: one that has lost pages has others there."""
     history: str = ""
     """In hexadecimal digits; empty where it is not known."""
 
@@ -90,7 +90,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 @prepared
 class Entry(msgspec.Struct, frozen=True):
-    """Which snapshots of a lane count, the newest first: at most two."""
+    """Which snapshots of a partition count, the newest first: at most two."""
 
     version: int
     kept: list[Kept]
@@ -101,11 +101,11 @@ class Taken(msgspec.Struct, array_like=True):
     """What a snapshot has besides the index; of the same moment."""
 
     version: int
-    lane: int
+    partition: int
     ledger: bytes
     doubts: list[tuple[str, int, list[str]]]
     digests: list[tuple[str, int, str]]
-    """Of the lane's streams in the index."""
+    """Of the partition's streams in the index."""
 
     def restored(self) -> tuple[Ledger, dict[Key, frozenset[Doubt]]]:
         """Ledger and doubts as they were. Raises `SnapshotError`."""
@@ -119,11 +119,11 @@ class Taken(msgspec.Struct, array_like=True):
         return ledger, doubts
 
 
-def take(lane: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]], index: PrefixIndex, path: Path) -> Taken:
-    """Write the streams of a lane to `path`, and say what belongs to them. Nothing may be applied to them meanwhile."""
+def take(partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]], index: PrefixIndex, path: Path) -> Taken:
+    """Write the streams of a partition to `path`, and say what belongs to them. Nothing may be applied to them meanwhile."""
     index.snapshot(path, workers=list(ledger.streams))
     named = [(*key, [doubt.name for doubt in doubts[key]]) for key in ledger.streams if key in doubts]
-    return Taken(VERSION, lane, ledger.save(), named, digests_of(index, ledger.streams))
+    return Taken(VERSION, partition, ledger.save(), named, digests_of(index, ledger.streams))
 
 
 def digests_of(index: PrefixIndex, keys: Iterable[Key]) -> list[tuple[str, int, str]]:
@@ -144,39 +144,39 @@ class Snapshots:
         self._clock: Final = clock
         self._swept_at = float("-inf")
         self._seen: dict[int, tuple[str, float]] = {}
-        """By lane the name of the newest snapshot, and when this process found it there first."""
+        """By partition the name of the newest snapshot, and when this process found it there first."""
         self._unnamed: dict[str, float] = {}
         """Objects that no entry names, and when this process found them first."""
 
-    def known_for(self, lane: int) -> float | None:
-        """Seconds since this process found the newest snapshot of a lane: by its own clock, since others may be wrong.
+    def known_for(self, partition: int) -> float | None:
+        """Seconds since this process found the newest snapshot of a partition: by its own clock, since others may be wrong.
 
         None where there was none when it looked last.
         """
-        name, since = self._seen.get(lane, ("", 0.0))
+        name, since = self._seen.get(partition, ("", 0.0))
         return self._clock() - since if name else None
 
-    async def kept(self, lane: int) -> list[Kept]:
-        """Those of a lane that count, the newest first."""
-        kept, _ = await self._entry(lane)
-        self._see(lane, kept)
+    async def kept(self, partition: int) -> list[Kept]:
+        """Those of a partition that count, the newest first."""
+        kept, _ = await self._entry(partition)
+        self._see(partition, kept)
         return kept
 
-    def _see(self, lane: int, kept: Sequence[Kept]) -> None:
+    def _see(self, partition: int, kept: Sequence[Kept]) -> None:
         name = kept[0].name if kept else ""
-        if self._seen.get(lane, ("", 0.0))[0] != name:
-            self._seen[lane] = name, self._clock()
+        if self._seen.get(partition, ("", 0.0))[0] != name:
+            self._seen[partition] = name, self._clock()
 
-    async def usable(self, lane: int, state: LaneState) -> list[Kept]:
-        """Those of a lane that are of what it holds, the newest first: of the same stream, and of messages that are in it."""
+    async def usable(self, partition: int, state: PartitionInfo) -> list[Kept]:
+        """Return the snapshots of a partition that match its stream and its messages, the newest first."""
         found = []
-        for kept in await self.kept(lane):
+        for kept in await self.kept(partition):
             if kept.made != state.made:
                 continue
-            if await has_tail(self._js, self._layout, lane, state, kept.tail):
+            if await has_tail(self._js, self._layout, partition, state, kept.tail):
                 found.append(kept)
             else:
-                log.error("snapshot %s is passed over: lane %d has lost pages that it was made of", kept.name, lane)
+                log.error("snapshot %s is passed over: partition %d has lost pages that it was made of", kept.name, partition)
         return found
 
     async def is_whole(self, kept: Kept) -> bool:
@@ -222,12 +222,12 @@ class Snapshots:
         except DigestMismatchError as error:
             raise _damaged(name, "it does not have its digest") from error
 
-    async def _entry(self, lane: int) -> tuple[list[Kept], int]:
+    async def _entry(self, partition: int) -> tuple[list[Kept], int]:
         """The same with the number of the entry; 0 where there is none."""
         try:
-            with told(f"asking for the newest snapshot of lane {lane}"):
+            with told(f"asking for the newest snapshot of partition {partition}"):
                 bucket = await self._js.key_value(self._layout.bucket)
-                entry = await bucket.get(f"{ENTRY}.{lane}")
+                entry = await bucket.get(f"{ENTRY}.{partition}")
         except PlaneError as error:
             if error.fault != "missing":
                 raise
@@ -236,7 +236,7 @@ class Snapshots:
         try:
             found = msgspec.json.decode(entry.value or b"", type=Entry)
         except msgspec.MsgspecError as error:
-            log.error("the entry of snapshots of lane %d cannot be read, and is passed over: %s", lane, error)  # noqa: TRY400 - no fault of ours
+            log.error("the entry of snapshots of partition %d cannot be read, and is passed over: %s", partition, error)  # noqa: TRY400 - no fault of ours
             return [], revision
         return (found.kept if found.version == VERSION else []), revision
 
@@ -272,17 +272,18 @@ class Snapshots:
     async def save(self, taken: Taken, path: Path, blocks: int, by: str, made: str) -> Kept:
         """Write a snapshot, have it count, and purge what no reader needs any more.
 
-        Raises `PlaneError`, with the fault `conflict` where somebody else's came in between, or where the lane has other pages.
+        Raises `PlaneError`, with the fault `conflict` where somebody else's came in between, or where the partition has other
+        pages.
         """
-        name = f"{taken.lane}-{secrets.token_hex(8)}"
-        before, revision = await self._entry(taken.lane)
+        name = f"{taken.partition}-{secrets.token_hex(8)}"
+        before, revision = await self._entry(taken.partition)
         ledger, _ = taken.restored()
         size = await asyncio.to_thread(os.path.getsize, path)
         position, page, history = ledger.tail
-        kept = Kept(name, taken.lane, time.time(), by, position, made, blocks, size, page, (history or b"").hex())
-        state = await state_of(self._js, self._layout, taken.lane)
-        if state.made == made and not await has_tail(self._js, self._layout, taken.lane, state, kept.tail):
-            raise PlaneError(f"lane {taken.lane} has lost pages that snapshot {name} was made of", fault="conflict")
+        kept = Kept(name, taken.partition, time.time(), by, position, made, blocks, size, page, (history or b"").hex())
+        state = await state_of(self._js, self._layout, taken.partition)
+        if state.made == made and not await has_tail(self._js, self._layout, taken.partition, state, kept.tail):
+            raise PlaneError(f"partition {taken.partition} has lost pages that snapshot {name} was made of", fault="conflict")
         count = [kept, *before[:1]]
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
@@ -291,13 +292,13 @@ class Snapshots:
                 except PlaneError as error:
                     if error.fault != "full" or not before:
                         raise
-                    log.warning("%s; the snapshot before the newest of lane %d gives way", error, taken.lane)
+                    log.warning("%s; the snapshot before the newest of partition %d gives way", error, taken.partition)
                     await self._make_room(before)
                     await self._put(kept, taken, path)
                 await self._let_count(count, revision)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
-        self._see(taken.lane, count)
+        self._see(taken.partition, count)
         try:
             async with asyncio.timeout(TIDY_SECONDS):
                 await self._tidy(count, before[1:])
@@ -320,14 +321,14 @@ class Snapshots:
                         await store.put(f"{kept.name}.index", file, meta)
 
     async def _make_room(self, kept: list[Kept]) -> None:
-        """Leave of a lane only its newest snapshot and the pages behind it."""
+        """Leave of a partition only its newest snapshot and the pages behind it."""
         await self._purge(kept[0])
         with told("removing old snapshots"):
             await self._remove(set().union(*(each.objects for each in kept[1:])))
 
     async def _let_count(self, kept: list[Kept], revision: int) -> None:
-        key = f"{ENTRY}.{kept[0].lane}"
-        with told(f"having a snapshot of lane {kept[0].lane} count"):
+        key = f"{ENTRY}.{kept[0].partition}"
+        with told(f"having a snapshot of partition {kept[0].partition} count"):
             bucket = await self._js.key_value(self._layout.bucket)
             entry = msgspec.json.encode(Entry(VERSION, kept))
             if revision:
@@ -362,8 +363,8 @@ class Snapshots:
         except NotFoundError:
             return
         keep: set[str] = set()
-        for lane in range(self._layout.lanes):
-            keep.update(*(each.objects for each in await self.kept(lane)))
+        for partition in range(self._layout.partitions):
+            keep.update(*(each.objects for each in await self.kept(partition)))
         now = self._clock()
         names = {info.name for info in infos if info.name and info.name not in keep} | await self._chunks(infos)
         self._unnamed = {name: self._unnamed.get(name, now) for name in names}
@@ -385,11 +386,11 @@ class Snapshots:
         return set(found.state.subjects or {}) - {f"{prefix}{info.nuid}" for info in infos}
 
     async def _purge(self, kept: Kept) -> None:
-        """Up to the end of a snapshot, where the lane holds what that was made of."""
-        state = await state_of(self._js, self._layout, kept.lane)
-        if state.made == kept.made and await has_tail(self._js, self._layout, kept.lane, state, kept.tail):
-            with told(f"purging lane {kept.lane}"):
-                await self._js.purge_stream(self._layout.stream(kept.lane), seq=kept.position + 1)
+        """Up to the end of a snapshot, where the partition holds what that was made of."""
+        state = await state_of(self._js, self._layout, kept.partition)
+        if state.made == kept.made and await has_tail(self._js, self._layout, kept.partition, state, kept.tail):
+            with told(f"purging partition {kept.partition}"):
+                await self._js.purge_stream(self._layout.stream(kept.partition), seq=kept.position + 1)
 
 
 def _damaged(name: str, why: str) -> SnapshotError:

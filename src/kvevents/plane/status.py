@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
 LOOK_BACK: Final = 8
-"""Pages of a lane's end in which bridges are looked for."""
+"""Pages of a partition's end in which bridges are looked for."""
 
 
-class LaneView(msgspec.Struct, frozen=True):
-    """One lane."""
+class PartitionView(msgspec.Struct, frozen=True):
+    """One partition."""
 
-    lane: int
+    partition: int
     first: int
     last: int
     bytes: int
     leader: str | None
     bridges: dict[str, float]
-    """Heard at the lane's end, each with the clock of its last page or beat."""
+    """Heard at the partition's end, each with the clock of its last page or beat."""
     fault: str = ""
     shared: list[str] = []
     """Names of bridges under which several processes write there by turns."""
@@ -47,19 +47,19 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
     name: str
     behind: int
-    """Pages between its last census and the newest page, in all lanes."""
+    """Pages between its last census and the newest page, in all partitions."""
     differs: list[str]
     """Replicas that hold something else at the same place."""
 
 
 class ShareView(msgspec.Struct, frozen=True):
-    """One replica that holds a part of the lanes, as it announces."""
+    """One replica that holds a part of the partitions, as it announces."""
 
     name: str
     url: str
     holders: int
-    """Replicas that are to hold each lane, as it was told."""
-    lanes: list[int]
+    """Replicas that are to hold each partition, as it was told."""
+    partitions: list[int]
     """Those that it answers for."""
     silent: float
     """Seconds since it said so, before the newest that anybody has said, by the servers' clock."""
@@ -74,7 +74,7 @@ class PlaneView(msgspec.Struct, frozen=True):
     """Everything."""
 
     name: str
-    lanes: list[LaneView]
+    partitions: list[PartitionView]
     snapshots: list[Kept]
     leases: dict[str, str]
     """By key who has it."""
@@ -82,21 +82,25 @@ class PlaneView(msgspec.Struct, frozen=True):
     shares: list[ShareView] = []
     """Replicas that hold a part each; none where each holds everything."""
 
-    def holders(self, lane: int) -> list[str]:
-        """Replicas that answer for a lane, of those that hold a part."""
-        return [each.name for each in self.shares if each.is_heard and lane in each.lanes]
+    def holders(self, partition: int) -> list[str]:
+        """Replicas that answer for a partition, of those that hold a part."""
+        return [each.name for each in self.shares if each.is_heard and partition in each.partitions]
 
     @property
     def faults(self) -> list[str]:
         """What is wrong, as sentences."""
-        found = [f"lane {lane.lane}: {lane.fault}" for lane in self.lanes if lane.fault]
-        found += [f"lane {lane.lane}: no bridge is heard" for lane in self.lanes if not lane.fault and not lane.bridges]
+        found = [f"partition {partition.partition}: {partition.fault}" for partition in self.partitions if partition.fault]
+        found += [
+            f"partition {partition.partition}: no bridge is heard"
+            for partition in self.partitions
+            if not partition.fault and not partition.bridges
+        ]
         found += [
             f"replica {each.name} holds something else than {', '.join(each.differs)}" for each in self.replicas if each.differs
         ]
         found += [
             f"bridge {name} is more than one process; give each a name of its own with --name"
-            for name in sorted({name for lane in self.lanes for name in lane.shared})
+            for name in sorted({name for partition in self.partitions for name in partition.shared})
         ]
         return found + self._faults_of_shares()
 
@@ -106,7 +110,9 @@ class PlaneView(msgspec.Struct, frozen=True):
             for each in self.shares
             if not each.is_heard
         ]
-        uncovered = [lane.lane for lane in self.lanes if self.shares and not self.holders(lane.lane)]
+        uncovered = [
+            partition.partition for partition in self.partitions if self.shares and not self.holders(partition.partition)
+        ]
         if uncovered:
             found.append(f"no replica holds {spelled(uncovered)}: the engines there are missing in answers")
         if len({each.holders for each in self.shares}) > 1:
@@ -115,16 +121,16 @@ class PlaneView(msgspec.Struct, frozen=True):
         return found
 
 
-def spelled(lanes: Collection[int]) -> str:
-    """`lane 3`, `lanes 0-3, 7`."""
+def spelled(partitions: Collection[int]) -> str:
+    """`partition 3`, `partitions 0-3, 7`."""
     runs: list[list[int]] = []
-    for lane in sorted(lanes):
-        if runs and lane == runs[-1][-1] + 1:
-            runs[-1].append(lane)
+    for partition in sorted(partitions):
+        if runs and partition == runs[-1][-1] + 1:
+            runs[-1].append(partition)
         else:
-            runs.append([lane])
+            runs.append([partition])
     told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"lane {told}" if len(lanes) == 1 else f"lanes {told}"
+    return f"partition {told}" if len(partitions) == 1 else f"partitions {told}"
 
 
 class _Entry(NamedTuple):
@@ -137,9 +143,9 @@ class _Entry(NamedTuple):
 
 async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
     """Ask for everything. Raises `PlaneError` where the servers cannot be asked at all."""
-    lanes = [await _lane(js, layout, lane) for lane in range(layout.lanes)]
+    partitions = [await _partition(js, layout, partition) for partition in range(layout.partitions)]
     snapshots = Snapshots(js, layout)
-    kept = [each for lane in range(layout.lanes) for each in await snapshots.kept(lane)]
+    kept = [each for partition in range(layout.partitions) for each in await snapshots.kept(partition)]
     entries = await _entries(js, layout)
     opinions = {name: found for name, entry in _under(PREFIX, entries) if (found := Opinion.decode(entry.value)) is not None}
     now = max((entry.at for entry in entries.values()), default=0.0)
@@ -149,30 +155,30 @@ async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
         if (said := Announcement.decode(entry.value)) is not None
     ]
     leases = {key: _holder(entry.value) for key, entry in entries.items() if not key.startswith((PREFIX, SHARE))}
-    ends = {str(lane.lane): lane.last for lane in lanes}
+    ends = {str(partition.partition): partition.last for partition in partitions}
     replicas = [_replica(name, opinions, ends) for name in sorted(opinions)]
-    return PlaneView(layout.name, lanes, kept, leases, replicas, shares)
+    return PlaneView(layout.name, partitions, kept, leases, replicas, shares)
 
 
 def _under(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
     return [(key.removeprefix(prefix), entry) for key, entry in sorted(entries.items()) if key.startswith(prefix)]
 
 
-async def _lane(js: JetStreamContext, layout: Layout, lane: int) -> LaneView:
+async def _partition(js: JetStreamContext, layout: Layout, partition: int) -> PartitionView:
     try:
-        state = await state_of(js, layout, lane)
+        state = await state_of(js, layout, partition)
         heard: list[tuple[str, float]] = []
         for position in range(max(state.first, state.last - LOOK_BACK + 1, 1), state.last + 1):
-            page = await _page(js, layout, lane, position)
+            page = await _page(js, layout, partition, position)
             if page is not None:
-                # Who writes is heard, whether or not it has said so lately: beats are few among the pages of a busy lane.
+                # Who writes is heard, whether or not it has said so lately: beats are few among the pages of a busy partition.
                 heard.append((page.bridge, page.at))
                 heard += [(each.bridge, each.at) for each in page.records if isinstance(each, Beat)]
     except PlaneError as error:
-        return LaneView(lane, 0, 0, 0, None, {}, str(error))
+        return PartitionView(partition, 0, 0, 0, None, {}, str(error))
     bridges = {name_of(bridge): at for bridge, at in heard}
     shared = _shared(bridge for bridge, _ in heard)
-    return LaneView(lane, state.first, state.last, state.bytes, state.leader, bridges, shared=shared)
+    return PartitionView(partition, state.first, state.last, state.bytes, state.leader, bridges, shared=shared)
 
 
 def _shared(heard: Iterable[str]) -> list[str]:
@@ -189,11 +195,11 @@ def _shared(heard: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-async def _page(js: JetStreamContext, layout: Layout, lane: int, position: int) -> Page | None:
+async def _page(js: JetStreamContext, layout: Layout, partition: int, position: int) -> Page | None:
     """One that may be purged at this moment."""
     try:
-        with told(f"reading lane {lane}"):
-            return decode_page((await js.get_msg(layout.stream(lane), position)).data or b"")
+        with told(f"reading partition {partition}"):
+            return decode_page((await js.get_msg(layout.stream(partition), position)).data or b"")
     except PlaneError as error:
         if error.fault != "missing":
             raise
@@ -230,7 +236,7 @@ def _holder(value: bytes) -> str:
 
 def _replica(name: str, opinions: Mapping[str, Opinion], ends: Mapping[str, int]) -> ReplicaView:
     own = opinions[name]
-    newest = {lane: max(place.position for place in places) for lane, places in own.places.items() if places}
-    behind = sum(max(0, end - newest[lane]) for lane, end in ends.items() if lane in newest)
+    newest = {partition: max(place.position for place in places) for partition, places in own.places.items() if places}
+    behind = sum(max(0, end - newest[partition]) for partition, end in ends.items() if partition in newest)
     differs = [other for other, opinion in opinions.items() if own.agrees(opinion) is False]
     return ReplicaView(name, behind, sorted(differs))

@@ -1,8 +1,8 @@
-"""A subscriber whose streams come out of a plane's log: what `kvevents.Subscriber` is to engines, this is to lanes.
+"""A subscriber whose streams come out of a plane's log: what `kvevents.Subscriber` is to engines, this is to partitions.
 
-Whoever reads lanes puts messages in; the thread that asks for deliveries makes something of them, so all that is known here is
-known to that thread alone. Trust in a stream is the best that any living bridge says of it, but never more than what can be
-seen here: gaps, breaches, heartbeats of engines that disagree, lanes that cannot be read.
+Whoever reads partitions puts messages in; the thread that asks for deliveries makes something of them, so all that is known
+here is known to that thread alone. Trust in a stream is the best that any living bridge says of it, but never more than what
+can be seen here: gaps, breaches, heartbeats of engines that disagree, partitions that cannot be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvevents.subscriber import StreamStatus
 log = logging.getLogger(__name__)
 
 MOST_BEHIND: Final = 64
-"""Pages that a lane may be behind at any moment, as it always is while much is written, before its streams are REPLAYING."""
+"""Pages that a partition may be behind at any moment, as it always is while much is written, before its streams are
+REPLAYING."""
 PAGES_PER_TURN: Final = 16
 """That are read before their deliveries are handed out."""
 CENSUS_PAGES: Final = (64, 1_024, 16_384)
@@ -45,16 +46,16 @@ _SEEN_HERE: Final[Mapping[Doubt, str]] = {
 
 
 class Message(NamedTuple):
-    """One message of a lane, on its way to the thread that makes something of it."""
+    """One message of a partition, on its way to the thread that makes something of it."""
 
-    lane: int
+    partition: int
     ledger: Ledger | None
-    """Which it is for: a lane that was let go and is read again has another one."""
+    """Which it is for: a partition that was let go and is read again has another one."""
     pushed: Pushed
 
 
-class Lane(NamedTuple):
-    """How one lane stands."""
+class Partition(NamedTuple):
+    """How one partition stands."""
 
     position: int
     behind: int | None
@@ -111,68 +112,68 @@ class _Seen:
 
 
 class LogSubscriber:
-    """The streams of some lanes.
+    """The streams of some partitions.
 
-    `put`, `tell`, `break_lane`, `lanes`, `ledgers`, `cards` and `census` are for any thread, everything else for one. `digest`
-    is asked for a stream's digest in the index that deliveries are applied to, when all handed out before were.
+    `put`, `tell`, `break_partition`, `partitions`, `ledgers`, `cards` and `census` are for any thread, everything else for one.
+    `digest` is asked for a stream's digest in the index that deliveries are applied to, when all handed out before were.
     """
 
     def __init__(self, clock: Callable[[], float], digest: Callable[[Key], str | None]) -> None:
         self.ledgers: Mapping[int, Ledger] = {}
-        """Of the lanes that are read; replaced as a whole."""
+        """Of the partitions that are read; replaced as a whole."""
         self.cards: Mapping[Key, bytes] = {}
         """The streams that there are, with what bridges say of their engines; replaced as a whole."""
         self.diverged = 0
         """Heartbeats of engines that hold something else."""
         self.census: dict[int, tuple[Place, ...]] = {}
-        """By lane the newest ones, one for each of `CENSUS_PAGES`, each once."""
+        """By partition the newest ones, one for each of `CENSUS_PAGES`, each once."""
         self._places: dict[int, dict[int, Place]] = {}
-        """By lane and number of pages."""
+        """By partition and number of pages."""
         self._digest: Final = digest
         self._due: list[int] = []
-        """Lanes whose census is to be taken before anything else is handed out."""
+        """Partitions whose census is to be taken before anything else is handed out."""
         self._clock: Final = clock
         self._queue: deque[Message] = deque()
         self._put_bytes = self._taken_bytes = 0
         """Each changed by one thread alone."""
         self._bell = threading.Event()
         self._closed = self._joined_or_left = False
-        self._lanes: dict[int, Lane] = {}
-        self._lanes_lock: Final = threading.Lock()
-        """Held where a lane is changed: the thread that reads deliveries and the one of the readers both do."""
+        self._partitions: dict[int, Partition] = {}
+        self._partitions_lock: Final = threading.Lock()
+        """Held where a partition is changed: the thread that reads deliveries and the one of the readers both do."""
         self._of: dict[Key, int] = {}
         self._seen: dict[Key, _Seen] = {}
         """Of the present incarnation of each stream of which anything has come."""
         self._counters: dict[Key, StreamCounters] = {}
         self._heard: dict[tuple[int, str], tuple[int, float]] = {}
-        """By lane and bridge the page of its last beat, and when that was seen."""
+        """By partition and bridge the page of its last beat, and when that was seen."""
 
     # --- from any thread
 
-    def put(self, lane: int, came: list[Pushed]) -> None:
-        """Messages of a lane, in order."""
+    def put(self, partition: int, came: list[Pushed]) -> None:
+        """Messages of a partition, in order."""
         self._put_bytes += sum(len(pushed.data) for pushed in came)
-        ledger = self.ledgers.get(lane)
-        self._queue.extend(Message(lane, ledger, pushed) for pushed in came)
+        ledger = self.ledgers.get(partition)
+        self._queue.extend(Message(partition, ledger, pushed) for pushed in came)
         self._bell.set()
 
-    def tell(self, lane: int, behind: int | None, fault: str) -> None:
-        """How reading a lane goes, where no message says it."""
-        with self._lanes_lock:
-            known = self._lanes.get(lane)
+    def tell(self, partition: int, behind: int | None, fault: str) -> None:
+        """How reading a partition goes, where no message says it."""
+        with self._partitions_lock:
+            known = self._partitions.get(partition)
             if known is None or known.is_broken:  # it is read no more
                 return
             if behind == 0 and not fault and not self._queue:
                 known = known._replace(behind=0, complete=True)
             elif behind is None:
                 known = known._replace(behind=None)
-            self._lanes[lane] = known._replace(fault=fault)
+            self._partitions[partition] = known._replace(fault=fault)
 
-    def break_lane(self, lane: int, why: str) -> None:
-        """What was read of a lane may be wrong: until it is let go its streams are STALE, pages that wait included."""
-        with self._lanes_lock:
-            if (known := self._lanes.get(lane)) is not None:
-                self._lanes[lane] = known._replace(behind=None, fault=why, is_broken=True)
+    def break_partition(self, partition: int, why: str) -> None:
+        """What was read of a partition may be wrong: until it is let go its streams are STALE, pages that wait included."""
+        with self._partitions_lock:
+            if (known := self._partitions.get(partition)) is not None:
+                self._partitions[partition] = known._replace(behind=None, fault=why, is_broken=True)
 
     @property
     def queued_bytes(self) -> int:
@@ -180,43 +181,43 @@ class LogSubscriber:
         return self._put_bytes - self._taken_bytes
 
     @property
-    def lanes(self) -> Mapping[int, Lane]:
-        """How each lane stands."""
-        return self._lanes
+    def partitions(self) -> Mapping[int, Partition]:
+        """How each partition stands."""
+        return self._partitions
 
     def bridges(self) -> int:
         """How many bridges are heard."""
-        return len({bridge for lane, bridge in list(self._heard) if self._is_alive(lane, bridge)})
+        return len({bridge for partition, bridge in list(self._heard) if self._is_alive(partition, bridge)})
 
-    def is_complete(self, lane: int) -> bool:
-        """Whether a lane was read to its end once. By order of the follower: then all of that is in the index."""
-        known = self._lanes.get(lane)
+    def is_complete(self, partition: int) -> bool:
+        """Whether a partition was read to its end once. By order of the follower: then all of that is in the index."""
+        known = self._partitions.get(partition)
         return known is not None and known.complete
 
-    # --- lanes
+    # --- partitions
 
-    def add_lane(self, lane: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]]) -> None:
-        """Go on with a lane from where a ledger ends; the index holds what belongs to it."""
-        with self._lanes_lock:
-            self._lanes = {**self._lanes, lane: Lane(ledger.position, None, "", None)}
-        self.ledgers = {**self.ledgers, lane: ledger}
-        self._of.update(dict.fromkeys(ledger.streams, lane))
+    def add_partition(self, partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]]) -> None:
+        """Go on with a partition from where a ledger ends; the index holds what belongs to it."""
+        with self._partitions_lock:
+            self._partitions = {**self._partitions, partition: Partition(ledger.position, None, "", None)}
+        self.ledgers = {**self.ledgers, partition: ledger}
+        self._of.update(dict.fromkeys(ledger.streams, partition))
         for key, standing in ledger.streams.items():
             seen = self._seen[key] = _Seen(standing.incarnation, begun=standing.last_seq >= 0)
             for doubt in doubts.get(key, ()):
                 seen.doubts.add(doubt, standing.last_seq)
         self.cards = _cards(self.ledgers.values())
 
-    def drop_lane(self, lane: int) -> list[Key]:
-        """Know nothing of a lane any more, not even what has come of it; its streams, which are to leave the index."""
-        ledger = self.ledgers[lane]
-        self.ledgers = {number: each for number, each in self.ledgers.items() if number != lane}
-        with self._lanes_lock:
-            self._lanes = {number: each for number, each in self._lanes.items() if number != lane}
-        self.census = {number: each for number, each in self.census.items() if number != lane}
-        self._places.pop(lane, None)
-        self._due = [number for number in self._due if number != lane]
-        self._heard = {key: each for key, each in self._heard.items() if key[0] != lane}
+    def drop_partition(self, partition: int) -> list[Key]:
+        """Know nothing of a partition any more, not even what has come of it; its streams, which are to leave the index."""
+        ledger = self.ledgers[partition]
+        self.ledgers = {number: each for number, each in self.ledgers.items() if number != partition}
+        with self._partitions_lock:
+            self._partitions = {number: each for number, each in self._partitions.items() if number != partition}
+        self.census = {number: each for number, each in self.census.items() if number != partition}
+        self._places.pop(partition, None)
+        self._due = [number for number in self._due if number != partition]
+        self._heard = {key: each for key, each in self._heard.items() if key[0] != partition}
         for key in ledger.streams:
             self._of.pop(key, None)
             self._seen.pop(key, None)
@@ -249,65 +250,65 @@ class LogSubscriber:
         return found
 
     def _take_census(self) -> None:
-        """Of lanes whose place has come: everything up to it has been applied, and nothing after it."""
+        """Of partitions whose place has come: everything up to it has been applied, and nothing after it."""
         while self._due:
-            lane = self._due.pop()
-            ledger = self.ledgers[lane]
+            partition = self._due.pop()
+            ledger = self.ledgers[partition]
             digests = {key: digest for key in ledger.joined() if (digest := self._digest(key)) is not None}
             place = Place.of(ledger.position, digests)
-            places = self._places.setdefault(lane, {})
+            places = self._places.setdefault(partition, {})
             places.update({pages: place for pages in CENSUS_PAGES if place.position % pages == 0})
-            self.census[lane] = tuple(dict.fromkeys(places.values()))
+            self.census[partition] = tuple(dict.fromkeys(places.values()))
 
     def _read(self, message: Message) -> list[RawDelivery]:
-        lane, ledger, pushed = message
-        if ledger is None or self.ledgers.get(lane) is not ledger:
+        partition, ledger, pushed = message
+        if ledger is None or self.ledgers.get(partition) is not ledger:
             return []
         page = pushed.page()
         events: list[Event] = []
-        at = self._lanes[lane].at
+        at = self._partitions[partition].at
         if page is None:
             if not ledger.foreign:
-                log.error("message %d of lane %d is no page; somebody else writes there", pushed.position, lane)
+                log.error("message %d of partition %d is no page; somebody else writes there", pushed.position, partition)
             ledger.skip(pushed.position, pushed.name, is_first=pushed.begins_history)
         else:
             events, at = ledger.feed(pushed.position, page), page.at
         if pushed.position % CENSUS_PAGES[0] == 0 and not ledger.hole:
-            self._due.append(lane)
-        self._advance(lane, pushed, at)
+            self._due.append(partition)
+        self._advance(partition, pushed, at)
         now = self._clock()
         self._heard.update(
             {
-                (lane, bridge): (beaten.page, now)
+                (partition, bridge): (beaten.page, now)
                 for bridge, beaten in ledger.beats.items()
-                if self._heard.get((lane, bridge), (-1, 0.0))[0] != beaten.page
+                if self._heard.get((partition, bridge), (-1, 0.0))[0] != beaten.page
             }
         )
-        return [delivery for event in events if (delivery := self._note(lane, event)) is not None]
+        return [delivery for event in events if (delivery := self._note(partition, event)) is not None]
 
-    def _advance(self, lane: int, pushed: Pushed, at: float | None) -> None:
-        with self._lanes_lock:
-            known = self._lanes[lane]._replace(position=pushed.position, at=at)
+    def _advance(self, partition: int, pushed: Pushed, at: float | None) -> None:
+        with self._partitions_lock:
+            known = self._partitions[partition]._replace(position=pushed.position, at=at)
             if not known.is_broken:
                 complete = known.complete or pushed.pending == 0
                 known = known._replace(behind=pushed.pending, fault="", complete=complete)
-            self._lanes[lane] = known
+            self._partitions[partition] = known
 
-    def _note(self, lane: int, event: Event) -> RawDelivery | None:
+    def _note(self, partition: int, event: Event) -> RawDelivery | None:
         """What an event means to trust, and to the index."""
         if isinstance(event, RawBatch | Reset | Gap):
             self._count(event)
             return event
         if isinstance(event, Arrival | Departure):
-            self._of[event.key] = lane
+            self._of[event.key] = partition
             self._joined_or_left = True
         if isinstance(event, Departure):
             # In order with what comes of it, which may be at once: it joins again, and nobody has seen that it was away.
             self._seen.pop(event.key, None)
             return Reset(*event.key, event.incarnation, f"it has left: {event.reason}")
         if isinstance(event, Breach):
-            log.error("lane %d, %s rank %d: %s; no bridge writes that", lane, *event.key, event.what)
-            standing = self.ledgers[lane].streams[event.key]
+            log.error("partition %d, %s rank %d: %s; no bridge writes that", partition, *event.key, event.what)
+            standing = self.ledgers[partition].streams[event.key]
             # Nothing that is reported of the batches before it ends this.
             self._life(event.key, standing.incarnation).doubts.add(Doubt.REJECTED, standing.last_seq + 1)
         return None
@@ -359,13 +360,13 @@ class LogSubscriber:
         return self._trust((name or "", rank))
 
     def _trust(self, key: Key) -> Trust:
-        lane_number, standing = self._find(key)
-        lane = self._lanes[lane_number]
-        if lane.fault:
-            return Trust.STALE.because(f"the log cannot be read: {lane.fault}")
-        if not lane.complete or lane.behind is None or lane.behind > MOST_BEHIND:
+        partition_number, standing = self._find(key)
+        partition = self._partitions[partition_number]
+        if partition.fault:
+            return Trust.STALE.because(f"the log cannot be read: {partition.fault}")
+        if not partition.complete or partition.behind is None or partition.behind > MOST_BEHIND:
             return Trust.REPLAYING.because("the log is being read")
-        said = self._said(lane_number, standing)
+        said = self._said(partition_number, standing)
         seen = self._seen.get(key)
         if said != Trust.EXACT or seen is None:
             return said
@@ -375,30 +376,32 @@ class LogSubscriber:
             return Trust.DEGRADED.because("; ".join(sorted(_SEEN_HERE[doubt] for doubt in seen.doubts)))
         return said
 
-    def _said(self, lane: int, standing: Standing) -> Trust:
+    def _said(self, partition: int, standing: Standing) -> Trust:
         """The best that a living bridge says."""
-        if (best := self._best(lane, standing)) is not None:
+        if (best := self._best(partition, standing)) is not None:
             return Trust(best.trust, best.reason)
         if standing.told:
             return Trust.STALE.because("no bridge is heard that follows it")
         return Trust.REPLAYING.because("no bridge has said yet how far it is to be trusted")
 
-    def _best(self, lane: int, standing: Standing) -> Told | None:
+    def _best(self, partition: int, standing: Standing) -> Told | None:
         """What the living bridge says that trusts a stream most; None if no bridge lives."""
-        alive = [self._of_now(lane, bridge, told) for bridge, told in standing.told.items() if self._is_alive(lane, bridge)]
+        alive = [
+            self._of_now(partition, bridge, told) for bridge, told in standing.told.items() if self._is_alive(partition, bridge)
+        ]
         rank = {state: place for place, state in enumerate(_BEST_FIRST)}
         return min(alive, key=lambda told: rank.get(told.trust, len(rank)), default=None)
 
-    def _of_now(self, lane: int, bridge: str, told: Told) -> Told:
+    def _of_now(self, partition: int, bridge: str, told: Told) -> Told:
         """What a bridge says, unless it is behind: it said that of what it had heard by then."""
-        lag = self.ledgers[lane].beats[bridge].beat.lag
+        lag = self.ledgers[partition].beats[bridge].beat.lag
         if not lag or told.trust not in _FOLLOWED:
             return told
         reason = f"bridge {name_of(bridge)} is {lag:.0f} s behind: what engines say is not in the log yet"
         return Told("REPLAYING", reason, told.doubts)
 
-    def _is_alive(self, lane: int, bridge: str) -> bool:
-        ledger, heard = self.ledgers.get(lane), self._heard.get((lane, bridge))
+    def _is_alive(self, partition: int, bridge: str) -> bool:
+        ledger, heard = self.ledgers.get(partition), self._heard.get((partition, bridge))
         beaten = None if ledger is None else ledger.beats.get(bridge)
         if beaten is None:
             return False
@@ -406,23 +409,23 @@ class LogSubscriber:
         return since < beaten.beat.alive_seconds
 
     def _find(self, key: Key) -> tuple[int, Standing]:
-        lane = self._of.get(key)
-        standing = None if lane is None else self.ledgers[lane].streams.get(key)
-        if lane is None or standing is None or standing.card is None:
+        partition = self._of.get(key)
+        standing = None if partition is None else self.ledgers[partition].streams.get(key)
+        if partition is None or standing is None or standing.card is None:
             raise UnknownSourceError(f"the log has no source {key[0]!r} with rank {key[1]}")
-        return lane, standing
+        return partition, standing
 
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Trust, numbers and counters of one stream."""
         key = (name or "", rank)
-        lane, standing = self._find(key)
+        partition, standing = self._find(key)
         counters = self._counters.setdefault(key, StreamCounters())
-        best, seen = self._best(lane, standing), self._seen.get(key)
+        best, seen = self._best(partition, standing), self._seen.get(key)
         said = () if best is None else (Doubt[name] for name in best.doubts if name in Doubt.__members__)
         return StreamStatus(
             key[0],
             key[1],
-            f"lane {lane}",
+            f"partition {partition}",
             self._trust(key),
             frozenset((*(() if seen is None else seen.doubts), *said)),
             standing.incarnation,

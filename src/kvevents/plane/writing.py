@@ -1,7 +1,8 @@
-"""What a bridge writes next into a lane, given what is there.
+"""What a bridge writes next into a partition, given what is there.
 
-Theory of operation. The server takes a page only if the lane ends where its writer believes (`Nats-Expected-Last-Sequence`). So
-a writer that is refused reads what others have written, and composes anew. Of what it has itself it then finds
+Theory of operation. The server takes a page only if the partition ends where its writer believes
+(`Nats-Expected-Last-Sequence`). So a writer that is refused reads what others have written, and composes anew. Of what it has
+itself it then finds
 
 - what is there already: dropped. Before it writes anything of an incarnation that others have begun, the bridge must have
   seen that the log's newest batch is its own one, byte for byte; once is enough, since everybody else has done so too;
@@ -98,7 +99,7 @@ class _Turn:
 
 
 class Composer:
-    """Composes the pages of one bridge for one lane. `ledger` is fed here, and by nobody else.
+    """Composes the pages of one bridge for one partition. `ledger` is fed here, and by nobody else.
 
     Pages are named after `life`, which no other composer has.
     """
@@ -322,7 +323,7 @@ class Composer:
     # --- what became of it
 
     def landed(self, position: int) -> list[Event]:
-        """The page that is under way is in the lane, under this number. What it means to readers."""
+        """The page that is under way is in the partition, under this number. What it means to readers."""
         draft, self._draft = self._draft, None
         if draft is None:
             return []
@@ -333,7 +334,7 @@ class Composer:
         return found
 
     def returned(self) -> None:
-        """The page that is under way is not known to be in the lane. Read what is, then compose anew."""
+        """The page that is under way is not known to be in the partition. Read what is, then compose anew."""
         draft, self._draft = self._draft, None
         if draft is not None:
             self._beat = self._beat or draft.beat

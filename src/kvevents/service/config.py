@@ -128,12 +128,12 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hold a share of a plane's lanes, and ask the other replicas for the rest."""
+    """Hold a share of a plane's partitions, and ask the other replicas for the rest."""
 
     url: Url
-    """Hold a share of the plane's lanes; the other replicas ask this one for it at http://HOST:PORT. Also `https://`."""
+    """Hold a share of the plane's partitions; the other replicas ask this one for it at http://HOST:PORT. Also `https://`."""
     holders: Annotated[int, "--holders", Range(1, MAX_HOLDERS)] = 2
-    """Replicas that hold each lane, 1 to 8. So many less one may fail, and every answer is still whole."""
+    """Replicas that hold each partition, 1 to 8. So many less one may fail, and every answer is still whole."""
     ask_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_ASK_SECONDS, is_open=True)] = 0.5
     """Seconds for another replica to answer; then the next one that holds the same is asked."""
     token_file: FilePath | None = None

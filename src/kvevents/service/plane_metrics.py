@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.subscriber import Lane
+from kvevents.plane.subscriber import Partition
 from kvevents.service.replica.replica import Replica
 from kvevents.service.shards.asking import Shards
 
@@ -63,7 +63,7 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
     if (generation := replica.generation) is None:
         return
     subscriber = generation.subscriber
-    partitions = dict(subscriber.lanes)
+    partitions = dict(subscriber.partitions)
     ledgers = list(subscriber.ledgers.values())
     for name, text, count in _LEDGER_COUNTS:
         page.counter(name, text, {"": sum(map(count, ledgers))})
@@ -90,7 +90,7 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
     )
 
 
-def _by_partition(partitions: Mapping[int, Lane], value: Callable[[Lane], float | None]) -> dict[str, float | None]:
+def _by_partition(partitions: Mapping[int, Partition], value: Callable[[Partition], float | None]) -> dict[str, float | None]:
     return {f'partition="{number}"': value(partition) for number, partition in partitions.items()}
 
 

@@ -389,7 +389,7 @@ class Service:
         text = f"{exact} of {members} sources are EXACT"
         text += f", {caught_up - exact} wait for a live batch" if caught_up > exact else ""
         text += f", and {expected} were expected" if members < expected else ""
-        return text + (f"; no replica holds {len(uncovered)} lanes of the plane" if uncovered else "")
+        return text + (f"; no replica holds {len(uncovered)} partitions of the plane" if uncovered else "")
 
     def stats(self) -> StatsAnswer:
         """The service in numbers."""

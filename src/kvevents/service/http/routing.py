@@ -192,7 +192,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         parts.Part,
         inline_bytes=_FEW_BYTES,
     ),
-    Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Lanes, parts.Members, worker=FLEET),
+    Endpoint("POST", "/v1/shard/members", shard.members, Role.READ, "shard", parts.Partitions, parts.Members, worker=FLEET),
     Endpoint("POST", "/v1/shard/expect", shard.expect, Role.READ, "shard", parts.Expectation, parts.Noted, worker=MATCHING),
     # Probes and people
     Endpoint("GET", "/health", probes.health, None, "probes", gives=shapes.HealthAnswer, also=_FAILED, probe=True),

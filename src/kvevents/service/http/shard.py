@@ -11,10 +11,10 @@ from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.http.messages import MSGPACK, Body, Request, Response, answer
 from kvevents.service.service import Service
 from kvevents.service.shards.answering import Answering
-from kvevents.service.shards.shapes import Expectation, Lanes, Question
+from kvevents.service.shards.shapes import Expectation, Partitions, Question
 
 QUESTION: Final = Body.of(Question)
-LANES: Final = Body.of(Lanes)
+PARTITIONS: Final = Body.of(Partitions)
 EXPECTATION: Final = Body.of(Expectation)
 
 
@@ -32,7 +32,7 @@ _PROMPTS: Final[dict[bytes, Any]] = {
 
 
 def match(service: Service, request: Request) -> Response:
-    """Who in some lanes holds how much of some prompts, as far as this replica shows them."""
+    """Who in some partitions holds how much of some prompts, as far as this replica shows them."""
     answering = _answering(service)
     asked: Question = _read(QUESTION, service, request)
     service.check_tokens(sum(len(prompt) // 4 for prompt in asked.prompts) + sum(map(len, asked.keys)))
@@ -42,9 +42,9 @@ def match(service: Service, request: Request) -> Response:
 
 
 def members(service: Service, request: Request) -> Response:
-    """The engines of some lanes, as far as this replica shows them."""
+    """The engines of some partitions, as far as this replica shows them."""
     answering = _answering(service)
-    asked: Lanes = LANES.read(request, service.config.limits)
+    asked: Partitions = PARTITIONS.read(request, service.config.limits)
     return answer(answering.members(asked), request)
 
 

@@ -1,4 +1,4 @@
-"""A generation: an index that is built from lanes of a plane's log, with all that keeps it."""
+"""A generation: an index that is built from partitions of a plane's log, with all that keeps it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane.layout import LaneState, Layout, state_of
+from kvevents.plane.layout import Layout, PartitionInfo, state_of
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import LaneReader
+from kvevents.plane.reading import PartitionReader
 from kvevents.plane.records import Key, Tail
 from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
 from kvevents.plane.subscriber import LogSubscriber
@@ -31,15 +31,15 @@ T = TypeVar("T")
 LOOK_SECONDS: Final = 0.05
 """Between two looks at readers."""
 MAX_QUEUED_BYTES: Final = 128 << 20
-"""Of pages that came and are not in the index; a lane is read no further above it."""
+"""Of pages that came and are not in the index; a partition is read no further above it."""
 TAKE_SECONDS: Final = 60.0
 """For the thread that applies to write a snapshot to the disk."""
 HOLE_SECONDS: Final = 2.0
-"""Between two attempts to begin a lane of which pages are gone."""
+"""Between two attempts to begin a partition of which pages are gone."""
 
 
 class Generation:
-    """An index of some lanes. Each is *held* from when it is begun, and *shown* once it was read to its end.
+    """An index of some partitions. Each is *held* from when it is begun, and *shown* once it was read to its end.
 
     To be used in one event loop.
     """
@@ -56,24 +56,24 @@ class Generation:
         self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key))
         self.follower: Final = Follower(self.subscriber, index, Listener())
         self.made: dict[int, str] = {}
-        """By lane that is held which stream it is."""
+        """By partition that is held which stream it is."""
         self.began_with: dict[int, str] = {}
-        """By lane the snapshot."""
+        """By partition the snapshot."""
         self.shown: frozenset[int] = frozenset()
-        """Lanes that answers may be about; replaced as a whole."""
+        """Partitions that answers may be about; replaced as a whole."""
         self.newest: dict[int, Kept] = {}
-        """By lane the newest snapshot that is known."""
+        """By partition the newest snapshot that is known."""
         self.broken = ""
         """Why it cannot go on."""
         self.settled: Final = set(settled)
-        """Lanes that were read again because of a dispute (`LaneReader`), or must be."""
+        """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
         self._layout: Final = layout
         self._snapshots: Final = snapshots
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._begun_at: dict[int, float] = {}
         self._unread: dict[int, dict[str, str]] = {}
-        """By lane, the snapshots that are newer than the one that it was begun with, and why each could not be read."""
+        """By partition, the snapshots that are newer than the one that it was begun with, and why each could not be read."""
         self._logged: Final = set[str]()
         self.follower.start()
 
@@ -86,55 +86,55 @@ class Generation:
 
     @property
     def fault(self) -> str:
-        """Why a lane cannot be read at the moment."""
-        return next((lane.fault for lane in self.subscriber.lanes.values() if lane.fault), "")
+        """Why a partition cannot be read at the moment."""
+        return next((partition.fault for partition in self.subscriber.partitions.values() if partition.fault), "")
 
     @property
     def hole(self) -> str:
-        """Why a lane cannot be shown: pages are gone that no snapshot stands for."""
+        """Why a partition cannot be shown: pages are gone that no snapshot stands for."""
         return next((ledger.hole for ledger in self.subscriber.ledgers.values() if ledger.hole), "")
 
     @property
     def passed_over(self) -> list[str]:
-        """By lane that was begun without them, why its newest snapshots could not be read; until there are others."""
+        """By partition that was begun without them, why its newest snapshots could not be read; until there are others."""
         return [next(iter(sentences.values())) for sentences in list(self._unread.values())]
 
-    # --- lanes
+    # --- partitions
 
     async def adjust(self, wanted: Collection[int], spare: Collection[int]) -> None:
-        """Begin with lanes that are wanted, show those that were read, and let go those that are to spare.
+        """Begin with partitions that are wanted, show those that were read, and let go those that are to spare.
 
-        Raises `PlaneError` where the servers do not say how a lane stands.
+        Raises `PlaneError` where the servers do not say how a partition stands.
         """
-        for lane in sorted(set(wanted) - self.made.keys()):
-            await self._begin(lane)
-        for lane in sorted(self.made.keys() - self.shown):
-            if lane not in wanted:
-                await self._drop(lane)
-            elif await self._order(lambda lane=lane: self.subscriber.is_complete(lane)):  # type: ignore[misc]
-                await self._complete(lane)
-        for lane in self.shown.intersection(spare):
-            self.shown -= {lane}
-            await self._drop(lane)
+        for partition in sorted(set(wanted) - self.made.keys()):
+            await self._begin(partition)
+        for partition in sorted(self.made.keys() - self.shown):
+            if partition not in wanted:
+                await self._drop(partition)
+            elif await self._order(lambda partition=partition: self.subscriber.is_complete(partition)):  # type: ignore[misc]
+                await self._complete(partition)
+        for partition in self.shown.intersection(spare):
+            self.shown -= {partition}
+            await self._drop(partition)
 
-    async def _complete(self, lane: int) -> None:
-        if not self.subscriber.ledgers[lane].hole:
-            self.shown |= {lane}
-        elif time.monotonic() - self._begun_at[lane] > HOLE_SECONDS:
-            # Somebody may have taken a snapshot, or have written the lane anew.
-            await self._drop(lane)
-            await self._begin(lane)
+    async def _complete(self, partition: int) -> None:
+        if not self.subscriber.ledgers[partition].hole:
+            self.shown |= {partition}
+        elif time.monotonic() - self._begun_at[partition] > HOLE_SECONDS:
+            # Somebody may have taken a snapshot, or have written the partition anew.
+            await self._drop(partition)
+            await self._begin(partition)
 
-    async def _begin(self, lane: int) -> None:
-        state = await state_of(self._client.jetstream(), self._layout, lane)
-        ledger, doubts = await self._restored(lane, state)
-        await self._order(lambda: self.subscriber.add_lane(lane, ledger, doubts))
-        self.made[lane], self._begun_at[lane] = state.made, time.monotonic()
-        self._reading[lane] = asyncio.create_task(self._read(lane, ledger.tail))
+    async def _begin(self, partition: int) -> None:
+        state = await state_of(self._client.jetstream(), self._layout, partition)
+        ledger, doubts = await self._restored(partition, state)
+        await self._order(lambda: self.subscriber.add_partition(partition, ledger, doubts))
+        self.made[partition], self._begun_at[partition] = state.made, time.monotonic()
+        self._reading[partition] = asyncio.create_task(self._read(partition, ledger.tail))
 
-    async def _restored(self, lane: int, state: LaneState) -> tuple[Ledger, Mapping[Key, frozenset[Doubt]]]:
-        """How a lane stands by the newest snapshot that can be read, whose blocks are in the index then."""
-        for kept in await self._snapshots.usable(lane, state):
+    async def _restored(self, partition: int, state: PartitionInfo) -> tuple[Ledger, Mapping[Key, frozenset[Doubt]]]:
+        """How a partition stands by the newest snapshot that can be read, whose blocks are in the index then."""
+        for kept in await self._snapshots.usable(partition, state):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
                     ledger, doubts = await self._snapshots.load(kept, self.index, Path(folder))
@@ -143,31 +143,31 @@ class Generation:
                         raise
                     self._pass_over(kept, str(error))
                     continue
-            self.newest[lane] = kept
+            self.newest[partition] = kept
             if not _is_gone(ledger.position, state):
-                self.began_with[lane] = kept.name
+                self.began_with[partition] = kept.name
                 return ledger, doubts
             self._forget(ledger.streams)
         if _is_gone(0, state):
-            why = "; ".join(self._unread.get(lane, {}).values())
-            hole = f"pages of lane {lane} are gone that no snapshot stands for" + (f", and {why}" if why else "")
+            why = "; ".join(self._unread.get(partition, {}).values())
+            hole = f"pages of partition {partition} are gone that no snapshot stands for" + (f", and {why}" if why else "")
             return Ledger.behind(state.first - 1, hole), {}
         return Ledger(), {}
 
     def _pass_over(self, kept: Kept, why: str) -> None:
-        self._unread.setdefault(kept.lane, {})[kept.name] = why
-        if why not in self._logged:  # a lane with a hole is begun again and again
+        self._unread.setdefault(kept.partition, {})[kept.name] = why
+        if why not in self._logged:  # a partition with a hole is begun again and again
             self._logged.add(why)
             log.warning("%s", why)
 
-    async def _drop(self, lane: int) -> None:
-        reading = self._reading.pop(lane)
+    async def _drop(self, partition: int) -> None:
+        reading = self._reading.pop(partition)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        await self._order(lambda: self._forget(self.subscriber.drop_lane(lane)))
+        await self._order(lambda: self._forget(self.subscriber.drop_partition(partition)))
         known: dict[int, Any]
         for known in (self.made, self.began_with, self.newest, self._begun_at, self._unread):
-            known.pop(lane, None)
+            known.pop(partition, None)
 
     def _forget(self, keys: Collection[Key]) -> None:
         for key in keys:
@@ -177,25 +177,25 @@ class Generation:
     def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(self.follower.order(work))
 
-    async def _read(self, lane: int, tail: Tail) -> None:
-        """Read one lane for as long as it can be, and there is room for what comes."""
+    async def _read(self, partition: int, tail: Tail) -> None:
+        """Read one partition for as long as it can be, and there is room for what comes."""
         subscriber = self.subscriber
         while True:
-            reader = LaneReader(
-                self._client, self._layout, lane, tail, self.made[lane], lambda came: subscriber.put(lane, came)
+            reader = PartitionReader(
+                self._client, self._layout, partition, tail, self.made[partition], lambda came: subscriber.put(partition, came)
             )
-            reader.settled = lane in self.settled
+            reader.settled = partition in self.settled
             reading = asyncio.create_task(reader.run())
             try:
                 while subscriber.queued_bytes < MAX_QUEUED_BYTES:
                     done, _ = await asyncio.wait({reading}, timeout=LOOK_SECONDS)
-                    subscriber.tell(lane, reader.behind, reader.fault)
+                    subscriber.tell(partition, reader.behind, reader.fault)
                     if done:
                         why = reading.result().why
                         if why == "disputed":
-                            self.settled.add(lane)
-                        self.broken = f"lane {lane} was {why}"
-                        subscriber.break_lane(lane, self.broken)
+                            self.settled.add(partition)
+                        self.broken = f"partition {partition} was {why}"
+                        subscriber.break_partition(partition, self.broken)
                         return
             finally:
                 reading.cancel()
@@ -208,39 +208,39 @@ class Generation:
     # --- snapshots
 
     def snapshot_ages(self) -> dict[int, float]:
-        """By lane, seconds since this process found its newest snapshot."""
-        ages = {lane: self._snapshots.known_for(lane) for lane in list(self.newest)}
-        return {lane: age for lane, age in ages.items() if age is not None}
+        """By partition, seconds since this process found its newest snapshot."""
+        ages = {partition: self._snapshots.known_for(partition) for partition in list(self.newest)}
+        return {partition: age for partition, age in ages.items() if age is not None}
 
     def know(self, kept: Kept) -> None:
-        """That a snapshot of a lane counts."""
-        if kept.lane in self.made:
-            self.newest[kept.lane] = kept
-            if kept.name not in self._unread.get(kept.lane, ()):
-                self._unread.pop(kept.lane, None)
+        """That a snapshot of a partition counts."""
+        if kept.partition in self.made:
+            self.newest[kept.partition] = kept
+            if kept.name not in self._unread.get(kept.partition, ()):
+                self._unread.pop(kept.partition, None)
 
-    async def take(self, lane: int, path: Path) -> tuple[Taken, int]:
-        """A snapshot of a lane at `path`, and about how many blocks it has.
+    async def take(self, partition: int, path: Path) -> tuple[Taken, int]:
+        """A snapshot of a partition at `path`, and about how many blocks it has.
 
         Raises `SnapshotError`, and `TimeoutError` where it is too slow.
         """
-        order = self.follower.order(lambda: self._take(lane, path))
+        order = self.follower.order(lambda: self._take(partition, path))
         async with asyncio.timeout(TAKE_SECONDS):
             taken = await asyncio.wrap_future(order)
-        # Counted aside: the thread that applies has no time to look at every worker for each lane.
+        # Counted aside: the thread that applies has no time to look at every worker for each partition.
         infos = await asyncio.to_thread(self.index.workers)
         keys = {(source, rank) for source, rank, _ in taken.digests}
         return taken, sum(info.blocks for info in infos if (info.source, info.rank) in keys)
 
-    def _take(self, lane: int, path: Path) -> Taken:
+    def _take(self, partition: int, path: Path) -> Taken:
         """By the thread that applies: ledger and index are of one moment then."""
-        ledger = self.subscriber.ledgers.get(lane)
+        ledger = self.subscriber.ledgers.get(partition)
         if ledger is None:
-            raise SnapshotError(f"lane {lane} is no longer held here; another replica takes its snapshots")
-        return take(lane, ledger, self.subscriber.doubts(), self.index, path)
+            raise SnapshotError(f"partition {partition} is no longer held here; another replica takes its snapshots")
+        return take(partition, ledger, self.subscriber.doubts(), self.index, path)
 
 
-def _is_gone(position: int, state: LaneState) -> bool:
+def _is_gone(position: int, state: PartitionInfo) -> bool:
     """Whether pages behind one are gone."""
     return position + 1 < state.first and position < state.last
 

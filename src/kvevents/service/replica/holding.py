@@ -1,4 +1,4 @@
-"""Which lanes a replica is to hold: all of them, or, where it is one of several that hold a part each, its share."""
+"""Which partitions a replica is to hold: all of them, or, where it is one of several that hold a part each, its share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWER_SECONDS: Final = 5.0
 
 
 class Holding:
-    """One replica's share of a plane. `shown` says which lanes it answers for now."""
+    """One replica's share of a plane. `shown` says which partitions it answers for now."""
 
     def __init__(self, name: str, settings: ShardSettings | None, shown: Callable[[], frozenset[int]]) -> None:
         self.fault = ""
@@ -39,10 +39,10 @@ class Holding:
         self._shown: Final = shown
         self.refused: dict[str, str] = {}
         """Replicas that this one must not ask, by name, and why."""
-        self._lanes = frozenset[int]()
+        self._partitions = frozenset[int]()
         self._since: float | None = None
         self.roster: Roster | None = None
-        """The other replicas; None where this one holds all lanes, and before the plane was found."""
+        """The other replicas; None where this one holds all partitions, and before the plane was found."""
 
     @property
     def is_shared(self) -> bool:
@@ -58,21 +58,21 @@ class Holding:
 
     @property
     def wanted(self) -> frozenset[int]:
-        """Lanes that are to be held."""
+        """Partitions that are to be held."""
         if not self.is_shared:
-            return self._lanes
+            return self._partitions
         return self.roster.wanted if self.roster is not None and self.is_settled else frozenset()
 
     @property
     def spare(self) -> frozenset[int]:
-        """Lanes that may be let go."""
+        """Partitions that may be let go."""
         return self.roster.spare(time.monotonic()) if self.roster is not None else frozenset()
 
     def begin(self, layout: Layout) -> None:
         """The plane is found."""
-        self._lanes = frozenset(range(layout.lanes))
+        self._partitions = frozenset(range(layout.partitions))
         if self._settings is not None and self.roster is None:
-            self.roster = Roster(self._name, layout.lanes, self._settings.holders, self._settings.pace)
+            self.roster = Roster(self._name, layout.partitions, self._settings.holders, self._settings.pace)
 
     async def run(self, client: PlaneClient, layout: Layout) -> None:
         """Tell the others, and hear of them, for as long as this replica has its name."""
@@ -157,10 +157,10 @@ class _Part:
         shown = self._shown()
         self._beats += 1
         own = Announcement(self._settings.url.rstrip("/"), self._settings.holders, sorted(shown), self._beats)
-        with told("telling the other replicas which lanes this one holds"):
+        with told("telling the other replicas which partitions this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.put(PREFIX + self._name, own.encode())
-        found = await entries(client.jetstream(), layout, "asking which lanes the other replicas hold", PREFIX)
+        found = await entries(client.jetstream(), layout, "asking which partitions the other replicas hold", PREFIX)
         said = {name: Announcement.decode(value) for name, value in found.items() if name != self._name}
         others = {name: announced for name, announced in said.items() if announced is not None}
         self._roster.hear(self._allowed(others), shown, time.monotonic())

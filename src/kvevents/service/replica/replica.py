@@ -1,12 +1,12 @@
 """An index that is built from a plane's log, in the place of one that follows engines itself.
 
-Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the lanes, a thread that applies
-what they bring. It begins with the newest snapshot of each lane, reads the lanes to their ends, and is hidden until then; then
-the fleet answers from it. Where it cannot go on, because a lane was deleted or purged, or because what it holds is not what the
-other replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
+Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the partitions, a thread that
+applies what they bring. It begins with the newest snapshot of each partition, reads the partitions to their ends, and is hidden
+until then; then the fleet answers from it. Where it cannot go on, because a partition was deleted or purged, or because what it
+holds is not what the other replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
 
-A replica that holds a share of the lanes takes over others, and lets lanes go, while it answers: a lane is shown when it was
-read to its end, and hidden before anything of it is forgotten.
+A replica that holds a share of the partitions takes over others, and lets partitions go, while it answers: a partition is shown
+when it was read to its end, and hidden before anything of it is forgotten.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Replica:
         self._memory_limit: Final = memory_limit
         self._generation: Generation | None = None
         self._told: tuple[Mapping[Key, bytes], frozenset[int]] | None = None
-        """Cards and lanes of which the fleet was told last."""
+        """Cards and partitions of which the fleet was told last."""
         self._settled = set[int]()
-        """Lanes that were read again because of a dispute."""
+        """Partitions that were read again because of a dispute."""
         self._answers = frozenset[int]()
-        """Lanes of which the fleet knows the engines."""
+        """Partitions of which the fleet knows the engines."""
         self._built_at = float("-inf")
         self._holding: Final = Holding(name, shard, lambda: self.shown)
         self._comparing: Final = Comparing(name)
@@ -108,7 +108,7 @@ class Replica:
 
     @property
     def passed_over(self) -> list[str]:
-        """Why the newest snapshots could not be read, of lanes that were begun without."""
+        """Why the newest snapshots could not be read, of partitions that were begun without."""
         return [] if self._generation is None else self._generation.passed_over
 
     @property
@@ -123,7 +123,7 @@ class Replica:
 
     @property
     def shown(self) -> frozenset[int]:
-        """The lanes that answers are about: those of which the fleet knows all engines."""
+        """The partitions that answers are about: those of which the fleet knows all engines."""
         return frozenset() if self._generation is None else self._answers & self._generation.shown
 
     @property
@@ -139,7 +139,7 @@ class Replica:
 
     @property
     def wanted(self) -> frozenset[int]:
-        """The lanes that are to be held."""
+        """The partitions that are to be held."""
         return self._holding.wanted
 
     # --- its life
@@ -227,11 +227,11 @@ class Replica:
     # --- members
 
     def _registrations(self, generation: Generation) -> tuple[list[Registration], frozenset[int]]:
-        """Of the engines in the lanes that are shown, and these lanes."""
+        """Of the engines in the partitions that are shown, and these partitions."""
         found = []
         cards, shown = self._told = generation.subscriber.cards, generation.shown
         for key, card in cards.items():
-            if self.layout is None or self.layout.lane_of(key[0]) not in shown:
+            if self.layout is None or self.layout.partition_of(key[0]) not in shown:
                 continue
             try:
                 registration = msgspec.json.decode(card, type=Registration)
@@ -261,7 +261,7 @@ class Replica:
             try:
                 await generation.adjust(self._holding.wanted, self._holding.spare)
             except PlaneError as error:
-                log.warning("lanes cannot be taken over: %s", error)
+                log.warning("partitions cannot be taken over: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -314,7 +314,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 def _fault_of(generation: Generation) -> str:
     hole = generation.hole
     return generation.fault or (
-        hole and f"an index could not be completed: {hole}; a bridge that is started writes the lane anew"
+        hole and f"an index could not be completed: {hole}; a bridge that is started writes the partition anew"
     )
 
 
@@ -322,4 +322,4 @@ def _begun_with(generation: Generation) -> str:
     names = list(generation.began_with.values())
     if not names:
         return "the log alone"
-    return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} lanes"
+    return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} partitions"

@@ -1,4 +1,4 @@
-"""What one replica answers of the lanes that it shows, to itself and to others."""
+"""What one replica answers of the partitions that it shows, to itself and to others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvevents.service.shards.shapes import (
     Described,
     Expectation,
     Found,
-    Lanes,
     Members,
     Noted,
     Part,
+    Partitions,
     Question,
     within,
 )
@@ -32,7 +32,7 @@ Rows: TypeAlias = list[list[Row]]
 
 
 class Answering:
-    """Answers for a fleet. `layout` is that of its plane, once it is known, and `shown` the lanes that may be told of."""
+    """Answers for a fleet. `layout` is that of its plane, once it is known, and `shown` the partitions that may be told of."""
 
     def __init__(self, fleet: Fleet, layout: Callable[[], Layout | None], shown: Callable[[], frozenset[int]]) -> None:
         self.fleet: Final = fleet
@@ -45,36 +45,36 @@ class Answering:
         """Of the members: another one where others have come or gone."""
         return f"{self._life}.{self.fleet.version}"
 
-    def rows(self, question: Question, lanes: Collection[int], prompts: list[Any]) -> Rows:
-        """Who in some lanes holds how much. Raises `NotFoundError` for a model that nobody serves here."""
+    def rows(self, question: Question, partitions: Collection[int], prompts: list[Any]) -> Rows:
+        """Who in some partitions holds how much. Raises `NotFoundError` for a model that nobody serves here."""
         wall = wall_of(question)
         found = [self.fleet.match(wall, tokens, mm=question.mm, expected=question.expected) for tokens in prompts]
         found += [self.fleet.match_keys(wall, keys, local=question.local) for keys in question.keys]
-        return [[row for row in rows if self.lane_of(row.member) in lanes] for rows in found]
+        return [[row for row in rows if self.partition_of(row.member) in partitions] for rows in found]
 
-    def lane_of(self, member: Member) -> int:
+    def partition_of(self, member: Member) -> int:
         """Where in the plane an engine is; -1 before the plane was found."""
         layout = self.layout()
-        return -1 if layout is None else layout.lane_of(member.registration.key[0])
+        return -1 if layout is None else layout.partition_of(member.registration.key[0])
 
     # --- to others
 
     def part(self, question: Question) -> Part:
         """The answer to another replica."""
-        lanes = within(question.lanes, self.shown())
+        partitions = within(question.partitions, self.shown())
         count = len(question.prompts) + len(question.keys)
         try:
-            rows = self.rows(question, lanes, [_tokens(prompt) for prompt in question.prompts])
+            rows = self.rows(question, partitions, [_tokens(prompt) for prompt in question.prompts])
         except NotFoundError:
-            return Part(lanes=lanes, known=False, version=self.version, found=[[] for _ in range(count)])
+            return Part(partitions=partitions, known=False, version=self.version, found=[[] for _ in range(count)])
         found = [[_found(row) for row in each] for each in rows]
-        return Part(lanes=lanes, known=True, version=self.version, found=found)
+        return Part(partitions=partitions, known=True, version=self.version, found=found)
 
-    def members(self, asked: Lanes) -> Members:
-        """The engines of some lanes."""
-        lanes = within(asked.lanes, self.shown())
-        members = [member for member in list(self.fleet.members.values()) if self.lane_of(member) in lanes]
-        return Members(lanes=lanes, version=self.version, members=[_described(member) for member in members])
+    def members(self, asked: Partitions) -> Members:
+        """The engines of some partitions."""
+        partitions = within(asked.partitions, self.shown())
+        members = [member for member in list(self.fleet.members.values()) if self.partition_of(member) in partitions]
+        return Members(partitions=partitions, version=self.version, members=[_described(member) for member in members])
 
     def expect(self, asked: Expectation) -> Noted:
         """Believe for a while that an engine will hold a prompt, if it is one of this replica's."""

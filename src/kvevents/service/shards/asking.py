@@ -1,9 +1,9 @@
-"""One answer out of those of several replicas, each of which holds some lanes of the plane.
+"""One answer out of those of several replicas, each of which holds some partitions of the plane.
 
-Theory of operation. A question goes to as few replicas as together hold all lanes, this one first. Each says for which of
-the lanes that it was asked about it has answered: what a replica has let go in the meantime, or what one that does not answer
-holds, is asked of the next one that says it holds it. A lane is asked of one replica at a time and engines are in one lane, so
-nothing is there twice. What nobody answers for is told beside the answer, never left out in silence.
+Theory of operation. A question goes to as few replicas as together hold all partitions, this one first. Each says for which of
+the partitions that it was asked about it has answered: what a replica has let go in the meantime, or what one that does not
+answer holds, is asked of the next one that says it holds it. A partition is asked of one replica at a time and engines are in
+one partition, so nothing is there twice. What nobody answers for is told beside the answer, never left out in silence.
 
 Engines of other replicas are known by what those tell every few seconds, for listings and for candidates; how far one is
 trusted comes with each answer. An answer that is of other engines than were told last has them told anew first.
@@ -28,7 +28,7 @@ from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Wall
 from kvevents.service.shards.answering import Answering, Rows
 from kvevents.service.shards.peers import AwayError, Peers
-from kvevents.service.shards.shapes import Described, Expectation, Lanes, Members, Noted, Part, Question
+from kvevents.service.shards.shapes import Described, Expectation, Members, Noted, Part, Partitions, Question
 from kvevents.service.spellings import wall_of
 from kvevents.stream import Trust
 from kvevents.weights import State
@@ -58,38 +58,38 @@ class _Known(NamedTuple):
     """Of which members of a replica this one knows."""
 
     version: str
-    lanes: set[int]
+    partitions: set[int]
 
 
 class _Asking:
     """How far the answer to one question has come."""
 
-    def __init__(self, count: int, lanes: set[int]) -> None:
+    def __init__(self, count: int, partitions: set[int]) -> None:
         self.rows: Rows = [[] for _ in range(count)]
-        self.left: Final = lanes
-        """Lanes that nobody has answered for."""
+        self.left: Final = partitions
+        """Partitions that nobody has answered for."""
         self.refused: Final[dict[str, set[int]]] = {}
-        """By replica lanes that it was asked about and has not answered for."""
+        """By replica partitions that it was asked about and has not answered for."""
         self.known = False
         """Whether anybody serves the model."""
         self.unknown: NotFoundError | None = None
 
-    def take(self, lanes: Collection[int], rows: Rows) -> None:
-        """What this replica itself answers for some lanes."""
+    def take(self, partitions: Collection[int], rows: Rows) -> None:
+        """What this replica itself answers for some partitions."""
         for merged, found in zip(self.rows, rows, strict=True):
             merged.extend(found)
         self.known = True
-        self.left.difference_update(lanes)
+        self.left.difference_update(partitions)
 
 
 class Remote(Member):
     """An engine of another replica, as that tells of it."""
 
-    __slots__ = ("lane", "told")
+    __slots__ = ("partition", "told")
 
-    def __init__(self, told: Described, lane: int, now: float) -> None:
+    def __init__(self, told: Described, partition: int, now: float) -> None:
         super().__init__(told.registration, ORIGIN, now)
-        self.lane = lane
+        self.partition = partition
         self.refresh(told, now)
 
     def refresh(self, told: Described, now: float) -> None:
@@ -163,14 +163,14 @@ class Shards:
     def members(self) -> dict[Key, Remote]:
         """The engines that other replicas answer for."""
         shown = self.answering.shown()
-        return {key: member for key, member in list(self._members.items()) if member.lane not in shown}
+        return {key: member for key, member in list(self._members.items()) if member.partition not in shown}
 
     @property
     def uncovered(self) -> list[int]:
-        """Lanes that no replica says it holds."""
+        """Partitions that no replica says it holds."""
         layout = self.answering.layout()
         held = set(self.answering.shown()).union(*(each.held for each in self._present().values()))
-        return [lane for lane in range(layout.lanes if layout is not None else 0) if lane not in held]
+        return [partition for partition in range(layout.partitions if layout is not None else 0) if partition not in held]
 
     @property
     def urls(self) -> list[str]:
@@ -179,8 +179,8 @@ class Shards:
 
     def holder(self, member: Member) -> str:
         """Where another replica that holds an engine can be asked; empty where none is heard of."""
-        lane = self.answering.lane_of(member)
-        return next((each.url for each in self._present().values() if lane in each.held), "")
+        partition = self.answering.partition_of(member)
+        return next((each.url for each in self._present().values() if partition in each.held), "")
 
     def block_sizes(self, wall: Wall) -> list[int]:
         """Tokens per block of the engines behind a wall, the smallest first."""
@@ -209,30 +209,32 @@ class Shards:
         layout = self.answering.layout()
         if layout is None:
             return
-        left = set(range(layout.lanes)) - self.answering.shown()
+        left = set(range(layout.partitions)) - self.answering.shown()
         for _ in range(MAX_ROUNDS):
             asked, _ = plan(self._name, left, self._holding(self._present(), {}, away=False))
-            reached = await asyncio.gather(*(self._refresh(name, lanes) for name, lanes in asked.items()))
+            reached = await asyncio.gather(*(self._refresh(name, partitions) for name, partitions in asked.items()))
             left -= set().union(*reached)
             if all(reached):
                 break
-        self._lose(left)  # those of lanes that are shown here now stay: an answer about them may be on its way
+        self._lose(left)  # those of partitions that are shown here now stay: an answer about them may be on its way
 
-    def _lose(self, lanes: Collection[int]) -> None:
-        """Do not trust what is known of the engines in lanes that no replica answers for."""
+    def _lose(self, partitions: Collection[int]) -> None:
+        """Do not trust what is known of the engines in partitions that no replica answers for."""
         now = time.time()
         for member in list(self._members.values()):
-            if member.lane in lanes:
+            if member.partition in partitions:
                 self.version += 1
-                member.trusts("STALE", f"no replica that holds lane {member.lane} answers", (Reason.NO_REPLICA,), now)
+                member.trusts("STALE", f"no replica that holds partition {member.partition} answers", (Reason.NO_REPLICA,), now)
 
-    async def _refresh(self, name: str, lanes: Iterable[int]) -> set[int]:
-        """Know the engines that one replica answers for; the lanes that it did for."""
+    async def _refresh(self, name: str, partitions: Iterable[int]) -> set[int]:
+        """Know the engines that one replica answers for; the partitions that it did for."""
         announced = self._present().get(name)
         if announced is None:
             return set()
         try:
-            told = await self.peers.ask(name, announced.url, "/v1/shard/members", Lanes(lanes=sorted(lanes)), Members)
+            told = await self.peers.ask(
+                name, announced.url, "/v1/shard/members", Partitions(partitions=sorted(partitions)), Members
+            )
         except AwayError as error:
             log.debug("%s", error)
             return set()
@@ -245,23 +247,25 @@ class Shards:
             if known is not None and known.registration == each.registration:
                 known.refresh(each, now)
             else:
-                self._members[key] = Remote(each, self._lane_of(key), now)
-        for key in [key for key, member in self._members.items() if member.lane in told.lanes and key not in came]:
+                self._members[key] = Remote(each, self._partition_of(key), now)
+        for key in [key for key, member in self._members.items() if member.partition in told.partitions and key not in came]:
             del self._members[key]
         before = self._known.get(name)
         same = before is not None and before.version == told.version
-        self._known[name] = _Known(told.version, {*told.lanes, *(before.lanes if same and before is not None else ())})
+        self._known[name] = _Known(
+            told.version, {*told.partitions, *(before.partitions if same and before is not None else ())}
+        )
         self.version += 1
-        return set(told.lanes)
+        return set(told.partitions)
 
-    def _lane_of(self, key: Key) -> int:
+    def _partition_of(self, key: Key) -> int:
         layout = self.answering.layout()
-        return -1 if layout is None else layout.lane_of(key[0])
+        return -1 if layout is None else layout.partition_of(key[0])
 
     # --- questions
 
     async def find(self, question: Question, prompts: Sequence[Any]) -> Merged:
-        """Who in all lanes holds how much of some prompts, and of the keys of the question.
+        """Who in all partitions holds how much of some prompts, and of the keys of the question.
 
         Raises `NotFoundError` for a model that nobody serves.
         """
@@ -271,7 +275,7 @@ class Shards:
             return Merged([[] for _ in range(len(prompts) + len(question.keys))], "the plane was not found yet")
         run = self._in_thread if sum(map(len, prompts)) > MAX_INLINE_TOKENS else _at_once
         whole = msgspec.structs.replace(question, prompts=await run(_packed, prompts))
-        asking = _Asking(len(prompts) + len(question.keys), set(range(layout.lanes)))
+        asking = _Asking(len(prompts) + len(question.keys), set(range(layout.partitions)))
         own: Collection[int] = self.answering.shown()
         for _ in range(MAX_ROUNDS):
             try:
@@ -280,8 +284,8 @@ class Shards:
                 asking.unknown = error
                 asking.left.difference_update(own)
             else:
-                still = self.answering.shown().intersection(own)  # a lane may have been released meanwhile
-                asking.take(still, [[row for row in each if self.answering.lane_of(row.member) in still] for each in rows])
+                still = self.answering.shown().intersection(own)  # a partition may have been released meanwhile
+                asking.take(still, [[row for row in each if self.answering.partition_of(row.member) in still] for each in rows])
             if not asking.left or not await self._ask_others(whole, asking):
                 break
             own = asking.left & self.answering.shown()  # what has come here since
@@ -293,15 +297,17 @@ class Shards:
         return Merged(asking.rows, _told(sorted(asking.left)))
 
     async def _ask_others(self, question: Question, asking: _Asking) -> bool:
-        """Ask for what is left, each lane of one replica; False where there is nobody to ask."""
+        """Ask for what is left, each partition of one replica; False where there is nobody to ask."""
         present = self._present()
         asked, nobody = plan(self._name, asking.left, self._holding(present, asking.refused, away=False))
         if nobody:
             asked |= plan(self._name, nobody, self._holding(present, asking.refused, away=True, but=asked))[0]
-        parts = await asyncio.gather(*(self._ask(name, present[name].url, question, lanes) for name, lanes in asked.items()))
-        for (name, lanes), part in zip(asked.items(), parts, strict=True):
-            answered = set() if part is None else await self._known_of(name, part, lanes)
-            asking.refused.setdefault(name, set()).update(set(lanes) - answered)
+        parts = await asyncio.gather(
+            *(self._ask(name, present[name].url, question, partitions) for name, partitions in asked.items())
+        )
+        for (name, partitions), part in zip(asked.items(), parts, strict=True):
+            answered = set() if part is None else await self._known_of(name, part, partitions)
+            asking.refused.setdefault(name, set()).update(set(partitions) - answered)
             if part is not None:
                 asking.known = asking.known or part.known
                 asking.left.difference_update(answered)
@@ -311,24 +317,26 @@ class Shards:
     def _holding(
         self, present: Mapping[str, Announcement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()
     ) -> dict[str, set[int]]:
-        """Who says to hold which lanes, of those that have failed just now, or of the others."""
+        """Who says to hold which partitions, of those that have failed just now, or of the others."""
         return {
             name: set(each.held) - refused.get(name, set())
             for name, each in present.items()
             if self.peers.is_away(name) is away and name not in but
         }
 
-    async def _ask(self, name: str, url: str, question: Question, lanes: list[int]) -> Part | None:
+    async def _ask(self, name: str, url: str, question: Question, partitions: list[int]) -> Part | None:
         try:
-            part = await self.peers.ask(name, url, "/v1/shard/match", msgspec.structs.replace(question, lanes=lanes), Part)
+            part = await self.peers.ask(
+                name, url, "/v1/shard/match", msgspec.structs.replace(question, partitions=partitions), Part
+            )
         except AwayError as error:
             log.debug("%s", error)
             return None
         return part if len(part.found) == len(question.prompts) + len(question.keys) else None
 
-    async def _known_of(self, name: str, part: Part, lanes: Iterable[int]) -> set[int]:
-        """Lanes of an answer whose engines are known as they were when it was given, or later; asks for them if need be."""
-        answered = set(part.lanes).intersection(lanes)
+    async def _known_of(self, name: str, part: Part, partitions: Iterable[int]) -> set[int]:
+        """Return the partitions of an answer whose engines are as new as it; ask for the engines where they are not."""
+        answered = set(part.partitions).intersection(partitions)
         if self._knows(name, part):
             return answered
         if (task := self._refreshing.get(name)) is not None:  # the same question may be on its way
@@ -336,7 +344,7 @@ class Shards:
         if self._knows(name, part):
             return answered
         known = self._known.get(name)
-        task = asyncio.create_task(self._refresh(name, {*part.lanes, *(known.lanes if known is not None else ())}))
+        task = asyncio.create_task(self._refresh(name, {*part.partitions, *(known.partitions if known is not None else ())}))
         self._refreshing[name] = task
         task.add_done_callback(lambda done: self._refreshing.pop(name) if self._refreshing.get(name) is done else None)
         # One that was let go in between is asked of who has it now.
@@ -344,14 +352,14 @@ class Shards:
 
     def _knows(self, name: str, part: Part) -> bool:
         known = self._known.get(name)
-        return known is not None and known.version == part.version and known.lanes.issuperset(part.lanes)
+        return known is not None and known.version == part.version and known.partitions.issuperset(part.partitions)
 
     def _merge(self, rows: Rows, part: Part, answered: set[int]) -> None:
         now = time.time()
         for merged, found in zip(rows, part.found, strict=True):
             for each in found:
                 member = self._members.get((each.name, each.rank))
-                if member is not None and member.lane in answered:  # else it has left meanwhile
+                if member is not None and member.partition in answered:  # else it has left meanwhile
                     if member.trusts(each.state, each.reason, each.reason_codes, now) is not None:
                         self.version += 1
                     merged.append(Row(member, each.gpu, each.cpu, each.disk, each.tokens))
@@ -362,9 +370,9 @@ class Shards:
         """Have whoever holds an engine expect a prompt there; nobody waits for it."""
         if len(self._expecting) >= MAX_EXPECTATIONS:
             return
-        lane = next(
+        partition = next(
             (
-                member.lane
+                member.partition
                 for member in self._members.values()
                 if (member.registration.instance, member.registration.rank) == (asked.instance, asked.rank)
                 and member.admits(wall_of(asked))
@@ -372,7 +380,7 @@ class Shards:
             None,
         )
         for name, announced in self._present().items():
-            if lane in announced.held:
+            if partition in announced.held:
                 task = asyncio.create_task(self._expect(name, announced.url, asked))
                 self._expecting.add(task)
                 task.add_done_callback(self._expecting.discard)
@@ -406,5 +414,6 @@ def packed(tokens: Any) -> bytes:
 def _told(missing: list[int]) -> str:
     if not missing:
         return ""
-    lanes = ", ".join(map(str, missing))
-    return f"no replica answers for {'lane' if len(missing) == 1 else 'lanes'} {lanes}: the engines in it are missing here"
+    partitions = ", ".join(map(str, missing))
+    which = "partition" if len(missing) == 1 else "partitions"
+    return f"no replica answers for {which} {partitions}: the engines in it are missing here"

@@ -13,17 +13,17 @@ from kvevents.service.shapes import Name, Rank, Scoped, SourceView
 from kvevents.structs import prepared
 from kvevents.weights import State
 
-Lane: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
-LaneList: TypeAlias = Annotated[list[Lane], Meta(max_length=256)]
+Partition: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
+PartitionList: TypeAlias = Annotated[list[Partition], Meta(max_length=256)]
 BlockKey: TypeAlias = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
 Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za-z0-9+/]{4})*$"})]
 """Token ids as 32-bit little-endian numbers; in JSON their base64."""
 
 
 class Question(Scoped, frozen=True, kw_only=True):
-    """Who in some lanes holds how much of some prompts, which come as tokens or as keys."""
+    """Who in some partitions holds how much of some prompts, which come as tokens or as keys."""
 
-    lanes: LaneList = field(default_factory=list)
+    partitions: PartitionList = field(default_factory=list)
     prompts: Annotated[list[Prompt], Meta(max_length=1024)] = field(default_factory=list)
     keys: Annotated[list[list[BlockKey]], Meta(max_length=1024)] = field(default_factory=list)
     local: bool = False
@@ -47,9 +47,9 @@ class Found(Struct, frozen=True, array_like=True):
 
 @prepared
 class Part(Struct, frozen=True, kw_only=True):
-    """The answer to a question, of the lanes that the replica shows."""
+    """The answer to a question, of the partitions that the replica shows."""
 
-    lanes: list[Lane]
+    partitions: list[Partition]
     """Those of the question that this is the answer for."""
     known: bool
     """Whether anybody in them serves the model."""
@@ -59,10 +59,10 @@ class Part(Struct, frozen=True, kw_only=True):
     """By prompt."""
 
 
-class Lanes(Struct, frozen=True, kw_only=True):
-    """Which lanes are asked about."""
+class Partitions(Struct, frozen=True, kw_only=True):
+    """Which partitions are asked about."""
 
-    lanes: LaneList = []
+    partitions: PartitionList = []
 
 
 class Described(Struct, frozen=True, kw_only=True):
@@ -77,9 +77,9 @@ class Described(Struct, frozen=True, kw_only=True):
 
 @prepared
 class Members(Struct, frozen=True, kw_only=True):
-    """The ranks of some lanes."""
+    """The ranks of some partitions."""
 
-    lanes: list[Lane]
+    partitions: list[Partition]
     """Those that were asked about and that the replica shows."""
     version: str
     members: list[Described]
@@ -102,9 +102,9 @@ class Noted(Struct, frozen=True, kw_only=True):
     """Whether the rank is one of this replica's."""
 
 
-def within(lanes: Collection[int], shown: Collection[int]) -> list[int]:
-    """Lanes that are asked about and shown."""
-    return sorted(set(lanes).intersection(shown))
+def within(partitions: Collection[int], shown: Collection[int]) -> list[int]:
+    """Partitions that are asked about and shown."""
+    return sorted(set(partitions).intersection(shown))
 
 
 def fields_of(wall: Wall) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""What a bridge does with one lane: it reads all of it, and writes what comes next.
+"""What a bridge does with one partition: it reads all of it, and writes what comes next.
 
-Theory of operation. A reader keeps the ledger as the lane is, and a composer says what comes next (`writing`). A page goes out
-with the number that its lane must end with; if it does not, somebody else has written, and the reader brings it. What the
-servers do not take stays with the composer.
+Theory of operation. A reader keeps the ledger as the partition is, and a composer says what comes next (`writing`). A page goes
+out with the number that its partition must end with; if it does not, somebody else has written, and the reader brings it. What
+the servers do not take stays with the composer.
 
-A lane is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was
+A partition is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was
 deleted, is of another life or has lost pages: the ledger is begun anew then, and so are all streams once it has been read.
-Nothing is written over a new connection before the reader has verified that the lane is what it was.
+Nothing is written over a new connection before the reader has verified that the partition is what it was.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
 from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, make_buckets, make_lane, state_of
+from kvevents.plane.layout import Layout, make_buckets, make_partition, state_of
 from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, LaneReader, Pushed, header_of
+from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, PartitionReader, Pushed, header_of
 from kvevents.plane.recalling import Recall
 from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, encode_page, name_of
 from kvevents.plane.settings import PlaneSettings
@@ -53,10 +53,10 @@ RETRY_MOST_SECONDS: Final = 1.0
 _LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: (\d+)")
 
 
-class LaneStatus(NamedTuple):
-    """One lane as a bridge has it."""
+class PartitionStatus(NamedTuple):
+    """One partition as a bridge has it."""
 
-    lane: int
+    partition: int
     position: int
     waiting: int
     """Records that are not known to be in the log."""
@@ -80,10 +80,10 @@ class _Sent:
 
 
 class Host(Protocol):
-    """What a lane asks of its bridge."""
+    """What a partition asks of its bridge."""
 
-    def begin(self, lane: BridgeLane) -> None:
-        """The lane is ready: follow its streams from where its log stands."""
+    def begin(self, partition: BridgePartition) -> None:
+        """The partition is ready: follow its streams from where its log stands."""
 
     def is_adrift(self, keys: Sequence[Key]) -> None:
         """These and the log have lost each other."""
@@ -92,21 +92,21 @@ class Host(Protocol):
         """Less, or more, is queued."""
 
 
-class BridgeLane:
-    """One lane of one bridge; `read` and `write` run side by side for as long as the bridge lives."""
+class BridgePartition:
+    """One partition of one bridge; `read` and `write` run side by side for as long as the bridge lives."""
 
     def __init__(
         self,
         host: Host,
         client: PlaneClient,
         layout: Layout,
-        lane: int,
+        partition: int,
         plane: PlaneSettings,
         bridge: str,
         room: int,
         unreadable_seconds: float,
     ) -> None:
-        self.lane: Final = lane
+        self.partition: Final = partition
         self.composer = Composer(Ledger(), bridge, room, secrets.token_hex(4))
         self.ready = asyncio.Event()
         self.parked: set[Key] = set()
@@ -121,7 +121,7 @@ class BridgeLane:
         self._bridge: Final = bridge
         self._room: Final = room
         self._unreadable_seconds: Final = unreadable_seconds
-        self._reader: LaneReader | None = None
+        self._reader: PartitionReader | None = None
         self._refusal = ""
         self._retry: Final = Backoff(first=RETRY_FIRST_SECONDS, most=RETRY_MOST_SECONDS)
         self._wake: Final = asyncio.Event()
@@ -147,7 +147,7 @@ class BridgeLane:
 
     @property
     def written(self) -> int:
-        """Batches that this bridge has put into the lane."""
+        """Batches that this bridge has put into the partition."""
         return self._written + self.composer.written
 
     @property
@@ -155,11 +155,13 @@ class BridgeLane:
         """Records that no bridge writes."""
         return self._breaches + self.composer.ledger.breaches
 
-    def status(self) -> LaneStatus:
+    def status(self) -> PartitionStatus:
         """Everything at once."""
         composer = self.composer
         position, foreign = composer.ledger.position, self._foreign + composer.ledger.foreign
-        return LaneStatus(self.lane, position, composer.waiting, composer.queued_bytes, self.fault, foreign, len(self.parked))
+        return PartitionStatus(
+            self.partition, position, composer.waiting, composer.queued_bytes, self.fault, foreign, len(self.parked)
+        )
 
     def is_alive(self, bridge: str, now: float) -> bool:
         """Whether another bridge has been heard lately."""
@@ -170,7 +172,7 @@ class BridgeLane:
         return now - heard[1] < beaten.beat.alive_seconds
 
     def has_company(self, now: float) -> bool:
-        """Whether any other bridge writes into this lane."""
+        """Whether any other bridge writes into this partition."""
         return any(self.is_alive(bridge, now) for bridge in self.composer.ledger.beats if bridge != self._bridge)
 
     def namesake(self, now: float) -> str:
@@ -224,14 +226,14 @@ class BridgeLane:
         self._wake.set()
 
     async def read(self) -> None:
-        """Keep the ledger as the lane is, whatever becomes of it."""
+        """Keep the ledger as the partition is, whatever becomes of it."""
         broken: Broken | None = None
         settled = False
         while True:
             made = await self._begin(broken)
             settled = settled or (broken is not None and broken.why == "disputed")
-            self._reader = reader = LaneReader(
-                self._client, self._layout, self.lane, self.tail, made, self._take, self._remake, self
+            self._reader = reader = PartitionReader(
+                self._client, self._layout, self.partition, self.tail, made, self._take, self._remake, self
             )
             reader.settled = settled
             beside = [asyncio.create_task(work(reader)) for work in (self._catch_up, self._look_after)]
@@ -241,16 +243,16 @@ class BridgeLane:
                 for task in beside:
                     task.cancel()
                 self.ready.clear()
-            log.error("lane %d was %s", self.lane, broken.why)
+            log.error("partition %d was %s", self.partition, broken.why)
 
     async def _begin(self, broken: Broken | None) -> str | None:
-        """A ledger for a lane that is read from a snapshot on, or from its beginning; which stream it is of."""
+        """A ledger for a partition that is read from a snapshot on, or from its beginning; which stream it is of."""
         ledger, made = Ledger(), None
         while True:
             try:
-                state = await state_of(self._js, self._layout, self.lane)
+                state = await state_of(self._js, self._layout, self.partition)
                 made = state.made
-                ledger = await self._recall.ledger(self.lane, state) or ledger
+                ledger = await self._recall.ledger(self.partition, state) or ledger
                 break
             except PlaneError as error:
                 if error.fault == "missing":  # the reader makes it
@@ -259,7 +261,7 @@ class BridgeLane:
                 await asyncio.sleep(AGAIN_SECONDS)
         if broken is not None and broken.why == "purged" and ledger.position + 1 < broken.first:
             why = f"pages before {broken.first} were purged, and no snapshot stands for them"
-            log.error("lane %d is begun anew: %s", self.lane, why)
+            log.error("partition %d is begun anew: %s", self.partition, why)
             ledger = Ledger.behind(broken.first - 1, why)
         self._adopt(ledger)
         return made
@@ -278,31 +280,31 @@ class BridgeLane:
 
     async def _remake(self) -> None:
         try:
-            await make_lane(self._js, self._layout, self.lane, self._plane)
+            await make_partition(self._js, self._layout, self.partition, self._plane)
         except KVEventsError as error:
-            raise PlaneError(f"lane {self.lane} is missing, and cannot be made: {error}", fault="missing") from error
-        log.error("lane %d was deleted, and has been made anew", self.lane)
+            raise PlaneError(f"partition {self.partition} is missing, and cannot be made: {error}", fault="missing") from error
+        log.error("partition %d was deleted, and has been made anew", self.partition)
 
-    async def _catch_up(self, reader: LaneReader) -> None:
+    async def _catch_up(self, reader: PartitionReader) -> None:
         await reader.caught_up.wait()
         self.composer.ledger.life = self.composer.ledger.life or reader.made or ""
         self._host.begin(self)
         self.ready.set()
 
-    async def _look_after(self, reader: LaneReader) -> None:
-        """End a reader whose lane nobody else could begin with: pages were purged that no snapshot stands for.
+    async def _look_after(self, reader: PartitionReader) -> None:
+        """End a reader whose partition nobody else could begin with: pages were purged that no snapshot stands for.
 
-        With the first lane, what the plane has besides lanes is looked after as well.
+        With the first partition, what the plane has besides partitions is looked after as well.
         """
         await reader.caught_up.wait()
         was_unreadable = False
         while True:
-            await asyncio.sleep(self._unreadable_seconds * random.uniform(0.25, 0.75))  # noqa: S311 - not all lanes at once
+            await asyncio.sleep(self._unreadable_seconds * random.uniform(0.25, 0.75))  # noqa: S311 - not all partitions at once
             try:
-                if self.lane == 0:
+                if self.partition == 0:
                     await make_buckets(self._js, self._layout, self._plane)
-                state = await state_of(self._js, self._layout, self.lane)
-                is_readable = await self._recall.is_readable(self.lane, state, self.composer.ledger.begins_at)
+                state = await state_of(self._js, self._layout, self.partition)
+                is_readable = await self._recall.is_readable(self.partition, state, self.composer.ledger.begins_at)
             except PlaneError as error:
                 log.debug("%s", error)
                 continue
@@ -331,7 +333,7 @@ class BridgeLane:
                 self._went_well()
             if (page := pushed.page()) is None:
                 if not ledger.foreign + self._foreign:
-                    log.error("message %d of lane %d is no page; somebody else writes there", position, self.lane)
+                    log.error("message %d of partition %d is no page; somebody else writes there", position, self.partition)
                 self.composer.skip(position, name, is_first=pushed.begins_history)
             else:
                 self.composer.read(position, page)
@@ -418,17 +420,17 @@ class BridgeLane:
             PAGE_HEADER: page.name,
             HISTORY_HEADER: header_of(page.history),
         }
-        with told(f"writing to lane {self.lane}"):
+        with told(f"writing to partition {self.partition}"):
             async with asyncio.timeout(ACK_SECONDS):
                 acknowledged = await self._js.publish(
-                    self._layout.subject(self.lane),
+                    self._layout.subject(self.partition),
                     encode_page(page),
                     timeout=2 * ACK_SECONDS,
-                    stream=self._layout.stream(self.lane),
+                    stream=self._layout.stream(self.partition),
                     headers=headers,
                 )
         if acknowledged.seq != expected + 1:
-            raise PlaneError(f"lane {self.lane}: the page is there already", fault="conflict")
+            raise PlaneError(f"partition {self.partition}: the page is there already", fault="conflict")
 
     async def _settle(self, sent: _Sent) -> None:
         """What became of the page that is under way."""
@@ -471,7 +473,7 @@ class BridgeLane:
         await asyncio.sleep(self._retry.pause())
 
     def _is_shorter(self, error: PlaneError) -> bool:
-        """Whether the lane ends before what was read of it: it is another one, and what it is must be known first."""
+        """Whether the partition ends before what was read of it: it is another one, and what it is must be known first."""
         found = _LAST_SEQUENCE.search(str(error))
         return found is not None and int(found[1]) < self.composer.ledger.position
 
