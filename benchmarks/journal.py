@@ -74,7 +74,7 @@ class Files:
         """Bytes of the snapshot's state, and batches behind it; all of them are read, twice, as a relay does."""
         journal = Journal(folder)
         found = journal.recover()
-        assert found.resumable
+        assert found.is_resumable
         size, count = sum(map(len, found.parts())), sum(1 for _ in found.batches())
         journal.begin(2)
         journal.close()

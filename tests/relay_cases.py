@@ -6,23 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import Any, Final, cast
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Applied, PrefixIndex
+from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.kept import Numbered
 from kvevents.publisher.stats import ReplayStats
-from kvevents.relay import Relay, RelaySettings, relay
-from kvevents.relay.journal import Disk
+from kvevents.relay import Relay, RelayLimits, RelaySettings
+from kvevents.relay.journal import Disk, Journal
 from kvevents.stream import Batch, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing import FakeEngine, FakeTransport, VirtualClock
 from kvevents.testing.fake_transport import FakeConnection
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
-from relay_journal_cases import Killed, WatchedDisk, crash, open_journal
+from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
 
 SIZE = 4
 """Tokens of a block."""
@@ -31,6 +30,9 @@ MANY_TURNS = 150
 
 TICK = 1e-6
 """Seconds between two batches at least."""
+
+LIMITS: Final = RelayLimits(journal=TINY)
+"""With a journal of tiny files."""
 
 FOREIGN = -1.0
 """The time of batches that another engine has made."""
@@ -199,6 +201,21 @@ class Consumer:
         self._subscriber.close()
 
 
+class MemoryRelay(Relay):
+    """A relay that sends to a `FakeBroadcast`, and writes snapshots of its journal at once."""
+
+    def __init__(self, settings: RelaySettings, world: World, **options: Any) -> None:
+        self._world = world
+        super().__init__(settings, **options)
+
+    def _open_journal(self, disk: Disk | None) -> Journal | None:
+        folder = self.settings.journal
+        return None if folder is None else open_journal(Path(folder), self.limits.journal, disk)
+
+    def _open_broadcast(self, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
+        return cast("Broadcast", self._world.make_broadcast(buffer, incarnation))
+
+
 class World:
     """Upstreams, one relay at a time in the same folder, and consumers, all of one clock."""
 
@@ -234,10 +251,12 @@ class World:
         journal = None if self._folder is None else str(self._folder)
         return RelaySettings(upstreams=sources, **{"journal": journal, "heartbeat": 1.0, **more})
 
-    def begin(self, disk: Disk | None = None, **settings: Any) -> Relay:
+    def begin(self, disk: Disk | None = None, limits: RelayLimits = LIMITS, **settings: Any) -> Relay:
         """A relay, to which consumers are connected once it is open."""
         found = disk or WatchedDisk(lambda call, _: self.before(call))
-        self.relay = Relay(self.settings(**settings), clock=self.clock, transport=self._transport(), disk=found)
+        self.relay = MemoryRelay(
+            self.settings(**settings), self, limits=limits, clock=self.clock, transport=self._transport(), disk=found
+        )
         self.station.buffer = self.relay._buffer
         self.station.reconnect()
         return self.relay
@@ -248,7 +267,7 @@ class World:
         made._engines = self._below._engines
         return made
 
-    def make_broadcast(self, _settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) -> FakeBroadcast:
+    def make_broadcast(self, buffer: ReplayBuffer, incarnation: int) -> FakeBroadcast:
         self.broadcast = FakeBroadcast(self.station, buffer, incarnation, self._step)
         return self.broadcast
 
@@ -307,15 +326,8 @@ class World:
 @contextmanager
 def world(folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000) -> Iterator[World]:
     """A world whose journals have tiny files, and whose relays have no sockets."""
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        made = World(folder, stack, count, buffer_steps)
-        patch.setattr(relay, "_broadcast", made.make_broadcast)
-        patch.setattr(
-            relay,
-            "_journal",
-            lambda settings, disk: None if settings.journal is None else open_journal(Path(settings.journal), disk=disk),
-        )
-        yield made
+    with ExitStack() as stack:
+        yield World(folder, stack, count, buffer_steps)
 
 
 def killing(world: World, step: str, after: int = 0) -> None:

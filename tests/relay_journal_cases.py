@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvevents.relay.journal import Batches, Disk, Journal, JournalLimits, Recovered, Relayed
-from kvevents.relay.journal.logfile import Skipped
+from kvevents.relay.journal import Batches, Disk, ForwardedBatch, Journal, JournalLimits, Recovered
+from kvevents.relay.journal.disk import BOOT_ID_FILE
+from kvevents.relay.journal.file_format import SkippedNumbers
 
-TINY = JournalLimits(compact_bytes=2_000, limit_bytes=1 << 20, probe_bytes=10)
+TINY = JournalLimits(compact_bytes=2_000, max_log_bytes=1 << 20, probe_bytes=10)
 """A few batches make a snapshot due."""
 
 
@@ -34,7 +35,8 @@ def willing(*_: object) -> None:
 class WatchedDisk(Disk):
     """Does everything, and calls `before` first, which may refuse: with the name of the call, and the bytes to be written."""
 
-    def __init__(self, before: Callable[[str, bytes], None] | None = None) -> None:
+    def __init__(self, before: Callable[[str, bytes], None] | None = None, boot_id_file: Path = BOOT_ID_FILE) -> None:
+        super().__init__(boot_id_file)
         self.before = before or willing
         self.calls: list[str] = []
 
@@ -90,7 +92,7 @@ def crash(journal: Journal) -> None:
     journal.state = "closed"
 
 
-def batches_of(rows: Sequence[Relayed]) -> Batches:
+def batches_of(rows: Sequence[ForwardedBatch]) -> Batches:
     _, upstreams, incarnations, seqs, payloads = map(list, zip(*rows, strict=True))
     return Batches(rows[0].number, upstreams, incarnations, seqs, payloads)
 
@@ -99,25 +101,25 @@ def batches_of(rows: Sequence[Relayed]) -> Batches:
 class Model:
     """What a journal was given, and nothing else."""
 
-    records: list[Relayed | Skipped] = field(default_factory=list)
-    mark: bytes | None = None
+    records: list[ForwardedBatch | SkippedNumbers] = field(default_factory=list)
+    checkpoint: bytes | None = None
     positions: dict[int, tuple[int, int]] = field(default_factory=dict)
     states: dict[int, list[bytes]] = field(default_factory=dict)
     """By number, the parts of the snapshots that were begun."""
 
     def copy(self) -> Model:
-        return Model(list(self.records), self.mark, dict(self.positions), dict(self.states))
+        return Model(list(self.records), self.checkpoint, dict(self.positions), dict(self.states))
 
     @property
     def next_number(self) -> int:
-        last = self.records[-1] if self.records else Skipped(0, -1)
-        return last.last + 1 if isinstance(last, Skipped) else last.number + 1
+        last = self.records[-1] if self.records else SkippedNumbers(0, -1)
+        return last.last + 1 if isinstance(last, SkippedNumbers) else last.number + 1
 
-    def batches(self, sizes: Sequence[int], upstream: int) -> list[Relayed]:
+    def batches(self, sizes: Sequence[int], upstream: int) -> list[ForwardedBatch]:
         """Batches of such sizes, and take note of them."""
         first, (incarnation, seq) = self.next_number, self.positions.get(upstream, (0, -1))
         made = [
-            Relayed(first + at, upstream, incarnation, seq + 1 + at, payload_of(first + at, size))
+            ForwardedBatch(first + at, upstream, incarnation, seq + 1 + at, payload_of(first + at, size))
             for at, size in enumerate(sizes)
         ]
         self.records += made
@@ -126,7 +128,7 @@ class Model:
 
     def skip(self) -> int:
         number = self.next_number
-        self.records.append(Skipped(number, number))
+        self.records.append(SkippedNumbers(number, number))
         return number
 
     def reset(self, upstream: int) -> int:
@@ -140,17 +142,17 @@ class Model:
 
     def tail(self, number: int) -> list[tuple[int, bytes]]:
         """What was sent behind `number`, as a relay repeats it."""
-        return [(each.number, each.payload) for each in self._behind(number) if isinstance(each, Relayed)]
+        return [(each.number, each.payload) for each in self._behind(number) if isinstance(each, ForwardedBatch)]
 
-    def _behind(self, number: int) -> list[Relayed | Skipped]:
-        return [each for each in self.records if (each.last if isinstance(each, Skipped) else each.number) > number]
+    def _behind(self, number: int) -> list[ForwardedBatch | SkippedNumbers]:
+        return [each for each in self.records if (each.last if isinstance(each, SkippedNumbers) else each.number) > number]
 
     def is_in(self, found: Recovered) -> bool:
         """Whether this is what was found. A snapshot does not say which upstream a batch was of."""
         number = found.snapshot_number
         return (
             found.next_number == self.next_number
-            and found.mark == self.mark
+            and found.checkpoint == self.checkpoint
             and found.positions == self.positions
             and list(found.parts()) == self.states.get(number, [])
             and [(each.number, each.payload) for each in found.batches()] == self.tail(number)

@@ -127,7 +127,7 @@ def test_a_damaged_journal_begins_anew(tmp_path: Path) -> None:
             data[len(data) // 2] ^= 0xFF
             path.write_bytes(data)
         with Program(*ends.arguments(publisher)) as program:
-            program.err.wait("began anew: ")
+            program.err.wait("new incarnation: ")
             with listener(ends) as late:
                 until_exact(truth, late)
                 while not early.subscriber.status().counters.resets:
@@ -168,7 +168,7 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
         (["127.0.0.1:1", "--tokens", "burn"], 2, "invalid choice"),
         (["127.0.0.1:1", "--heartbeat", "-1"], 2, "seconds"),
         (["127.0.0.1:1", "--heartbeat", "100000"], 1, "heartbeat is 100000"),
-        (["127.0.0.1:1", "--journal", "/dev/null/folder"], 1, "no journal can be kept"),
+        (["127.0.0.1:1", "--journal", "/dev/null/folder"], 1, "cannot open the journal folder"),
     ],
     ids=str,
 )

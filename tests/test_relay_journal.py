@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import JournalError, PeerError
-from kvevents.relay.journal import Batches, Journal, JournalLimits, Origin, files, logfile, recovery
+from kvevents.relay.journal import Batches, Journal, JournalLimits, Origin, Recovered, file_format
+from kvevents.relay.journal.disk import Folder
 from relay_journal_cases import TINY, Killed, Model, TornError, WatchedDisk, batches_of, crash, open_journal, willing
 
 Step: TypeAlias = Callable[[Journal, Model], None]
@@ -49,9 +50,9 @@ def reset(journal: Journal, model: Model, upstream: int) -> None:
     journal.reset(upstream, model.reset(upstream))
 
 
-def mark(journal: Journal, model: Model, text: bytes) -> None:
-    model.mark = text
-    journal.mark(text)
+def set_checkpoint(journal: Journal, model: Model, text: bytes) -> None:
+    model.checkpoint = text
+    journal.set_checkpoint(text)
 
 
 def wants_snapshot(journal: Journal) -> bool:
@@ -86,7 +87,7 @@ steps = st.lists(
         step(store, st.lists(st.sampled_from([0, 1, 30, 200, 1_500]), min_size=1, max_size=4), upstreams),
         step(skip),
         step(reset, upstreams),
-        step(mark, st.binary(max_size=20)),
+        step(set_checkpoint, st.binary(max_size=20)),
         step(snapshot, st.integers(0, 6)),
         st.just(again),
     ),
@@ -116,7 +117,7 @@ class Run:
     def restart(self) -> None:
         self.journal = open_journal(self.folder, disk=self.disk)
         found = self.journal.recover()
-        assert not found.doubt
+        assert not found.incomplete
         assert self.model.is_in(found)
         assert found.incarnation == LIFE
         self.journal.resume(found)
@@ -131,16 +132,16 @@ def test_what_was_recorded_is_there_again(path: Path) -> None:
     store(journal, model, [20], upstream=3)
     skip(journal, model)
     reset(journal, model, 0)
-    mark(journal, model, b"first")
-    mark(journal, model, b"second")
+    set_checkpoint(journal, model, b"first")
+    set_checkpoint(journal, model, b"second")
     store(journal, model, [5])
-    journal.note_origin(3, Origin(1, 2, bytes(32)))
-    journal.note_origin(3, Origin(1, 4, b"\1" * 32))
+    journal.set_origin(3, Origin(1, 2, bytes(32)))
+    journal.set_origin(3, Origin(1, 4, b"\1" * 32))
     for end in (crash, Journal.close):
         end(journal)
         journal = open_journal(path)
         found = journal.recover()
-        assert found.resumable
+        assert found.is_resumable
         assert model.is_in(found)
         assert found.origins == {3: Origin(1, 4, b"\1" * 32)}
         assert [each.number for each in found.batches()] == [0, 1, 2, 3, 5]
@@ -148,7 +149,7 @@ def test_what_was_recorded_is_there_again(path: Path) -> None:
     crash(journal)
 
 
-def _folder(journal: Journal) -> files.Folder:
+def _folder(journal: Journal) -> Folder:
     assert journal._folder is not None
     return journal._folder
 
@@ -156,8 +157,8 @@ def _folder(journal: Journal) -> files.Folder:
 def test_a_snapshot_stands_for_what_was_before(path: Path) -> None:
     """It takes the place of the files before it, and holds positions, mark and origins."""
     journal, model = begun(path)
-    mark(journal, model, b"mark")
-    journal.note_origin(0, Origin(0, 5, bytes(32)))
+    set_checkpoint(journal, model, b"mark")
+    journal.set_origin(0, Origin(0, 5, bytes(32)))
     while not wants_snapshot(journal):
         store(journal, model, [100, 50])
     skip(journal, model)
@@ -201,18 +202,16 @@ def test_a_snapshot_is_written_beside_the_log(path: Path) -> None:
     assert model.is_in(found)
 
 
-def test_a_tail_is_cut_into_frames(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_is_cut_into_frames() -> None:
     """By batches, by bytes and where numbers are missing, at both ends too; no frame is larger than the log's."""
-    monkeypatch.setattr(logfile, "TAIL_BATCHES", 3)
-    monkeypatch.setattr(logfile, "TAIL_BYTES", 10)
     rows = [(at, b"x") for at in (2, 3, 4, 5, 6, 7, 8, 11, 14)] + [(15, bytes(5)), (16, bytes(6)), (17, bytes(50)), (18, b"")]
     shape = [
-        (each.first, each.last) if isinstance(each, logfile.Skipped) else [each.first, len(each.payloads)]
-        for each in logfile.tail_records(rows, 1, 21, OWN)
-        if isinstance(each, logfile.Skipped | Batches)
+        (each.first, each.last) if isinstance(each, file_format.SkippedNumbers) else [each.first, len(each.payloads)]
+        for each in file_format.tail_records(rows, 1, 21, OWN, max_batches=3, max_bytes=10)
+        if isinstance(each, file_format.SkippedNumbers | Batches)
     ]
     assert shape == [(1, 1), [2, 3], [5, 3], [8, 1], (9, 10), [11, 1], (12, 13), [14, 2], [16, 1], [17, 1], [18, 1], (19, 20)]
-    assert list(logfile.tail_records([], 4, 4, OWN)) == []
+    assert list(file_format.tail_records([], 4, 4, OWN, max_batches=3, max_bytes=10)) == []
 
 
 # --- kills, refusals and damage anywhere
@@ -248,7 +247,7 @@ def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
         crash(run.journal)
         run.journal = open_journal(run.folder, disk=run.disk)
         found = run.journal.recover()
-        assert not found.doubt
+        assert not found.incomplete
         before.states = run.model.states
         run.model = before if before.is_in(found) else run.model
         assert run.model.is_in(found)
@@ -308,8 +307,8 @@ def test_a_disk_that_refuses_anywhere_never_leads_to_wrong_data(
         stats = run.journal.stats()
         crash(run.journal)
         found = open_journal(run.folder).recover()
-        assert found.resumable == (stats.state == "disk") or "could not be marked" in stats.reason
-        assert run.model.is_in(found) or not found.resumable or "could not be marked" in stats.reason
+        assert found.is_resumable == (stats.state == "disk") or "could not be marked" in stats.reason
+        assert run.model.is_in(found) or not found.is_resumable or "could not be marked" in stats.reason
 
 
 def history(path: Path) -> tuple[Model, dict[str, bytes]]:
@@ -317,7 +316,7 @@ def history(path: Path) -> tuple[Model, dict[str, bytes]]:
     journal, model = begun(path)
     for _ in range(30):
         store(journal, model, [100])
-        mark(journal, model, b"mark")
+        set_checkpoint(journal, model, b"mark")
         snapshot(journal, model)
     crash(journal)
     journal = open_journal(path)
@@ -330,14 +329,14 @@ def history(path: Path) -> tuple[Model, dict[str, bytes]]:
     return model, content
 
 
-def changed(tmp_path: Path, content: dict[str, bytes]) -> recovery.Recovered:
+def changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     for name, data in content.items():
         (folder / name).write_bytes(data)
     journal = open_journal(folder)
     found = journal.recover()
     crash(journal)
-    found.folder = files.Folder(folder)
+    found.folder = Folder(folder)
     return found
 
 
@@ -347,31 +346,31 @@ def test_a_file_cut_off_anywhere_is_doubted(tmp_path: Path, path: Path) -> None:
     assert model.is_in(changed(tmp_path, content))
     for name, data in content.items():
         for size in {*range(0, len(data), 13), len(data) - 1}:
-            assert changed(tmp_path, {**content, name: data[:size]}).doubt
+            assert changed(tmp_path, {**content, name: data[:size]}).incomplete
 
 
 def test_what_was_written_and_not_acknowledged_is_ignored(tmp_path: Path, path: Path) -> None:
     """Whatever it is; the next process writes another log."""
     model, content = history(path)
     newest = max(name for name in content if name.endswith("log"))
-    for rest in (b"\0", b"garbage" * 100, content[newest][logfile.FRAMES_AT :]):
+    for rest in (b"\0", b"garbage" * 100, content[newest][file_format.FRAMES_AT :]):
         found = changed(tmp_path, {**content, newest: content[newest] + rest})
-        assert not found.doubt
+        assert not found.incomplete
         assert model.is_in(found)
 
 
 def test_a_file_that_is_missing_is_doubted(tmp_path: Path, path: Path) -> None:
     _, content = history(path)
     for name in content:
-        assert changed(tmp_path, {each: data for each, data in content.items() if each != name}).doubt
+        assert changed(tmp_path, {each: data for each, data in content.items() if each != name}).incomplete
 
 
 def test_a_file_under_another_name_is_doubted(tmp_path: Path, path: Path) -> None:
     """Swapped, renamed, or twice there."""
     _, content = history(path)
     one, two = sorted(name for name in content if name.endswith("log"))
-    assert changed(tmp_path, {**content, one: content[two], two: content[one]}).doubt
-    assert changed(tmp_path, {**content, "0000000000000099.log": content[two]}).doubt
+    assert changed(tmp_path, {**content, one: content[two], two: content[one]}).incomplete
+    assert changed(tmp_path, {**content, "0000000000000099.log": content[two]}).incomplete
 
 
 def test_a_flipped_bit_anywhere_never_gives_wrong_data(tmp_path: Path, path: Path) -> None:
@@ -380,7 +379,7 @@ def test_a_flipped_bit_anywhere_never_gives_wrong_data(tmp_path: Path, path: Pat
         for at in range(0, len(data), 7):
             wrong = bytearray(data)
             wrong[at] ^= 1 << at % 8
-            assert changed(tmp_path, {**content, name: bytes(wrong)}).doubt
+            assert changed(tmp_path, {**content, name: bytes(wrong)}).incomplete
 
 
 @given(data=st.data())
@@ -394,14 +393,14 @@ def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
             wrong[at : at + data.draw(st.integers(0, 300))] = data.draw(st.binary(max_size=300))
             content[name] = bytes(wrong)
         found = changed(Path(folder), content)
-        assert found.doubt or model.is_in(found)
+        assert found.incomplete or model.is_in(found)
 
 
 # --- other runs of the machine
 
 
 @pytest.mark.parametrize(("closes", "continues"), [(True, False), (True, True), (False, False)])
-def test_a_machine_that_was_started_again(path: Path, monkeypatch: pytest.MonkeyPatch, closes: bool, continues: bool) -> None:
+def test_a_machine_that_was_started_again(path: Path, tmp_path: Path, closes: bool, continues: bool) -> None:
     """What it may have lost with its power begins a new incarnation; a journal that was closed, and not continued, is whole."""
     journal, model = begun(path)
     store(journal, model, [5])
@@ -411,20 +410,21 @@ def test_a_machine_that_was_started_again(path: Path, monkeypatch: pytest.Monkey
         journal = open_journal(path)
         journal.resume(journal.recover())
     crash(journal)
-    monkeypatch.setattr(files, "boot_id", lambda: b"another run here")
-    found = open_journal(path).recover()
-    assert bool(found.doubt) == (not closes or continues)
-    assert not found.doubt or "the machine was started again" in found.doubt
+    another = tmp_path / "boot_id"
+    another.write_text("00112233-4455-6677-8899-aabbccddeeff\n")
+    found = open_journal(path, disk=WatchedDisk(boot_id_file=another)).recover()
+    assert bool(found.incomplete) == (not closes or continues)
+    assert not found.incomplete or "the machine was restarted" in found.incomplete
 
 
-def test_a_machine_that_does_not_say_which_run_it_is(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "_BOOT_ID", tmp_path / "none")
-    journal, model = begun(path)
+def test_a_machine_that_does_not_say_which_run_it_is(path: Path, tmp_path: Path) -> None:
+    disk = WatchedDisk(boot_id_file=tmp_path / "none")
+    journal, model = begun(path, disk)
     store(journal, model, [5])
     crash(journal)
-    assert open_journal(path).recover().doubt
+    assert open_journal(path, disk=disk).recover().incomplete
     (tmp_path / "none").write_text("00112233-4455-6677-8899-aabbccddeeff\n")
-    assert files.boot_id() == bytes.fromhex("00112233445566778899aabbccddeeff")
+    assert disk.boot_id() == bytes.fromhex("00112233445566778899aabbccddeeff")
 
 
 # --- disks that refuse
@@ -453,7 +453,7 @@ def test_a_disk_that_refuses_is_done_without(path: Path, error: int) -> None:
         f"memory ({os.strerror(error)}), incarnation 7, next number 5, 0.0 MiB, 2 batches not recorded>"
     )
     shutil.copytree(path, path.with_name("killed"))
-    assert open_journal(path.with_name("killed")).recover().doubt == "the disk refused what was sent last"
+    assert open_journal(path.with_name("killed")).recover().incomplete == "the disk failed to record what was sent last"
     failures = []
     for second in range(100):
         journal.tick(float(second))
@@ -474,7 +474,7 @@ def test_where_the_logs_cannot_be_marked_an_operator_is_told(path: Path) -> None
     disk.before = refusing(errno.EROFS, "write", "create", "open", "overwrite", "remove", "rename")
     store(journal, model, [5])
     assert journal.stats().reason == (
-        "Read-only file system; the logs could not be marked either: remove the folder before another relay starts with it"
+        "Read-only file system; the logs could not be marked as broken: remove the folder before another relay starts with it"
     )
     crash(journal)
 
@@ -513,12 +513,12 @@ def test_a_snapshot_for_which_there_is_no_room_is_done_without(path: Path) -> No
 
 
 def test_a_journal_without_snapshots_ends_at_its_limit(path: Path) -> None:
-    journal = open_journal(path, JournalLimits(limit_bytes=3_000))
+    journal = open_journal(path, JournalLimits(max_log_bytes=3_000))
     journal.begin(LIFE)
     model = Model()
     while journal.state == "disk":
         store(journal, model, [100])
-    assert "more than limit_bytes" in journal.stats().reason
+    assert "more than max_log_bytes" in journal.stats().reason
     crash(journal)
 
 
@@ -545,7 +545,7 @@ def test_a_folder_that_goes_away_is_noticed(path: Path, how: str) -> None:
     crash(journal)
     assert model.is_in(open_journal(path).recover())
     if how == "moved":
-        assert open_journal(path.with_name("moved")).recover().doubt
+        assert open_journal(path.with_name("moved")).recover().incomplete
 
 
 def test_a_disk_that_is_ill_from_the_beginning(path: Path) -> None:
@@ -565,7 +565,7 @@ def test_a_disk_that_is_ill_from_the_beginning(path: Path) -> None:
     journal.resume(found)
     assert journal.stats().state == "memory"
     crash(journal)
-    assert open_journal(path).recover().doubt, "numbers beyond may have been sent"
+    assert open_journal(path).recover().incomplete, "numbers beyond may have been sent"
 
 
 def test_a_folder_that_the_disk_does_not_give(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +578,7 @@ def test_a_folder_that_the_disk_does_not_give(path: Path, monkeypatch: pytest.Mo
         patch.setattr(Path, "mkdir", refused)
         journal = open_journal(path)
         found = journal.recover()
-        assert found.doubt.endswith("cannot be used now: [Errno 30] Read-only file system")
+        assert found.incomplete.endswith("cannot be used now: [Errno 30] Read-only file system")
         journal.begin(9)
         assert (journal.stats().state, journal.stats().reason) == ("memory", "Read-only file system")
         journal.tick(100.0)
@@ -617,7 +617,7 @@ def test_a_real_disk_that_is_full(tiny_disk: Path) -> None:
     assert journal.stats().reason == "No space left on device"
     assert journal.stats().appended == model.next_number - 2 > 150
     shutil.copytree(path, tiny_disk.with_name("killed"))
-    assert open_journal(tiny_disk.with_name("killed")).recover().doubt == "the disk refused what was sent last"
+    assert open_journal(tiny_disk.with_name("killed")).recover().incomplete == "the disk failed to record what was sent last"
     journal.tick(1.0)
     assert not wants_snapshot(journal)
     subprocess.run(["mount", "-o", "remount,size=4m", str(tiny_disk)], check=True)  # noqa: S607 - as above
@@ -638,7 +638,7 @@ def test_a_real_disk_that_becomes_read_only(tiny_disk: Path) -> None:
         journal.close()
         subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)  # noqa: S607 - as above
         journal = Journal(tiny_disk / "journal")
-        assert journal.recover().doubt
+        assert journal.recover().incomplete
         journal.begin(LIFE + 1)
     store(journal, model, [5])
     assert journal.stats().state == "memory"
@@ -652,7 +652,7 @@ def test_a_real_disk_that_becomes_read_only(tiny_disk: Path) -> None:
 def test_one_process_at_a_time(path: Path) -> None:
     """The message names the other one; after it ended, the folder is free."""
     journal, _ = begun(path)
-    with pytest.raises(JournalError, match=f"another process uses it, {os.getpid()}; name another folder"):
+    with pytest.raises(JournalError, match=f"another process uses it \\(pid {os.getpid()}\\); choose another folder"):
         open_journal(path)
     assert journal.close()
     assert journal.close()
@@ -662,7 +662,9 @@ def test_one_process_at_a_time(path: Path) -> None:
 def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
     """A file, or a place where nobody can make one. It is a `PeerError`."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match=r"no journal can be kept in .*file: .*; name a folder that can be written"):
+    with pytest.raises(
+        JournalError, match=r"cannot open the journal folder .*file: .*; choose a folder that this process can write"
+    ):
         open_journal(tmp_path / "file")
     with pytest.raises(PeerError):
         open_journal(Path("/proc/journal"))
@@ -674,14 +676,14 @@ def test_files_of_a_later_release_are_not_touched(path: Path) -> None:
     store(journal, model, [1])
     crash(journal)
     (file,) = path.glob("*.log")
-    later = logfile.MAGIC + struct.pack("<HH", 3, 200) + bytes(184)
+    later = file_format.MAGIC + struct.pack("<HH", 3, 200) + bytes(184)
     file.write_bytes(later + struct.pack("<I", zlib.crc32(later)))
     journal = open_journal(path)
-    with pytest.raises(JournalError, match="is of version 3, and this release reads 2: use the release that wrote it"):
+    with pytest.raises(JournalError, match="has version 3, and this release reads version 2: use the release that wrote it"):
         journal.recover()
     crash(journal)
     file.write_bytes(later + b"none")
-    assert open_journal(path).recover().doubt
+    assert open_journal(path).recover().incomplete
 
 
 def test_files_that_are_gone_before_they_were_read_are_told_of(path: Path) -> None:
@@ -691,7 +693,7 @@ def test_files_that_are_gone_before_they_were_read_are_told_of(path: Path) -> No
     found = open_journal(path).recover()
     (file,) = path.glob("*.log")
     file.unlink()
-    with pytest.raises(JournalError, match=r"log cannot be read again: .*; begin with another folder"):
+    with pytest.raises(JournalError, match=r"cannot read .*log again: .*; choose another folder for the journal"):
         list(found.batches())
 
 
@@ -719,7 +721,7 @@ def test_a_log_that_a_killed_process_had_begun_is_no_log(path: Path) -> None:
     for _ in range(2):
         journal = open_journal(path)
         found = journal.recover()
-        assert not found.doubt
+        assert not found.incomplete
         assert model.is_in(found)
         journal.resume(found)
         store(journal, model, [1])
@@ -738,7 +740,7 @@ def test_payloads_are_for_their_owner_only(path: Path) -> None:
 
 def test_an_empty_folder_is_neither_resumable_nor_doubted(path: Path) -> None:
     found = open_journal(path).recover()
-    assert (found.incarnation, found.doubt, found.resumable) == (None, "", False)
+    assert (found.incarnation, found.incomplete, found.is_resumable) == (None, "", False)
 
 
 def test_beginning_anew_leaves_nothing_of_before(path: Path) -> None:
@@ -748,4 +750,4 @@ def test_beginning_anew_leaves_nothing_of_before(path: Path) -> None:
     crash(journal)
     assert len(list(path.glob("*.*"))) == 1
     found = open_journal(path).recover()
-    assert (found.incarnation, found.next_number, found.mark, found.doubt) == (LIFE + 1, 0, None, "")
+    assert (found.incarnation, found.next_number, found.checkpoint, found.incomplete) == (LIFE + 1, 0, None, "")

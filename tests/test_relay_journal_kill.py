@@ -16,10 +16,10 @@ import sys
 from dataclasses import replace
 from kvevents.relay.journal import Batches, Journal
 from relay_journal_cases import TINY, payload_of
-journal = Journal(sys.argv[1], replace(TINY, limit_bytes=1 << 30))  # a disk may be slow: more must not make it give up
+journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # a disk may be slow: more must not make it give up
 found = journal.recover()
-assert not found.doubt, found.doubt
-journal.resume(found) if found.resumable else journal.begin(5)
+assert not found.incomplete, found.incomplete
+journal.resume(found) if found.is_resumable else journal.begin(5)
 first = found.next_number
 while True:
     numbers = range(first, first + first % 4 + 1)
@@ -51,7 +51,7 @@ def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
         acknowledged = max([acknowledged, *(int(line) for line in rest if line.endswith(b"\n"))])
         journal = open_journal(path, TINY)
         found = journal.recover()
-        assert found.resumable, found.doubt
+        assert found.is_resumable, found.incomplete
         assert acknowledged < found.next_number <= acknowledged + 1 + 4
         number = found.snapshot_number
         assert list(found.parts()) == ([] if number < 0 else [payload_of(number, 400)] * 3)

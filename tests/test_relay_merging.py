@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.relay.merging import Residents
+from kvevents.relay.ownership import UpstreamBlocks
 
 MEDIA = st.sampled_from([None, "GPU", "CPU"])
 GROUPS = st.sampled_from([None, 0, 1])
@@ -44,12 +44,12 @@ def held(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
 
 @given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=12))
 def test_a_shared_stream_holds_what_all_its_upstreams_hold(history: list[tuple[int, list[KVEvent]]]) -> None:
-    upstreams = (Residents(), Residents())
+    upstreams = (UpstreamBlocks(), UpstreamBlocks())
     alone: tuple[list[KVEvent], list[KVEvent]] = ([], [])
     shared: list[KVEvent] = []
     for which, events in history:
         alone[which].extend(events)
-        settled = upstreams[which].settle(events)
+        settled = upstreams[which].apply(events)
         shared += settled
         assert not any(isinstance(event, AllBlocksCleared) for event in settled)
         assert len(upstreams[which]) == len(held(alone[which]))
@@ -58,27 +58,27 @@ def test_a_shared_stream_holds_what_all_its_upstreams_hold(history: list[tuple[i
 
 @given(EVENTS, CLEARS)
 def test_what_is_kept_across_a_restart_is_all_that_counts(events: list[KVEvent], clear: AllBlocksCleared) -> None:
-    first = Residents()
-    first.settle(events)
-    second = Residents()
-    for piece in msgspec.msgpack.decode(msgspec.msgpack.encode(first.kept())):
-        second.restore(piece)
+    first = UpstreamBlocks()
+    first.apply(events)
+    second = UpstreamBlocks()
+    for piece in msgspec.msgpack.decode(msgspec.msgpack.encode(first.dump())):
+        second.load(piece)
     assert len(second) == len(first)
-    assert held([*_stores(second), *second.settle([clear])]) == held([*_stores(first), *first.settle([clear])])
+    assert held([*_stores(second), *second.apply([clear])]) == held([*_stores(first), *first.apply([clear])])
 
 
-def _stores(residents: Residents) -> list[KVEvent]:
+def _stores(blocks: UpstreamBlocks) -> list[KVEvent]:
     found: list[KVEvent] = []
-    for plane, hashes, counts in residents.kept():
+    for plane, hashes, counts in blocks.dump():
         for each, count in zip(hashes, counts, strict=True):
             found += [BlockStored([each], None, [], 4, medium=plane[0], group_idx=plane[1])] * count
     return found
 
 
 def test_one_who_holds_nothing_has_nothing_to_take_back() -> None:
-    residents = Residents()
-    assert residents.cleared() == []
-    residents.settle([BlockStored([1, 1, 2], None, [], 4, medium="GPU", locality="LOCAL", ownership="tier")])
-    assert residents.cleared() == [BlockRemoved([1, 1, 2], "GPU", None, "LOCAL", "tier")]
-    assert residents.cleared() == []
-    assert len(residents) == 0
+    blocks = UpstreamBlocks()
+    assert blocks.clear() == []
+    blocks.apply([BlockStored([1, 1, 2], None, [], 4, medium="GPU", locality="LOCAL", ownership="tier")])
+    assert blocks.clear() == [BlockRemoved([1, 1, 2], "GPU", None, "LOCAL", "tier")]
+    assert blocks.clear() == []
+    assert len(blocks) == 0

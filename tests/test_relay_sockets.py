@@ -125,12 +125,12 @@ def test_who_comes_late_has_the_engines_digest(tmp_path: Path) -> None:
                 until(relay, lambda: late.agreements, late)
                 assert late.index.stats().blocks == 50
             status = relay.status()
-            assert (status.trust.name, status.digest, status.diverged) == ("EXACT", truth.digest, 0)
+            assert (status.trust.name, status.digest, status.divergences) == ("EXACT", truth.digest, 0)
             assert status.subscribers
             relay.close()
             truth.say(block(200))
             with Relay(fixed) as again:
-                assert again.status().resumed
+                assert again.status().was_resumed
                 assert again.status().incarnation == status.incarnation
                 until(again, lambda: early.is_exact(truth.digest), early)
                 assert early.subscriber.status().counters.resets == 0
@@ -223,4 +223,4 @@ def test_a_port_that_is_taken_leaves_nothing_open(tmp_path: Path) -> None:
         with pytest.raises(EndpointError):
             Relay(settings(publisher, journal=str(tmp_path / "j"), endpoint=publisher.endpoint))
         with Relay(given) as relay:
-            assert relay.status().resumed
+            assert relay.status().was_resumed

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from benchmarks.chaos.consumer import BRISK, BRISK_SOCKETS, NAME
 from benchmarks.chaos.parts import START_SECONDS, Part
-from kvevents.relay import Relay, RelaySettings, keeping, relay, upstreams
-from kvevents.relay.journal import Journal, JournalLimits
+from kvevents.relay import Relay, RelayLimits, RelaySettings
+from kvevents.relay.journal import JournalLimits
 from kvevents.stream import Source
-from kvevents.subscriber import Subscriber, ZmqTransport
+from kvevents.subscriber import ZmqTransport
 
 TURN_SECONDS: Final = 0.05
+SHORT_LIMITS: Final = RelayLimits(stream=BRISK, snapshot_retry_interval=0.1, journal=JournalLimits(compact_bytes=20_000))
+"""A round is short: the relay gives up on its upstream sooner, and writes a snapshot of its journal in most rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,8 @@ class Station:
 
 def run(pipe: Connection, settings: RelaySettings, brisk: bool) -> None:
     """The process: any message is a question; when the pipe ends, so does it."""
-    if brisk:
-        # A relay's patience with its upstream is no setting, and a round has not got as much of it.
-        options: dict[str, Any] = {"limits": BRISK, "transport": ZmqTransport(options=BRISK_SOCKETS)}
-        setattr(upstreams, "Subscriber", partial(Subscriber, **options))  # noqa: B010 - it is no attribute to a type checker
-        # Nor has it time for logs that are long: so snapshots are in most rounds, and kills in the midst of them.
-        setattr(relay, "Journal", partial(Journal, limits=JournalLimits(compact_bytes=20_000)))  # noqa: B010 - as above
-        setattr(keeping, "COLLAPSE_AGAIN_SECONDS", 0.1)  # noqa: B010 - as above
-    with suppress(EOFError, BrokenPipeError), Relay(settings) as running:
+    options: dict[str, Any] = {"limits": SHORT_LIMITS, "transport": ZmqTransport(options=BRISK_SOCKETS)} if brisk else {}
+    with suppress(EOFError, BrokenPipeError), Relay(settings, **options) as running:
         pipe.send("open")
         while True:
             running.turn(TURN_SECONDS)

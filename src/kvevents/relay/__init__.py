@@ -1,7 +1,7 @@
-"""A relay beside an engine: its stream with full history, for any number of consumers, across its own restarts."""
+"""A relay beside an engine: the engine's stream with full history, for any number of consumers, across restarts."""
 
 from kvevents.relay.relay import Relay
-from kvevents.relay.settings import RelaySettings
+from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
 
-__all__ = ["Relay", "RelaySettings", "RelayStatus"]
+__all__ = ["Relay", "RelayLimits", "RelaySettings", "RelayStatus"]

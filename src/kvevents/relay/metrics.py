@@ -17,7 +17,7 @@ _JOURNALS: Final = ("none", "new", "disk", "memory", "closed")
 _GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float | None]]]] = {
     "last_seq": (
         "Sequence number of the newest batch sent; absent before the first.",
-        lambda status: status.last_number if status.last_number >= 0 else None,
+        lambda status: status.last_seq if status.last_seq >= 0 else None,
     ),
     "incarnation": (
         "Incarnation of the relay; it changes when sequence numbers start over.",
@@ -43,12 +43,12 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float | None]]]] = {
     "journal_recovery_seconds": ("Time that reading the journal took at the start.", lambda status: status.recovery_seconds),
 }
 _COUNTERS: Final[dict[str, tuple[str, Callable[[RelayStatus], float]]]] = {
-    "forwarded_batches": ("Batches of upstreams that the relay sent on.", lambda status: status.carried),
-    "skipped_seqs": ("Sequence numbers left out because upstream batches were lost.", lambda status: status.holes),
+    "forwarded_batches": ("Batches of upstreams that the relay sent on.", lambda status: status.forwarded_batches),
+    "skipped_seqs": ("Sequence numbers left out because upstream batches were lost.", lambda status: status.skipped_seqs),
     "heartbeats": ("Heartbeats sent.", lambda status: status.heartbeats),
     "divergences": (
         "Upstream heartbeats whose digest differed from the relay's blocks; stays at 0.",
-        lambda status: status.diverged,
+        lambda status: status.divergences,
     ),
     "replayed_batches": ("Batches sent by replay.", lambda status: status.replay.batches),
     "journal_dropped_batches": (

@@ -1,26 +1,27 @@
-"""The relay: what upstreams say goes in, and comes out under numbers of its own.
+"""The relay: republishes batches of its upstreams, under numbers of its own and with history.
 
 Theory of operation. One thread takes deliveries from the subscriber, in order and each exactly once. A batch gets the next
-number, is applied to the mirror (an index of what consumers have, whose digest goes into heartbeats), written into the journal,
-and then sent: so whatever a consumer saw, the journal has, and a killed relay goes on with the same bytes under the same
-numbers. What leaves the replay buffer is collapsed into what is live, which is what a consumer that comes late is told first.
+number, is applied to an index of what consumers hold (whose digest goes into heartbeats), is written into the journal, and is
+then sent. So the journal has whatever a consumer has received, and a relay that was killed continues with the same bytes under
+the same numbers. Batches that leave the replay buffer are compacted into the live blocks, which a consumer that starts late
+receives first.
 
-- An upstream's *reset* takes back what it told: a clear in the relay's stream, or removals where several share it. The numbers
-  go on.
-- An upstream's *gap* leaves a number out, so that every consumer sees that something is missing, whatever it knows of relays.
-  One number for several gaps that come together: each costs every consumer two answers of all that is kept, and the first one
-  has said it until the stream is cleared.
-- A *heartbeat* says how far the relay itself is to be trusted. There is always one in what is kept as it was sent, so that who
-  comes late, and gets a snapshot of what is older, hears of it in the same answer.
-- The journal says how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is the
-  same, and brings what was missed; otherwise there is a reset.
+- A *reset* of an upstream removes what it stored: by a clear in the relay's stream, or by removals if several upstreams share
+  it. Numbers continue.
+- A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even one that knows nothing
+  of relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
+  buffer twice, and one is enough until the stream is cleared.
+- A *heartbeat* says how far the relay is to be trusted. The replay buffer always holds one. So a consumer that starts late,
+  and gets older batches as a snapshot, learns the trust in the same answer.
+- The journal records how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is
+  the same incarnation, and receives what was missed. Otherwise there is a reset.
 
-A relay may be killed between any two steps, and what it has not written down it does not know afterwards. So each step is
-written down before what it leads to: a reset before what it takes back, or the upstream could go on where it was; the doubt of
-a gap before the batches behind it, or these would be known, what was lost passed over, and nothing said of it.
+A relay can be killed between any two steps, and afterwards it knows only what it has written. So each step is written before
+its consequences. A reset is written before what it removes, or the upstream could continue where it was. The doubt of a gap is
+written before the batches that follow the gap; otherwise these would count as forwarded, and the loss would be forgotten.
 
-A turn that is broken off by an exception may have taken deliveries that were not sent. There is no other turn then; a relay
-that begins anew goes on with what was written down.
+A turn that an exception interrupts can have taken deliveries that were not sent. The relay then refuses further turns, and a
+new relay continues with what was written.
 """
 
 from __future__ import annotations
@@ -40,17 +41,14 @@ from kvevents.index import PrefixIndex
 from kvevents.publisher.broadcast import Broadcast
 from kvevents.publisher.buffer import ReplayBuffer
 from kvevents.publisher.history import History
-from kvevents.relay.beats import Beats
-from kvevents.relay.beginning import begin
-from kvevents.relay.forwarding import Forwarding, Passing, Rewriting, plain_mirrors
+from kvevents.relay.checkpoints import CheckpointWriter, restore
+from kvevents.relay.encoding import DialectEncoder, encode_parts
 from kvevents.relay.journal import Disk, Journal, JournalStats
-from kvevents.relay.keeping import Keeping
-from kvevents.relay.mirror import Mirror
-from kvevents.relay.output import BACK, Output
-from kvevents.relay.settings import RelaySettings
-from kvevents.relay.spelling import Spelling, payloads_of
+from kvevents.relay.sequencer import RETRACTION_OFFSET, HeartbeatSchedule, IndexedStream, Sequencer
+from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
-from kvevents.relay.upstreams import Upstreams, least
+from kvevents.relay.transform import PassThrough, Transform, received_streams
+from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import Findings, Gap, RawBatch, Reset, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.subscriber import StreamStatus
@@ -58,110 +56,142 @@ from kvevents.subscriber.transport import Transport
 
 log = logging.getLogger(__name__)
 
-TURN_SECONDS: Final = 0.25
-"""How long a turn waits for something to do; also how late a heartbeat can be."""
-TEND_SECONDS: Final = 0.05
-"""Between two looks at everything but batches while they come, and at most until trust that fell is told."""
-CLOSE_SECONDS: Final = 2.0
-"""For consumers to get what was sent, when a relay ends."""
-
-_AMID: Final = Trust("DEGRADED", "an upstream began anew, or sends a snapshot, and not all of that has been sent on")
+_INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, and not all of that has been forwarded yet")
 
 
-class _Seen(NamedTuple):
-    """What only the relay's own thread may look at, as of its last turn."""
+class _LastTurn(NamedTuple):
+    """State that belongs to the relay's thread, as of its last turn, for other threads to read."""
 
     upstreams: tuple[StreamStatus, ...]
     journal: JournalStats | None
 
 
 class Relay:
-    """Repeats one upstream, or several as one, to any number of consumers; a context manager.
+    """Relays one upstream, or several as one stream, to any number of consumers; a context manager.
 
-    Call `run`, or `turn` again and again from one thread; `status` and `trust` may be asked from any, and are as of the last
-    turn. `transport` and `disk` take the place of sockets towards upstreams, and of the journal's files.
+    Call `run`, or `turn` repeatedly from one thread. `status` and `trust` are thread-safe, and describe the last turn.
+    `transport` replaces the sockets towards upstreams, and `disk` the journal's files.
 
     Raises `ConfigError` for settings that cannot work, `EndpointError` for endpoints that cannot be bound, `JournalError` for a
-    folder that an operator must mend.
+    journal folder that an operator must change.
     """
 
     def __init__(
         self,
         settings: RelaySettings,
         *,
+        limits: RelayLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         transport: Transport | None = None,
         disk: Disk | None = None,
     ) -> None:
         self.settings: Final = settings
+        self.limits: Final = limits or RelayLimits()
         self._clock: Final = clock
         self._rank: Final = settings.upstreams[0].rank
-        self._shared: Final = len(settings.upstreams) > 1
-        self._stride: Final = max(1, settings.buffer_steps // 2)
-        """Batches that are sent in a row: no heartbeat leaves the buffer before the next one is in it."""
+        self._is_shared: Final = len(settings.upstreams) > 1
+        self._run_limit: Final = max(1, settings.buffer_steps // 2)
+        """Batches that are sent in a row: no heartbeat leaves the replay buffer before the next one is in it."""
         self._closed = False
-        self._broken_off = False
-        """Whether something that was received may not have been sent, or sent by half."""
-        self._gap_told = False
-        """Whether a number was left out in this turn, and nothing was cleared since."""
+        self._is_interrupted = False
+        """Whether received deliveries might not have been sent, or only in part."""
+        self._has_skipped = False
+        """Whether a number was skipped in this turn, and nothing was cleared since."""
         self._resets_ahead = 0
-        """Of what was received and not sent on yet."""
-        self._carried = self._diverged = 0
-        self._news = True
-        """Whether something happened of which consumers or the journal should hear at once."""
-        self._tend_at = -math.inf
+        """Resets that were received and not forwarded yet."""
+        self._forwarded = self._divergences = 0
+        self._is_maintenance_due = True
+        """Whether something happened that consumers or the journal should learn at once."""
+        self._maintain_at = -math.inf
         with ExitStack() as undo:
-            self._journal = _journal(settings, disk)
+            self._journal = self._open_journal(disk)
             if self._journal is not None:
                 undo.callback(self._journal.close)
             self._open(undo, transport)
             undo.pop_all()
 
     def _open(self, undo: ExitStack, transport: Transport | None) -> None:
-        settings, index = self.settings, PrefixIndex()
-        self._mirror = Mirror(index, "relay")
-        self._spelling = spelling = Spelling(settings.spelling, known=settings.rewrites)
-        plain = plain_mirrors(settings, index)
-        self._buffer = ReplayBuffer(settings.buffer_steps, History.create(), spelling.encode)
-        self._beginning = began = begin(settings, self._journal, self._buffer, self._mirror, plain, spelling)
-        # Not before the buffer has its history: consumers may ask at once.
-        self._broadcast = _broadcast(settings, self._buffer, began.incarnation)
+        settings, limits, index = self.settings, self.limits, PrefixIndex()
+        self._state = IndexedStream(index, "relay")
+        self._encoder = encoder = DialectEncoder(
+            settings.resolved_dialect, fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
+        )
+        received = received_streams(settings, index)
+        self._buffer = ReplayBuffer(settings.buffer_steps, History.create(), encoder.encode)
+        self._restored = restored = restore(settings, self._journal, self._buffer, self._state, received, encoder)
+        # After the buffer has its history: consumers can request replay at once.
+        self._broadcast = self._open_broadcast(self._buffer, restored.incarnation)
         undo.callback(self._broadcast.close, 0.0)
-        self._output = Output(self._broadcast, self._mirror, self._journal, spelling, began.number, settings.heartbeat)
-        if settings.rewrites:
-            self._forwarding: Forwarding = Rewriting(
+        self._sequencer = Sequencer(
+            self._broadcast, self._state, self._journal, encoder, restored.next_number, settings.heartbeat
+        )
+        self._transform: PassThrough | Transform = PassThrough(self._sequencer, self._report)
+        if settings.changes_payloads:
+            self._transform = Transform(
                 settings,
-                self._output,
-                plain,
-                began.residents,
+                limits,
+                self._sequencer,
+                received,
+                restored.blocks,
                 self._report,
-                lambda: self._keeping.write(),  # noqa: PLW0108 - it is made below
+                lambda: self._checkpoints.write(),  # noqa: PLW0108 - it is assigned below
             )
-        else:
-            self._forwarding = Passing(self._output, self._report)
-        self._upstreams = Upstreams(settings.upstreams, began.checkpoints, began.known, self._clock, transport)
+        self._upstreams = Upstreams(
+            settings.upstreams,
+            restored.checkpoints,
+            restored.forwarded,
+            limits=limits.stream,
+            clock=self._clock,
+            transport=transport,
+        )
         undo.callback(self._upstreams.close)
-        self._begun = self._holed = began.resumed
-        self._beats = Beats(self._output, self._buffer, self._rank, settings.heartbeat)
-        self._keeping = Keeping(
+        self._has_begun = self._has_gaps = restored.was_resumed
+        self._heartbeats = HeartbeatSchedule(
+            self._sequencer,
+            self._buffer,
+            self._rank,
+            heartbeat=settings.heartbeat,
+            trust_interval=limits.trust_interval,
+        )
+        self._checkpoints = CheckpointWriter(
             self._journal,
             settings.fingerprint(),
             self._upstreams,
-            self._forwarding,
-            spelling,
-            self._output,
+            self._transform,
+            self._sequencer,
             self._buffer,
-            began.checkpoints,
+            restored.checkpoints,
+            limits,
         )
-        self._look()
-        if began.resumed:
-            # Consumers that were there before must not take what they have for the newest.
-            self._beats.beat(self.trust(), self._clock())
+        self._update_last_turn()
+        if restored.was_resumed:
+            # Consumers that were connected before must not take what they hold for the newest state.
+            self._heartbeats.send_if_due(self.trust(), self._clock())
         else:
-            self._keeping.mark(self._seen.upstreams)
-        log.info("relaying to %s: %s", self.endpoint, began.told)
+            self._checkpoints.take(self._last_turn.upstreams)
+        log.info("relaying to %s: %s", self.endpoint, restored.reason)
 
-    # --- what is known about it
+    def _open_journal(self, disk: Disk | None) -> Journal | None:
+        return None if self.settings.journal is None else Journal(self.settings.journal, self.limits.journal, disk=disk)
+
+    def _open_broadcast(self, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
+        settings = self.settings
+        dialect = settings.resolved_dialect
+        return Broadcast(
+            settings.endpoint,
+            settings.replay_endpoint,
+            buffer=buffer,
+            hwm=settings.hwm,
+            topic=settings.upstreams[0].topic if settings.topic is None else settings.topic,
+            bind=should_bind(settings.endpoint) or settings.endpoint.startswith("tcp://"),
+            replay_topic=dialect is None or dialect.replay_topic,
+            curve=settings.curve,
+            snapshot_endpoint=settings.snapshot_endpoint,
+            rank=settings.upstreams[0].rank,
+            incarnation=incarnation,
+        )
+
+    # --- status
 
     @property
     def endpoint(self) -> str:
@@ -170,205 +200,213 @@ class Relay:
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where they ask for replay."""
+        """Where consumers on this host request replay."""
         return self._broadcast.replay_endpoint
 
     def trust(self) -> Trust:
-        """The least of its upstreams'."""
-        return least(self._seen.upstreams)
+        """Return the lowest trust of the upstreams."""
+        return lowest_trust(self._last_turn.upstreams)
 
     def status(self) -> RelayStatus:
-        """Everything at once."""
+        """Return the status as of the last turn."""
         batches, size = self._buffer.size()
-        seen = self._seen
+        last_turn = self._last_turn
         return RelayStatus(
             endpoint=self.endpoint,
             replay_endpoint=self.replay_endpoint,
-            trust=least(seen.upstreams),
-            incarnation=self._beginning.incarnation,
-            last_number=self._output.number - 1,
-            carried=self._carried,
-            holes=self._output.holes,
-            heartbeats=self._output.heartbeats,
-            resumed=self._beginning.resumed,
-            began=self._beginning.told,
-            recovery_seconds=self._beginning.seconds,
-            blocks=self._mirror.blocks,
-            digest=self._mirror.digest(),
-            diverged=self._diverged,
+            trust=lowest_trust(last_turn.upstreams),
+            incarnation=self._restored.incarnation,
+            last_seq=self._sequencer.next_number - 1,
+            forwarded_batches=self._forwarded,
+            skipped_seqs=self._sequencer.skipped_numbers,
+            heartbeats=self._sequencer.heartbeats,
+            was_resumed=self._restored.was_resumed,
+            start_reason=self._restored.reason,
+            recovery_seconds=self._restored.seconds,
+            blocks=self._state.blocks,
+            digest=self._state.digest(),
+            divergences=self._divergences,
             subscribers=self._broadcast.subscribers,
             buffered_batches=batches,
             buffered_bytes=size,
             history=self._buffer.history_stats(),
             replay=self._broadcast.replay_stats(),
-            journal=seen.journal,
-            upstreams=seen.upstreams,
+            journal=last_turn.journal,
+            upstreams=last_turn.upstreams,
         )
 
-    # --- what it does
+    # --- turns
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Relay until `stop` says so, at which it looks a few times a second."""
+        """Relay until `stop` returns True. It is called several times a second."""
         while not stop():
             self.turn()
 
-    def turn(self, timeout: float = TURN_SECONDS) -> int:
-        """Wait for deliveries, at most `timeout` seconds, and send them on; how many there were.
+    def turn(self, timeout: float | None = None) -> int:
+        """Wait for deliveries, at most `timeout` seconds (default: `turn_timeout`), forward them, and return their number.
 
-        Raises `ClosedError`, also after a turn that has raised anything else.
+        Raises `ClosedError` after `close`, and after a turn that raised any other exception.
         """
         if self._closed:
             raise ClosedError("the relay is closed")
-        if self._broken_off:
-            raise ClosedError("a turn was broken off, and what it had received may be lost: close the relay, and begin another")
-        self._broken_off = True
-        deliveries = self._upstreams.receive(timeout)
+        if self._is_interrupted:
+            raise ClosedError(
+                "an exception interrupted a turn, whose deliveries may be lost: close the relay, and open another"
+            )
+        self._is_interrupted = True
+        deliveries = self._upstreams.receive(self.limits.turn_timeout if timeout is None else timeout)
         if deliveries:
             self._begin(deliveries)
             self._warn(deliveries)
             self._forward(deliveries)
         now = self._clock()
-        if self._news or not deliveries or now >= self._tend_at:
-            self._tend(now)
-        self._broken_off = False
+        if self._is_maintenance_due or not deliveries or now >= self._maintain_at:
+            self._maintain(now)
+        self._is_interrupted = False
         return len(deliveries)
 
-    def _tend(self, now: float) -> None:
-        """What need not be done for each batch that goes through."""
-        self._news = False
-        self._tend_at = now + TEND_SECONDS
-        self._look()
+    def _maintain(self, now: float) -> None:
+        """Do everything that need not be done for each forwarded batch."""
+        self._is_maintenance_due = False
+        self._maintain_at = now + self.limits.maintenance_interval
+        self._update_last_turn()
         self._broadcast.look_around()
         if self._broadcast.wants_cut:
-            self._output.cut(self._rank)
-        self._heal()
-        self._beats.beat(self.trust(), now)
-        self._output.show(self._rank)
-        self._keeping.tend(self._seen.upstreams, now)
+            self._sequencer.send_barrier(self._rank)
+        self._clear_if_empty()
+        self._heartbeats.send_if_due(self.trust(), now)
+        self._sequencer.flush_skipped(self._rank)
+        self._checkpoints.run_due(self._last_turn.upstreams, now)
+
+    def _update_last_turn(self) -> None:
+        journal = None if self._journal is None else self._journal.stats()
+        self._last_turn = _LastTurn(tuple(self._upstreams.statuses()), journal)
 
     def _begin(self, deliveries: list[RawDelivery]) -> None:
-        """A new life begins with a clear: whoever has something of another one forgets it, and no hole comes first."""
-        if self._begun:
+        """Begin a new incarnation with a clear, before any gap: consumers forget what they hold of an earlier one."""
+        if self._has_begun:
             return
-        self._begun = True
+        self._has_begun = True
         payloads = [delivery.payload for delivery in deliveries if isinstance(delivery, RawBatch)]
         if payloads:
-            self._spelling.note(payloads)
-        self._output.say([AllBlocksCleared()], self._rank)
+            self._encoder.observe(payloads)
+        self._sequencer.send_events([AllBlocksCleared()], self._rank)
 
     def _warn(self, deliveries: list[RawDelivery]) -> None:
-        """Say that trust is less before what is in doubt is sent: a consumer is EXACT until it hears of the doubt."""
-        # Between a reset or a gap and the last part of the snapshot behind it, a consumer has less than the upstream holds.
-        is_amid = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
-        self._beats.warn(_AMID if is_amid else self._upstreams.trust(), self._clock())
+        """Send lower trust before the batches that caused it: consumers stay EXACT until they receive it."""
+        # From a reset or a gap to the last part of the snapshot that follows, consumers hold less than the upstream.
+        is_incomplete = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
+        self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust(), self._clock())
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
-        """Batches in a row of one upstream together: most often that is all."""
-        self._gap_told = False
-        if not self._shared and set(map(type, deliveries)) == {RawBatch}:
-            self._carry(0, cast("list[RawBatch]", deliveries))
+        """Forward deliveries in order, consecutive batches of one upstream together."""
+        self._has_skipped = False
+        if not self._is_shared and set(map(type, deliveries)) == {RawBatch}:
+            self._forward_batches(0, cast("list[RawBatch]", deliveries))
             return
         self._resets_ahead = sum(isinstance(delivery, Reset) for delivery in deliveries)
         run: list[RawBatch] = []
-        ordinal = 0
+        run_ordinal = 0
         for delivery in deliveries:
-            place = self._upstreams.ordinal(delivery)
-            if run and (place != ordinal or not isinstance(delivery, RawBatch)):
-                self._carry(ordinal, run)
+            ordinal = self._upstreams.ordinal(delivery)
+            if run and (ordinal != run_ordinal or not isinstance(delivery, RawBatch)):
+                self._forward_batches(run_ordinal, run)
                 run = []
-            ordinal = place
+            run_ordinal = ordinal
             if isinstance(delivery, RawBatch):
                 run.append(delivery)
             elif isinstance(delivery, Reset):
-                self._reset(ordinal, delivery)
+                self._forward_reset(ordinal, delivery)
             else:
-                self._gap(ordinal, delivery)
+                self._forward_gap(ordinal, delivery)
         if run:
-            self._carry(ordinal, run)
+            self._forward_batches(run_ordinal, run)
 
-    def _carry(self, ordinal: int, batches: list[RawBatch]) -> None:
-        self._carried += len(batches)
-        if not self._keeping.checkpoints[ordinal].anchors:
-            self._keeping.soon()  # there is something by which the upstream can be recognised
-            self._news = True
-        for start in range(0, len(batches), self._stride):
-            self._forwarding.carry(ordinal, batches[start : start + self._stride])
-            if self._beats.wants_repeat:
-                self._beats.repeat(self._trust_amid())
+    def _forward_batches(self, ordinal: int, batches: list[RawBatch]) -> None:
+        self._forwarded += len(batches)
+        if not self._checkpoints.checkpoints[ordinal].anchors:
+            self._checkpoints.request()  # the first one by which the upstream can be recognised
+            self._is_maintenance_due = True
+        for start in range(0, len(batches), self._run_limit):
+            self._transform.forward(ordinal, batches[start : start + self._run_limit])
+            if self._heartbeats.is_repeat_due:
+                self._heartbeats.send(self._current_trust())
 
-    def _trust_amid(self) -> Trust:
-        """How far what was sent so far is to be trusted, while there is more to send.
+    def _current_trust(self) -> Trust:
+        """Return how far what was sent so far is to be trusted, while more is to be sent.
 
-        What was found in it, and what is missing, counts already: a heartbeat that passed over it would heal what consumers
-        doubt. What was doubted before a reset, though, is known to nobody any more once that was received.
+        Findings in it and lost batches count already: a heartbeat that ignored them would end the consumers' doubt. Doubts
+        from before a reset are forgotten as soon as the reset is received, so trust is `_INCOMPLETE` until it is forwarded.
         """
-        return _AMID if self._resets_ahead else self._upstreams.trust()
+        return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
 
-    def _reset(self, ordinal: int, reset: Reset) -> None:
-        self._news = True
+    def _forward_reset(self, ordinal: int, reset: Reset) -> None:
+        self._is_maintenance_due = True
         self._resets_ahead -= 1
-        log.warning("%s rank %d: %s; what it told is taken back", reset.source, reset.rank, reset.reason)
-        self._keeping.reset(ordinal, reset)
-        events = self._forwarding.forget(ordinal)
-        self._gap_told = False
+        log.warning("%s rank %d: %s; removing the blocks that it stored", reset.source, reset.rank, reset.reason)
+        self._checkpoints.record_reset(ordinal, reset)
+        events = self._transform.retract(ordinal)
+        self._has_skipped = False
         if events:
-            self._take_back(ordinal, reset.rank, events)
-        self._spelling.renew()
-        self._keeping.soon()  # but not before what was received with it has been sent
+            self._send_retraction(ordinal, reset.rank, events)
+        self._encoder.restart_detection()
+        self._checkpoints.request()  # written when everything received with the reset has been sent
 
-    def _take_back(self, ordinal: int, rank: int, events: list[KVEvent]) -> None:
-        if self._shared:
-            batch = KVEventBatch(time.time(), events, rank)
-            self._output.tell(payloads_of(batch, self.settings.spelling), BACK + ordinal)
+    def _send_retraction(self, ordinal: int, rank: int, events: list[KVEvent]) -> None:
+        if self._is_shared:
+            payloads = encode_parts(
+                KVEventBatch(time.time(), events, rank), self.settings.resolved_dialect, self.limits.max_payload_bytes
+            )
+            self._sequencer.send_payloads(payloads, RETRACTION_OFFSET + ordinal)
         else:
-            self._output.say(events, rank)
+            self._sequencer.send_events(events, rank)
 
-    def _gap(self, ordinal: int, gap: Gap) -> None:
-        self._news = True
+    def _forward_gap(self, ordinal: int, gap: Gap) -> None:
+        self._is_maintenance_due = True
         if gap.compacted:
-            log.info("%s rank %d: a snapshot represents numbers %d to %d", gap.source, gap.rank, gap.first, gap.last)
+            log.info("%s rank %d: a snapshot replaces numbers %d to %d", gap.source, gap.rank, gap.first, gap.last)
             return
-        log.warning("%s rank %d: numbers %d to %d are lost; consumers are told", gap.source, gap.rank, gap.first, gap.last)
-        if not self._gap_told:
-            self._output.lose()
-        self._gap_told = self._holed = True
-        self._keeping.lost(ordinal, gap)
+        log.warning(
+            "%s rank %d: numbers %d to %d are lost; skipping a number so that consumers notice",
+            gap.source,
+            gap.rank,
+            gap.first,
+            gap.last,
+        )
+        if not self._has_skipped:
+            self._sequencer.skip_number()
+        self._has_skipped = self._has_gaps = True
+        self._checkpoints.record_gap(ordinal, gap)
 
     def _report(self, batch: RawBatch, findings: Findings) -> None:
-        self._news = True
-        self._diverged += findings.agrees is False
-        self._holed |= bool(findings.rejected)
+        """Report what decoding a batch has shown; called by the transform."""
+        self._is_maintenance_due = True
+        self._divergences += findings.agrees is False
+        self._has_gaps |= bool(findings.rejected)
         self._upstreams.subscriber.report(batch, findings)
         if findings.cleared:
-            self._gap_told = False
-            self._heal()
+            self._has_skipped = False
+            self._clear_if_empty()
 
-    # --- now and then
-
-    def _look(self) -> None:
-        """Take note of what other threads may ask for."""
-        journal = None if self._journal is None else self._journal.stats()
-        self._seen = _Seen(tuple(self._upstreams.statuses()), journal)
-
-    def _heal(self) -> None:
-        """In a shared stream no upstream's clear ends what consumers doubt; it is over when nobody holds anything."""
-        if not (self._shared and self._holed):
+    def _clear_if_empty(self) -> None:
+        """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends the consumers' doubt."""
+        if not (self._is_shared and self._has_gaps):
             return
-        if not any(map(len, self._forwarding.residents().values())) and self._upstreams.trust() == Trust.EXACT:
-            self._holed = False
-            self._output.say([AllBlocksCleared()], self._rank)
+        if not any(map(len, self._transform.blocks().values())) and self._upstreams.trust() == Trust.EXACT:
+            self._has_gaps = False
+            self._sequencer.send_events([AllBlocksCleared()], self._rank)
 
     # --- the end
 
     def close(self) -> None:
-        """Write down how far the upstreams were followed, and end; idempotent."""
+        """Write a last checkpoint and close everything; idempotent."""
         if self._closed:
             return
         self._closed = True
-        if not self._broken_off:
-            self._keeping.mark(self._seen.upstreams)
+        if not self._is_interrupted:
+            self._checkpoints.take(self._last_turn.upstreams)
         self._upstreams.close()
-        self._broadcast.close(CLOSE_SECONDS)
+        self._broadcast.close(self.limits.close_timeout)
         if self._journal is not None:
             self._journal.close()
 
@@ -380,26 +418,4 @@ class Relay:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else str(self.trust())
-        return f"<Relay at {self.endpoint}: {state}, number {self._output.number - 1}, {self._carried} carried>"
-
-
-def _journal(settings: RelaySettings, disk: Disk | None) -> Journal | None:
-    return None if settings.journal is None else Journal(settings.journal, disk=disk)
-
-
-def _broadcast(settings: RelaySettings, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
-    topic = settings.upstreams[0].topic if settings.topic is None else settings.topic
-    dialect = settings.spelling
-    return Broadcast(
-        settings.endpoint,
-        settings.replay_endpoint,
-        buffer=buffer,
-        hwm=settings.hwm,
-        topic=topic,
-        bind=should_bind(settings.endpoint) or settings.endpoint.startswith("tcp://"),
-        replay_topic=dialect is None or dialect.replay_topic,
-        curve=settings.curve,
-        snapshot_endpoint=settings.snapshot_endpoint,
-        rank=settings.upstreams[0].rank,
-        incarnation=incarnation,
-    )
+        return f"<Relay at {self.endpoint}: {state}, next number {self._sequencer.next_number}, {self._forwarded} forwarded>"

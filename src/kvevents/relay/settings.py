@@ -1,27 +1,56 @@
-"""What a relay is told."""
+"""Settings of a relay: what operators choose (`RelaySettings`), and limits and timers (`RelayLimits`)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from kvevents.config import Curve, check_heartbeat, resolve_dialect
 from kvevents.errors import ConfigError
+from kvevents.relay.journal import JournalLimits
 from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings
-from kvevents.stream import Source
+from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
+from kvevents.wire import DEFAULT_WIRE_LIMITS
 from kvevents.wire.dialects import Dialect
 
 Tokens: TypeAlias = Literal["keep", "hash", "drop"]
-"""What becomes of token ids: sent on; replaced by the blocks' keys, which prompts still match; or by numbers of no meaning."""
+"""Forward token ids; replace them with block keys, which prompts still match; or replace them with placeholders."""
 
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:6557"
 DEFAULT_REPLAY_ENDPOINT: Final = "tcp://127.0.0.1:6558"
 DEFAULT_HEARTBEAT: Final = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayLimits:
+    """Limits and timers of a relay. Times are in seconds."""
+
+    turn_timeout: float = 0.25
+    """How long a turn waits for deliveries. A heartbeat is late by at most this time."""
+    maintenance_interval: float = 0.05
+    """Between two runs of everything except forwarding while batches arrive, so that forwarding is not slowed."""
+    trust_interval: float = 0.5
+    """At least between two heartbeats when trust rises or its reason changes. A drop of trust is sent at once."""
+    checkpoint_interval: float = 1.0
+    """Between two checkpoints in the journal. After a kill the relay requests this much of the upstream again."""
+    snapshot_retry_interval: float = 2.0
+    """Between two attempts to write a snapshot of the journal. An attempt can fail until the history is complete again."""
+    close_timeout: float = 2.0
+    """How long `close` lets consumers receive what was sent."""
+    max_upstream_blocks: int = 8_000_000
+    """Different blocks of one upstream in a shared stream, about 1 GB of memory; no engine holds as many."""
+    max_payload_bytes: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
+    """Largest payload that consumers accept."""
+    stream: StreamLimits = DEFAULT_STREAM_LIMITS
+    """Limits of the upstreams' streams."""
+    journal: JournalLimits = field(default_factory=JournalLimits)
+    """Limits of the journal."""
+
+
 class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a relay does, whichever engines it follows. Raises `ConfigError` for what cannot work."""
+    """What a relay does, for any upstream. Raises `ConfigError` for values that cannot work."""
 
     endpoint: Endpoint = DEFAULT_ENDPOINT
     """Where to publish."""
@@ -32,40 +61,41 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     topic: str | None = None
     """First frame of every batch (default: the first engine's)."""
     dialect: Name | None = None
-    """Engine and release to be understood by, such as vllm-0.24 (default: as they came)."""
+    """Engine and release whose dialect to send, such as vllm-0.24 (default: payloads as received)."""
     tokens: Tokens = "keep"
     """Forward token ids (keep), replace them with block keys that prompts still match (hash), or with placeholders (drop)."""
     buffer_steps: Positive = 10_000
-    """Batches kept as they were sent; older ones are compacted."""
+    """Batches in the replay buffer; older ones are compacted."""
     hwm: Positive = 100_000
-    """Batches that one slow consumer may be behind. It loses further ones, and asks for them again."""
+    """Batches that a slow consumer may be behind. It loses further ones, and requests them again."""
     heartbeat: Seconds = DEFAULT_HEARTBEAT
-    """Seconds between two heartbeats. There is no relay without: consumers could not learn what it doubts."""
+    """Seconds between two heartbeats, by which consumers learn how far the relay is to be trusted."""
     journal: FolderPath | None = None
     """Folder of the journal, by which a restarted relay continues; without it a restart begins a new incarnation."""
     curve: Curve | None = None
-    """Keys of the relay's own sockets; those towards an engine are in its `Source`."""
+    """Keys of the relay's own sockets. Keys for the connection to an engine are part of its `Source`."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         check_heartbeat(self.heartbeat)
-        if self.spelling is not None and self.spelling.events == "array" and self.tokens != "keep":
+        dialect = self.resolved_dialect
+        if dialect is not None and dialect.events == "array" and self.tokens != "keep":
             raise ConfigError(
-                f"tokens={self.tokens!r} puts keys in the place of tokens, for which {self.spelling} has no room; choose a "
-                "dialect with events as maps: vllm from 0.24 on, sglang from 0.5.20 on, or None"
+                f"tokens={self.tokens!r} replaces tokens with keys, for which {dialect} has no room; choose a dialect with "
+                "events as maps: vllm from 0.24 on, sglang from 0.5.20 on, or None"
             )
 
     @property
-    def spelling(self) -> Dialect | None:
-        """The dialect. Raises `UnknownDialectError`."""
+    def resolved_dialect(self) -> Dialect | None:
+        """The dialect to send; None to send payloads as received. Raises `UnknownDialectError`."""
         return resolve_dialect(self.dialect)
 
 
 class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One relay. Raises `ConfigError` for what cannot work."""
+    """One relay with its upstreams. Raises `ConfigError` for values that cannot work."""
 
     upstreams: tuple[Source, ...]
-    """One stream to repeat, or several that become one: tiers of a worker, or ranks of an engine."""
+    """One stream to relay, or several that become one: tiers of a worker, or ranks of an engine."""
 
     def __post_init__(self) -> None:
         RelayOptions.__post_init__(self)
@@ -76,11 +106,11 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("two upstreams have the same name and rank; name them, or give their ranks")
 
     @property
-    def rewrites(self) -> bool:
-        """Whether payloads are read and written anew, rather than sent on as they came."""
+    def changes_payloads(self) -> bool:
+        """Whether payloads are decoded, changed and encoded again, instead of forwarded as received."""
         return self.dialect is not None or self.tokens != "keep" or len(self.upstreams) > 1
 
     def fingerprint(self) -> str:
-        """What must be the same for a later process to go on: where events come from, and how they are told."""
+        """Identify the settings that must not change if a later process continues the stream: upstreams, dialect and tokens."""
         ends = [(source.label, source.rank, source.endpoint, source.topic) for source in self.upstreams]
         return msgspec.json.encode([ends, self.dialect, self.tokens]).decode()

@@ -1,4 +1,4 @@
-"""A relay as an operator sees it."""
+"""The status of a relay, for operators and metrics."""
 
 from __future__ import annotations
 
@@ -12,35 +12,41 @@ from kvevents.subscriber import StreamStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayStatus:
-    """Where it is, what it carries, and how far that can be trusted."""
+    """Endpoints, counters and trust of a relay, as of its last turn."""
 
     endpoint: str
     replay_endpoint: str | None
     trust: Trust
-    """The least of its upstreams'."""
+    """The lowest of its upstreams'."""
     incarnation: int
-    last_number: int
-    """Of the newest batch sent; -1 before the first."""
-    carried: int
-    """Batches of upstreams that were sent on, by this process."""
-    holes: int
-    """Numbers left out because something is missing."""
+    last_seq: int
+    """The relay's number of the newest batch; -1 before the first."""
+    forwarded_batches: int
+    """Batches of upstreams that this process sent."""
+    skipped_seqs: int
+    """Numbers skipped by this process because events are missing."""
     heartbeats: int
-    resumed: bool
-    """Whether this process went on with the numbers of an earlier one."""
-    began: str
-    """Why it did not, or what it went on with, in words."""
+    """Sent by this process."""
+    was_resumed: bool
+    """Whether this process continues the incarnation of an earlier one."""
+    start_reason: str
+    """Why it continues, or why it began a new incarnation."""
     recovery_seconds: float
+    """Time that reading the journal took."""
     blocks: int
-    """That consumers have resident."""
+    """Blocks that consumers hold."""
     digest: str
-    diverged: int
-    """Heartbeats of upstreams that told of other blocks than the relay has; stays at 0."""
+    """Digest of what consumers hold."""
+    divergences: int
+    """Heartbeats of upstreams whose digest differed from the relay's; 0 unless the sender or the relay has a defect."""
     subscribers: int
     buffered_batches: int
+    """Batches in the replay buffer."""
     buffered_bytes: int
+    """Bytes in the replay buffer."""
     history: HistoryStats | None
+    """What batches older than the replay buffer are compacted into."""
     replay: ReplayStats
     journal: JournalStats | None
-    """None where nothing outlives the process."""
+    """None if the relay has no journal."""
     upstreams: tuple[StreamStatus, ...]

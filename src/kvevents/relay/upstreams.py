@@ -1,4 +1,4 @@
-"""What a relay listens to."""
+"""The upstreams of a relay: which of their batches are new, and how far they are to be trusted together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from kvevents.stream import Checkpoint, Doubt, Gap, RawBatch, Reset, Source, Trust, findings_of
+from kvevents.stream import (
+    DEFAULT_STREAM_LIMITS,
+    Checkpoint,
+    Doubt,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    StreamLimits,
+    Trust,
+    findings_of,
+)
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.stream.trust import rank_of
 from kvevents.subscriber import StreamStatus, Subscriber
@@ -16,32 +27,35 @@ from kvevents.subscriber.transport import Transport
 log = logging.getLogger(__name__)
 
 Position: TypeAlias = tuple[int, int]
-"""Incarnation and number of a batch of an upstream."""
+"""Incarnation and sequence number of a batch of an upstream."""
 
 
 class Upstreams:
-    """Follows one or more streams, and goes on where an earlier process has ended.
+    """Subscribes to the upstreams, and returns what was not forwarded before.
 
-    `checkpoints` are where each was when the relay last wrote them down, `known` what it had sent on by then and afterwards: of
-    what a checkpoint brings again, that is passed over. Both must be of one incarnation; see `agreeing`.
+    `checkpoints` are those of an earlier process, by ordinal. `forwarded` is the newest batch of each upstream that it had
+    sent. Both must be of one incarnation; see `resume_point`. Replay returns the batches between them again, and these are
+    skipped.
 
-    A number says which batch it is only in the life that has it. So nothing is passed over of an upstream that has not proven
-    to be the same: such a one begins anew, with a `Reset`.
+    A sequence number identifies a batch only within one incarnation. So an upstream that has not proven to be the same
+    incarnation is followed from its start, with a `Reset`.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         checkpoints: Sequence[Checkpoint] = (),
-        known: Mapping[int, Position] | None = None,
+        forwarded: Mapping[int, Position] | None = None,
+        *,
+        limits: StreamLimits = DEFAULT_STREAM_LIMITS,
         clock: Callable[[], float] = time.monotonic,
         transport: Transport | None = None,
     ) -> None:
         self.sources: Final = tuple(sources)
         self.ordinals: Final = {(source.label, source.rank): at for at, source in enumerate(sources)}
-        """The place of each among the upstreams: how the journal calls them."""
-        self._known = dict(known or {})
-        self.subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False, clock=clock, transport=transport)
+        """Position of each upstream among the sources, by which the journal identifies it."""
+        self._forwarded = dict(forwarded or {})
+        self.subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False, limits=limits, clock=clock, transport=transport)
         resumed = {(each.source, each.rank): each for each in checkpoints}
         try:
             for source in sources:
@@ -51,94 +65,95 @@ class Upstreams:
             raise
 
     def receive(self, timeout: float) -> list[RawDelivery]:
-        """What is new, in order; empty after `timeout` seconds."""
+        """Return new deliveries in order; an empty list after `timeout` seconds without one."""
         deliveries = self.subscriber.receive_many(timeout=timeout)
-        return self._new_of(deliveries) if self._known else deliveries
+        return self._skip_forwarded(deliveries) if self._forwarded else deliveries
 
     def ordinal(self, delivery: RawDelivery) -> int:
-        """Of the upstream that a delivery is of."""
+        """Return the ordinal of the upstream that sent a delivery."""
         return self.ordinals[delivery.source, delivery.rank]
 
     def trust(self) -> Trust:
-        """The least of all; its reason names the upstreams that it is of."""
-        return _least({source: self.subscriber.trust(*source) for source in self.ordinals})
+        """Return the lowest trust of all upstreams; the reason names them."""
+        return _lowest({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
-        """Each as its own stream has it, by ordinal."""
+        """Return the status of each upstream, by ordinal."""
         return sorted(self.subscriber.statuses(), key=lambda each: self.ordinals[each.source, each.rank])
 
     def checkpoints(self) -> list[Checkpoint]:
-        """What to write down, by ordinal; when everything received has been sent on."""
+        """Return the checkpoint of each upstream, by ordinal. Call it when everything received has been sent."""
         return sorted(self.subscriber.checkpoints(), key=lambda each: self.ordinals[each.source, each.rank])
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self.subscriber.close()
 
-    # --- what was sent on before
-
-    def _new_of(self, deliveries: list[RawDelivery]) -> list[RawDelivery]:
+    def _skip_forwarded(self, deliveries: list[RawDelivery]) -> list[RawDelivery]:
         new: list[RawDelivery] = []
-        void: set[int] = set()
+        restarted: set[int] = set()
         for delivery in deliveries:
             ordinal = self.ordinal(delivery)
-            if ordinal in void:
+            if ordinal in restarted:
                 continue
             if isinstance(delivery, Gap) or self._is_new(ordinal, delivery):
                 new.append(delivery)
             elif Doubt.IDENTITY in self.subscriber.status(delivery.source, delivery.rank).doubts:
-                void.add(ordinal)
-                self._begin_anew(ordinal)
-            else:
-                self._pass_over(delivery)
+                restarted.add(ordinal)
+                self._follow_from_start(ordinal)
+            elif isinstance(delivery, RawBatch):
+                self._report_findings(delivery)
         return new
 
     def _is_new(self, ordinal: int, delivery: RawBatch | Reset) -> bool:
-        known = self._known.get(ordinal)
-        if known is None:
+        newest = self._forwarded.get(ordinal)
+        if newest is None:
             return True
-        if isinstance(delivery, RawBatch) and (delivery.incarnation, delivery.seq) <= known:
+        if isinstance(delivery, RawBatch) and (delivery.incarnation, delivery.seq) <= newest:
             return False
-        # From here on everything is: deliveries come in order.
-        del self._known[ordinal]
+        # Deliveries come in order, so all that follow are new.
+        del self._forwarded[ordinal]
         return True
 
-    def _pass_over(self, delivery: RawDelivery) -> None:
-        """A batch that was sent on before; what reading it shows must be known to this process all the same."""
-        if isinstance(delivery, RawBatch):
-            batch = delivery.decode()
-            findings = findings_of(batch.events, batch.rejected)
-            if findings is not None:
-                self.subscriber.report(delivery, findings)
+    def _report_findings(self, delivery: RawBatch) -> None:
+        """Report what decoding a skipped batch shows: trust of the upstream in this process depends on it."""
+        batch = delivery.decode()
+        findings = findings_of(batch.events, batch.rejected)
+        if findings is not None:
+            self.subscriber.report(delivery, findings)
 
-    def _begin_anew(self, ordinal: int) -> None:
-        """Follow an upstream from 0, since its numbers may be another life's."""
+    def _follow_from_start(self, ordinal: int) -> None:
+        """Follow an upstream from number 0, since its numbers can be those of another incarnation."""
         source = self.sources[ordinal]
-        log.warning("%s rank %d has not proven to be the same; it is followed anew", source.label, source.rank)
-        life = self.subscriber.status(source.label, source.rank).incarnation
-        del self._known[ordinal]
+        log.warning(
+            "%s rank %d: not proven to be the same incarnation as before the relay restarted; following it from its start",
+            source.label,
+            source.rank,
+        )
+        incarnation = self.subscriber.status(source.label, source.rank).incarnation
+        del self._forwarded[ordinal]
         self.subscriber.remove(source.label, source.rank)
-        self.subscriber.add(source, resume=Checkpoint(source.label, source.rank, life, -1))
+        self.subscriber.add(source, resume=Checkpoint(source.label, source.rank, incarnation, -1))
 
 
-def least(statuses: Sequence[StreamStatus]) -> Trust:
-    """The least trust of several streams; its reason names those that it is of."""
-    return _least({(status.source, status.rank): status.trust for status in statuses})
+def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
+    """Return the lowest trust of several streams; the reason names the streams that have it."""
+    return _lowest({(status.source, status.rank): status.trust for status in statuses})
 
 
-def _least(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
-    worst = min((trust.name for trust in trusts.values()), key=rank_of)
-    if worst == Trust.EXACT.name:
+def _lowest(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
+    lowest = min((trust.name for trust in trusts.values()), key=rank_of)
+    if lowest == Trust.EXACT.name:
         return Trust.EXACT
-    told = [f"{source} rank {rank}: {trust}" for (source, rank), trust in trusts.items() if trust.name == worst]
-    return Trust(worst, "; ".join(told))
+    reasons = [f"{source} rank {rank}: {trust}" for (source, rank), trust in trusts.items() if trust.name == lowest]
+    return Trust(lowest, "; ".join(reasons))
 
 
-def agreeing(checkpoint: Checkpoint, position: Position | None) -> Checkpoint:
-    """The checkpoint to go on with, where the journal ends with `position`.
+def resume_point(checkpoint: Checkpoint, position: Position | None) -> Checkpoint:
+    """Return the checkpoint to resume from if the journal ends with `position` of the upstream.
 
-    Where a new incarnation began after it was written, its number says nothing of what was sent: the upstream begins anew, with
-    a `Reset`.
+    If the upstream began a new incarnation after the checkpoint, the checkpoint's number does not say what was sent. Then the
+    upstream is followed from its start, with a `Reset`.
     """
     if position is None or position[0] == checkpoint.incarnation:
         return checkpoint

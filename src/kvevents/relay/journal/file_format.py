@@ -1,4 +1,4 @@
-"""The files of a journal: a header, then frames, each checked together with everything before it.
+"""The format of a journal's files: a header, then frames, each checked together with everything before it.
 
 ::
 
@@ -8,27 +8,30 @@
     frame   length of the body u32, CRC-32 of length and body u32, body: a record as MessagePack
 
 All integers are little-endian. Each CRC continues from the one before it, the first one from the header's. So a missing, moved
-or foreign frame is found like a flipped bit.
+or foreign frame is detected like a flipped bit.
 
-Only *state* and *committed* are ever overwritten. `committed` is the number of bytes that count. It is written after the frames
-and before they are acknowledged. So all bytes before it must be there and be valid, or the file is damaged; bytes behind it are
-of a write that was never acknowledged, and are ignored. The state says whether `committed` tells of everything that was sent:
-OPEN while the log is written, CLOSED behind an orderly end, CONTINUED when there is a later log, anything else where the disk
-refused what was sent last.
+Only *state* and *committed* are ever overwritten. `committed` is the number of valid bytes. It is written after the frames, and
+before they are acknowledged. So all bytes before it must exist and be valid, or the file is damaged. Bytes behind it belong to
+a write that was never acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
+
+- OPEN while the log is written,
+- CLOSED after an orderly end,
+- CONTINUED if there is a later log,
+- anything else if the disk failed to record what was sent last.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import BinaryIO, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 import msgspec
 
-from kvevents.relay.journal.files import TEMPORARY, UNKNOWN_BOOT, Disk, Folder, boot_id
+from kvevents.relay.journal.disk import TEMPORARY, UNKNOWN_BOOT, Disk, Folder
 from kvevents.structs import prepared
 
 MAGIC: Final = b"kvejrnl\n"
@@ -52,28 +55,26 @@ HEADER_BYTES: Final = _HEADER.size + _CRC.size
 STATE_AT: Final = HEADER_BYTES
 COMMITTED_AT: Final = STATE_AT + 1
 FRAMES_AT: Final = COMMITTED_AT + _COMMITTED.size + _CRC.size
-TAIL_BATCHES: Final = 1_000
-TAIL_BYTES: Final = 8 << 20
-"""Bounds of one frame of batches in a snapshot. A single payload may be larger."""
 
 Positions: TypeAlias = dict[int, tuple[int, int]]
-"""By ordinal of an upstream: its incarnation, and the number of its newest batch in that; -1 before the first."""
+"""By ordinal of an upstream: its incarnation, and the sequence number of its newest batch in it; -1 before the first."""
 
 
-class Relayed(NamedTuple):
-    """A batch as it is sent under the relay's own number, and which batch of which upstream it is."""
+class ForwardedBatch(NamedTuple):
+    """A batch under the relay's own number, with the upstream's batch that it is."""
 
     number: int
     upstream: int
+    """Ordinal of the upstream."""
     incarnation: int
     """Of the upstream."""
     seq: int
-    """The upstream's number."""
+    """The upstream's sequence number."""
     payload: bytes
 
 
 class Origin(NamedTuple):
-    """A batch of an upstream as it came, from which batches with other bytes are made."""
+    """A batch of an upstream as received, from which batches with other bytes are made."""
 
     incarnation: int
     seq: int
@@ -81,15 +82,15 @@ class Origin(NamedTuple):
     """SHA-256 of its payload."""
 
 
-class Skipped(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Numbers that no batch has: consumers see them as lost."""
+class SkippedNumbers(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Numbers that no batch has. Consumers see them as lost."""
 
     first: int
     last: int
 
 
 class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Batches numbered from `first` on, column by column."""
+    """Batches numbered from `first` on, in columns."""
 
     first: int
     upstreams: list[int]
@@ -97,67 +98,69 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
     incarnations: list[int]
     """Of the upstreams."""
     seqs: list[int]
-    """The upstreams' numbers."""
+    """The upstreams' sequence numbers."""
     payloads: list[bytes]
 
     def positions(self) -> Positions:
-        """How far each upstream is relayed behind these batches."""
+        """Return how far each upstream is forwarded after these batches."""
         return dict(zip(self.upstreams, zip(self.incarnations, self.seqs, strict=True), strict=True))
 
-    def rows(self) -> Iterator[Relayed]:
-        """Each batch by itself."""
+    def rows(self) -> Iterator[ForwardedBatch]:
+        """Return each batch by itself."""
         numbers = range(self.first, self.first + len(self.payloads))
-        return map(Relayed, numbers, self.upstreams, self.incarnations, self.seqs, self.payloads)
+        return map(ForwardedBatch, numbers, self.upstreams, self.incarnations, self.seqs, self.payloads)
 
 
 class UpstreamReset(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """An upstream began a new life."""
+    """An upstream began a new incarnation."""
 
     upstream: int
     incarnation: int
 
 
-class Marked(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The relay's newest mark, of its own form."""
+class CheckpointSet(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The relay's newest checkpoint, encoded by the relay. It replaces the one before."""
 
-    mark: bytes
+    checkpoint: bytes
 
 
-class OriginNoted(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The batch of an upstream from which those that follow are made."""
+class OriginSet(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The batch of an upstream from which the batches that follow are made. It replaces the one before."""
 
     upstream: int
     origin: Origin
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A piece of the state in a snapshot."""
 
     payload: bytes
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The state in a snapshot is as of `number`; -1 for none. `partial` says that it does not hold all that was live."""
+    """The state in a snapshot is as of `number`; -1 if there is no state. `partial` says that live blocks are missing in it."""
 
     number: int
     partial: bool
 
 
-class Standing(msgspec.Struct, array_like=True, tag=8):
-    """What is known behind the batches; the last record of a snapshot."""
+class EndState(msgspec.Struct, array_like=True, tag=8):
+    """What is known after all batches; the last record of a snapshot."""
 
     next_number: int
-    mark: bytes | None
+    checkpoint: bytes | None
     positions: Positions
     origins: dict[int, Origin]
 
 
-Record: TypeAlias = Skipped | Batches | UpstreamReset | Marked | OriginNoted | Part | SnapshotHead | Standing
+Record: TypeAlias = (
+    SkippedNumbers | Batches | UpstreamReset | CheckpointSet | OriginSet | SnapshotPart | SnapshotHead | EndState
+)
 
 
 @prepared
-class _Prepared(msgspec.Struct):
-    """Has msgspec look at all records when this module is imported."""
+class _AllRecords(msgspec.Struct):
+    """Makes msgspec prepare all records when this module is imported."""
 
     record: Record | None = None
 
@@ -167,21 +170,22 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class DamagedError(Exception):
-    """A file does not hold what was written into it; the message says what is wrong."""
+    """A file does not hold what was written into it. The message says what is wrong."""
 
 
 class Header(NamedTuple):
     """The beginning of a file."""
 
     kind: int
+    """`LOG` or `SNAPSHOT`."""
     generation: int
-    """Of the file. A snapshot has that of the log which continues it."""
+    """Number of the file. A snapshot has that of the log which continues it."""
     incarnation: int
     """Of the relay."""
     first: int
     """Number of the next batch when the file was begun."""
     boot: bytes = UNKNOWN_BOOT
-    """Run of the machine in which the file was begun."""
+    """Boot of the machine in which the file was begun."""
     check: int = 0
     """CRC-32 with which the first frame continues."""
     state: bytes = BROKEN
@@ -190,22 +194,22 @@ class Header(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """Name of the file."""
         return f"{self.generation:016}.{SUFFIXES[self.kind]}"
 
 
-class Writer:
-    """A file that is written from its beginning on. Nothing counts until `commit`. Raises `OSError`."""
+class FileWriter:
+    """Writes a file from its beginning. Frames are valid only after `commit`. Raises `OSError`."""
 
     def __init__(self, disk: Disk, folder: Folder, name: str, header: Header) -> None:
         self._disk = disk
-        data = _HEADER.pack(MAGIC, VERSION, HEADER_BYTES, *header[:4], boot_id())
+        data = _HEADER.pack(MAGIC, VERSION, HEADER_BYTES, *header[:4], disk.boot_id())
         self._check = crc32(data)
         self.header: Final = header
         self.size = FRAMES_AT
         self.fd: Final = disk.create(name, folder.fd)
         try:
-            disk.write(self.fd, (data, _CRC.pack(self._check), header.state, _committed(FRAMES_AT)))
+            disk.write(self.fd, (data, _CRC.pack(self._check), header.state, _encode_committed(FRAMES_AT)))
         except BaseException:
             os.close(self.fd)
             raise
@@ -219,41 +223,41 @@ class Writer:
         self.size += _FRAME.size + len(body)
 
     def commit(self) -> None:
-        """Have all that was appended count."""
-        self._disk.overwrite(self.fd, COMMITTED_AT, _committed(self.size))
+        """Make all appended frames valid."""
+        self._disk.overwrite(self.fd, COMMITTED_AT, _encode_committed(self.size))
 
     def set_state(self, state: bytes) -> None:
-        """Write the state."""
+        """Overwrite the state."""
         self._disk.overwrite(self.fd, STATE_AT, state)
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # what it holds is there, or was given up
+        with suppress(OSError):  # its content is committed, or was given up
             os.close(self.fd)
 
 
-def _committed(size: int) -> bytes:
+def _encode_committed(size: int) -> bytes:
     data = _COMMITTED.pack(size)
     return data + _CRC.pack(crc32(data))
 
 
 def read_header(file: BinaryIO) -> Header:
-    """The header of a file; of a later release's, only the version is known. Raises `DamagedError`."""
+    """Read the header of a file; of a later release's file, only the version. Raises `DamagedError`."""
     data = file.read(FRAMES_AT)
     if len(data) < FRAMES_AT or not data.startswith(MAGIC):
         raise DamagedError("its header is missing")
     _, version, length = _PROLOGUE.unpack_from(data)
-    whole = (data + file.read(max(0, length - len(data))))[:length]
-    if len(whole) < max(length, _PROLOGUE.size + _CRC.size) or _CRC.pack(crc32(whole[: -_CRC.size])) != whole[-_CRC.size :]:
+    header = (data + file.read(max(0, length - len(data))))[:length]
+    if len(header) < max(length, _PROLOGUE.size + _CRC.size) or _CRC.pack(crc32(header[: -_CRC.size])) != header[-_CRC.size :]:
         raise DamagedError("its header is invalid")
     if version > VERSION:
         return Header(LOG, 0, 0, 0, version=version)
     if version != VERSION or length != HEADER_BYTES:
-        raise DamagedError(f"it is of version {version}")
+        raise DamagedError(f"it has version {version}")
     _, _, _, kind, generation, incarnation, first, boot = _HEADER.unpack_from(data)
     committed = data[COMMITTED_AT:]
     (size,) = _COMMITTED.unpack_from(committed)
-    if committed != _committed(size):
+    if committed != _encode_committed(size):
         raise DamagedError("its length is invalid")
     if kind not in SUFFIXES:
         raise DamagedError("its kind is unknown")
@@ -262,7 +266,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def read_records(file: BinaryIO, header: Header) -> Iterator[Record]:
-    """All records that count, in order. Raises `DamagedError` at the first one that is invalid."""
+    """Read all committed records in order. Raises `DamagedError` at the first invalid one."""
     if os.fstat(file.fileno()).st_size < header.committed:
         raise DamagedError("its end is missing")
     file.seek(FRAMES_AT)
@@ -280,35 +284,70 @@ def read_records(file: BinaryIO, header: Header) -> Iterator[Record]:
         try:
             yield _decode(body)
         except msgspec.MsgspecError as error:
-            raise DamagedError(f"a frame holds no record: {error}") from error
+            raise DamagedError(f"a frame is not a valid record: {error}") from error
 
 
-def tail_records(rows: Iterable[tuple[int, bytes]], first: int, end: int, upstream: int) -> Iterator[Record]:
-    """Numbered payloads as records of all numbers from `first` to before `end`; those without a payload are skipped ones."""
+def tail_records(
+    rows: Iterable[tuple[int, bytes]], first: int, end: int, upstream: int, *, max_batches: int, max_bytes: int
+) -> Iterator[Record]:
+    """Return numbered payloads as records of all numbers from `first` to `end` - 1.
+
+    Numbers without a payload become `SkippedNumbers`. A `Batches` record holds at most `max_batches` payloads, and at most
+    `max_bytes` bytes unless a single payload is larger.
+    """
     run: list[bytes] = []
     size = 0
     for number, payload in rows:
-        if number > first + len(run) or len(run) == TAIL_BATCHES or size + len(payload) > TAIL_BYTES:
+        if number > first + len(run) or len(run) == max_batches or size + len(payload) > max_bytes:
             if run:
-                yield _run(first, run, upstream)
+                yield _batches_of(first, run, upstream)
             first, run, size = first + len(run), [], 0
             if number > first:
-                yield Skipped(first, number - 1)
+                yield SkippedNumbers(first, number - 1)
                 first = number
         run.append(payload)
         size += len(payload)
     if run:
-        yield _run(first, run, upstream)
+        yield _batches_of(first, run, upstream)
     if first + len(run) < end:
-        yield Skipped(first + len(run), end - 1)
+        yield SkippedNumbers(first + len(run), end - 1)
 
 
-def _run(first: int, payloads: list[bytes], upstream: int) -> Batches:
-    none = [0] * len(payloads)
-    return Batches(first, [upstream] * len(payloads), none, none, payloads)
+def _batches_of(first: int, payloads: list[bytes], upstream: int) -> Batches:
+    zeros = [0] * len(payloads)
+    return Batches(first, [upstream] * len(payloads), zeros, zeros, payloads)
+
+
+def write_snapshot(disk: Disk, folder: Folder, header: Header, records: Sequence[Record], before: FileWriter | None) -> int:
+    """Write a snapshot, remove the files that it replaces, and return its size. Raises `OSError`.
+
+    `before` is the log that ends where the snapshot ends. It is synced and closed first.
+    """
+    try:
+        if before is not None:
+            disk.sync(before.fd)
+    finally:
+        if before is not None:
+            before.close()
+    snapshot = FileWriter(disk, folder, header.name + TEMPORARY, header)
+    try:
+        for record in records:
+            snapshot.append(record)
+        snapshot.commit()
+        disk.sync(snapshot.fd)
+    finally:
+        snapshot.close()
+    disk.rename(header.name + TEMPORARY, header.name, folder.fd)
+    disk.sync(folder.fd)
+    for name in folder.names():
+        generation = generation_of(name)
+        if generation is not None and generation < header.generation:
+            with suppress(OSError):  # recovery ignores it
+                disk.remove(name, folder.fd)
+    return snapshot.size
 
 
 def generation_of(name: str) -> int | None:
-    """Of a file of ours, finished or not; None for any other file."""
+    """Return the generation of a journal's file, complete or not; None for any other file."""
     stem, _, kind = name.removesuffix(TEMPORARY).partition(".")
     return int(stem) if stem.isdecimal() and kind in SUFFIXES.values() else None

@@ -1,6 +1,6 @@
-"""What a journal asks of the operating system: one locked folder, and files in it.
+"""The operating system's part of a journal: one locked folder, and the files in it.
 
-`Disk` is the seam at which tests have the disk refuse, or end the process. What it cannot do it raises as `OSError`.
+`Disk` is the seam at which tests make the disk fail, or kill the process. Failures are raised as `OSError`.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from typing import BinaryIO, Final
 
 from kvevents.errors import JournalError
 
-SICK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-"""Errors of a disk that may recover. Any other error when the folder is opened needs an operator."""
+RECOVERABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+"""Errors that can pass by themselves. Any other error when the folder is opened needs an operator."""
 UNKNOWN_BOOT: Final = bytes(16)
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 TEMPORARY: Final = ".tmp"
-"""How the name of a file ends that is not finished."""
+"""Suffix of a file that is not complete."""
 _LOCK: Final = "lock"
 _PRIVATE: Final = 0o600
-"""Payloads are prompts."""
-
-
-def boot_id() -> bytes:
-    """Identify this run of the machine, in 16 bytes; `UNKNOWN_BOOT` where the system does not say."""
-    try:
-        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
-    except (OSError, ValueError):
-        return UNKNOWN_BOOT
+"""Only the owner may read payloads, since they contain prompts."""
 
 
 class Disk:
-    """Files by name, in an open folder."""
+    """Operations on files of an open folder, by name."""
+
+    def __init__(self, boot_id_file: Path = BOOT_ID_FILE) -> None:
+        self._boot_id_file: Final = boot_id_file
+
+    def boot_id(self) -> bytes:
+        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system does not provide them."""
+        try:
+            return bytes.fromhex(self._boot_id_file.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
+        except (OSError, ValueError):
+            return UNKNOWN_BOOT
 
     def create(self, name: str, folder: int) -> int:
-        """Open a new, empty file for writing. A file of that name is emptied."""
+        """Open an empty file for writing. An existing file of that name is emptied."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, _PRIVATE, dir_fd=folder)
 
@@ -49,26 +51,26 @@ class Disk:
     def write(self, file: int, parts: Sequence[bytes]) -> None:
         """Append all parts."""
         left = sum(map(len, parts)) - os.writev(file, parts)
-        if left:  # a disk that fills up takes a part; asked for the rest, it says why
+        if left:  # a disk that is nearly full takes a part, and fails at the rest
             rest = memoryview(b"".join(parts))[-left:]
             while rest:
                 rest = rest[os.write(file, rest) :]
 
     def overwrite(self, file: int, at: int, data: bytes) -> None:
-        """Replace a few bytes that are in the file."""
+        """Replace a few bytes in the middle of the file."""
         if os.pwrite(file, data, at) != len(data):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def sync(self, file: int) -> None:
-        """Return when the disk has the file."""
+        """Wait until the file is on the disk."""
         os.fsync(file)
 
     def rename(self, name: str, to: str, folder: int) -> None:
-        """Rename a file, atomically."""
+        """Rename a file atomically."""
         os.rename(name, to, src_dir_fd=folder, dst_dir_fd=folder)
 
     def remove(self, name: str, folder: int) -> None:
-        """Remove a file; nothing if it is not there."""
+        """Remove a file if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
 
@@ -76,7 +78,7 @@ class Disk:
 class Folder:
     """The folder of a journal, locked and open.
 
-    Raises `OSError` for what the disk refuses, `JournalError` where another process has the folder.
+    Raises `OSError` if the disk fails, and `JournalError` if another process uses the folder.
     """
 
     def __init__(self, path: Path, *, parents: bool = True) -> None:
@@ -84,14 +86,14 @@ class Folder:
         path.mkdir(parents=parents, exist_ok=True, mode=0o700)
         self.fd: Final = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._lock = self._take_lock()
+            self._lock = self._acquire_lock()
         except BaseException:
             os.close(self.fd)
             raise
 
     def names(self) -> list[str]:
-        """Names of all files."""
-        return os.listdir(self.fd)  # noqa: PTH208 - of an open folder, which Path cannot
+        """Return the names of all files."""
+        return os.listdir(self.fd)  # noqa: PTH208 - Path cannot list an open folder
 
     def read(self, name: str) -> BinaryIO:
         """Open a file for reading."""
@@ -99,7 +101,7 @@ class Folder:
         return open(name, "rb", opener=lambda name, mode: os.open(name, mode | flags, dir_fd=self.fd))
 
     def is_gone(self) -> bool:
-        """Whether the path leads to another folder by now, or to none."""
+        """Return whether the path does not lead to this folder any more."""
         try:
             there, here = self.path.stat(), os.fstat(self.fd)
         except OSError:
@@ -107,23 +109,23 @@ class Folder:
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close and unlock the folder."""
         for fd in (self._lock, self.fd):
             os.close(fd)
 
-    def _take_lock(self) -> int:
+    def _acquire_lock(self) -> int:
         fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(OSError):  # on a full disk: the number is for the message below
+            with suppress(OSError):  # on a full disk: the number only serves the message below
                 os.ftruncate(fd, 0)
                 os.write(fd, str(os.getpid()).encode())
         except BlockingIOError as error:
             pid = os.read(fd, 20).decode(errors="replace")
             os.close(fd)
             raise JournalError(
-                f"no journal can be kept in {self.path}: another process uses it{f', {pid}' if pid else ''}; "
-                "name another folder, or end that one first"
+                f"cannot open the journal folder {self.path}: another process uses it{f' (pid {pid})' if pid else ''}; "
+                "choose another folder, or stop that process first"
             ) from error
         except BaseException:
             os.close(fd)
@@ -132,12 +134,14 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder | OSError:
-    """The folder, or why the disk does not give it now. Raises `JournalError` for what an operator must change."""
+    """Open and lock a folder, or return a recoverable error. Raises `JournalError` if an operator must change something."""
     try:
         return Folder(path)
     except JournalError:
         raise
     except OSError as error:
-        if error.errno in SICK:
+        if error.errno in RECOVERABLE:
             return error
-        raise JournalError(f"no journal can be kept in {path}: {error.strerror}; name a folder that can be written") from error
+        raise JournalError(
+            f"cannot open the journal folder {path}: {error.strerror}; choose a folder that this process can write"
+        ) from error

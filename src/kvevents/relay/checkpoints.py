@@ -1,0 +1,372 @@
+"""What a relay writes into its journal besides batches, and how it continues from a journal.
+
+A *relay checkpoint* says how far each upstream was followed. A snapshot of the journal is the state in the replay buffer's
+history and, if upstreams share the stream, whose blocks are whose. Without a journal nothing is written, and the checkpoints
+are kept in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.events import AllBlocksCleared, KVEventBatch
+from kvevents.index import Applied
+from kvevents.publisher.buffer import Collapsed, ReplayBuffer
+from kvevents.relay.encoding import DialectEncoder, encode_parts
+from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
+from kvevents.relay.ownership import UpstreamBlocks
+from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, IndexedStream, Sequencer
+from kvevents.relay.settings import RelayLimits, RelaySettings
+from kvevents.relay.transform import PassThrough, Transform, expressible_placement
+from kvevents.relay.upstreams import Position, Upstreams, resume_point
+from kvevents.stream import Checkpoint, Doubt, Fingerprint, Gap, Reset
+from kvevents.structs import prepared
+from kvevents.subscriber import StreamStatus
+from kvevents.wire import decode_batch
+
+_BATCHES_PER_READ: Final = 1_000
+"""Of a journal, read while the ones before are applied."""
+_OWNERSHIP_PREFIX: Final = b"\xc1aside"
+"""First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these."""
+
+
+@prepared
+class RelayCheckpoint(msgspec.Struct, frozen=True):
+    """How far the upstreams were followed, and what a later process must know to continue."""
+
+    fingerprint: str
+    """`RelaySettings.fingerprint`: another one means another stream."""
+    checkpoints: list[Checkpoint]
+    """By ordinal of the upstream."""
+    form: str = ""
+    """`DialectEncoder.form`."""
+    has_salted_prompts: bool = False
+    """Whether keys of a prompt with a salt were forwarded. The journal has no salt, so blocks behind it cannot get keys."""
+
+
+@prepared
+class Ownership(msgspec.Struct, frozen=True):
+    """Whose blocks are whose in a shared stream, or a piece of it."""
+
+    number: int = -1
+    """The last number of the stream that it covers."""
+    blocks: list[tuple[int, Any]] = []
+    """Ordinals of upstreams, each with a piece of `UpstreamBlocks.dump`."""
+
+
+# --- writing
+
+
+class CheckpointWriter:
+    """Writes checkpoints and snapshots of one relay into its journal."""
+
+    def __init__(
+        self,
+        journal: Journal | None,
+        fingerprint: str,
+        upstreams: Upstreams,
+        transform: PassThrough | Transform,
+        sequencer: Sequencer,
+        buffer: ReplayBuffer,
+        checkpoints: Sequence[Checkpoint],
+        limits: RelayLimits,
+    ) -> None:
+        self._journal: Final = journal
+        self._fingerprint: Final = fingerprint
+        self._upstreams: Final = upstreams
+        self._transform: Final = transform
+        self._sequencer: Final = sequencer
+        self._buffer: Final = buffer
+        self._limits: Final = limits
+        self.checkpoints = list(checkpoints)
+        """By ordinal of the upstream, as written last."""
+        self._written_number = -1
+        """The next number when the upstreams' checkpoints were taken last."""
+        self._written_at = self._snapshot_tried_at = -math.inf
+        self._doubts: list[frozenset[Doubt]] = []
+        """Of the upstreams, at the last checkpoint."""
+
+    def request(self) -> None:
+        """Have the next `run_due` write a checkpoint, whatever the time."""
+        self._written_at = -math.inf
+
+    def record_reset(self, ordinal: int, reset: Reset) -> None:
+        """Record a reset of an upstream, which voids its earlier checkpoints; see `upstreams.resume_point`."""
+        if self._journal is not None:
+            self._journal.reset(ordinal, reset.incarnation)
+
+    def record_gap(self, ordinal: int, gap: Gap) -> None:
+        """Record that batches of an upstream are lost. Call it before batches that follow the gap are sent."""
+        checkpoint = self.checkpoints[ordinal]
+        if checkpoint.incarnation == gap.incarnation:
+            doubts = {**checkpoint.doubts, Doubt.LOST.name: gap.last}
+            self.checkpoints[ordinal] = msgspec.structs.replace(checkpoint, doubts=doubts)
+            self.write()
+
+    def run_due(self, statuses: Sequence[StreamStatus], now: float) -> None:
+        """Write a checkpoint or a snapshot if it is due. Call it when everything received has been sent.
+
+        `statuses` are those of the upstreams, by ordinal.
+        """
+        journal = self._journal
+        if journal is None:
+            return
+        has_news = self._sequencer.next_number != self._written_number
+        is_due = has_news and now >= self._written_at + self._limits.checkpoint_interval
+        if is_due or [each.doubts for each in statuses] != self._doubts:
+            self._written_at = now
+            self.take(statuses)
+        journal.tick(now)
+        if journal.wants_snapshot and now >= self._snapshot_tried_at + self._limits.snapshot_retry_interval:
+            self._snapshot_tried_at = now
+            self._write_snapshot(journal, statuses)
+
+    def take(self, statuses: Sequence[StreamStatus]) -> None:
+        """Take the checkpoints of the upstreams and write them. Call it when everything received has been sent."""
+        self._written_number = self._sequencer.next_number
+        self._doubts = [each.doubts for each in statuses]
+        self.checkpoints = self._upstreams.checkpoints()
+        self.write()
+
+    def write(self) -> None:
+        """Write the last checkpoints again, with the current form of the stream."""
+        if self._journal is not None:
+            checkpoint = RelayCheckpoint(
+                self._fingerprint, self.checkpoints, self._sequencer.encoder.form, self._transform.has_salted_prompts
+            )
+            self._journal.set_checkpoint(msgspec.msgpack.encode(checkpoint))
+
+    def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
+        """Replace the files of the journal by a snapshot: the history of the buffer as one state, then the buffer's batches."""
+        last = self._sequencer.next_number - 1
+        found = self._buffer.collapsed_at(last)
+        if found is None:
+            return
+        collapsed, tail = found
+        if collapsed is None and (journal.state == "disk" or self._has_history()):
+            return
+        number = -1 if collapsed is None else collapsed.number
+        parts = snapshot_parts(collapsed, last, self._transform.blocks())
+        self.take(statuses)  # the tail has no upstreams, so the checkpoints must be as of its end
+        journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=collapsed is not None and collapsed.partial)
+
+    def _has_history(self) -> bool:
+        """Return whether batches have left the buffer."""
+        history = self._buffer.history_stats()
+        return history is None or history.batches > 0
+
+
+def snapshot_parts(collapsed: Collapsed | None, number: int, blocks: Mapping[int, UpstreamBlocks]) -> list[bytes]:
+    """Return a snapshot for the journal: the state of the buffer's history, and whose blocks are whose as of `number`."""
+    ownership = [Ownership(number), *(Ownership(number, [(at, piece)]) for at, each in blocks.items() for piece in each.dump())]
+    payloads = [] if collapsed is None else collapsed.payloads
+    return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(each) for each in ownership)]
+
+
+# --- restoring
+
+
+class Restored(NamedTuple):
+    """What a relay starts with."""
+
+    incarnation: int
+    next_number: int = 0
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Of the upstreams, by ordinal; empty for a new incarnation."""
+    forwarded: Mapping[int, Position] = {}
+    """The newest batch of each upstream that was sent before."""
+    blocks: Mapping[int, UpstreamBlocks] = {}
+    was_resumed: bool = False
+    """Whether the relay continues the incarnation of an earlier process."""
+    reason: str = "new incarnation: there is no journal"
+    """Why it continues or starts a new incarnation, for operators."""
+    seconds: float = 0.0
+    """Time that this took."""
+
+
+def restore(
+    settings: RelaySettings,
+    journal: Journal | None,
+    buffer: ReplayBuffer,
+    state: IndexedStream,
+    received: Mapping[int, IndexedStream],
+    encoder: DialectEncoder,
+) -> Restored:
+    """Restore the relay from the journal, or start a new incarnation. Afterwards the journal can be appended to.
+
+    Fills `buffer`, `state` (what consumers hold) and `received` (the upstreams' streams as received, by ordinal). Raises
+    `JournalError` if a file of the journal cannot be read a second time.
+    """
+    if journal is None:
+        return Restored(_incarnation_after(None))
+    start = time.monotonic()
+    recovered = journal.recover()
+    usable = _usable(settings, recovered)
+    if isinstance(usable, str):
+        incarnation = _incarnation_after(recovered.incarnation)
+        journal.begin(incarnation)
+        return Restored(incarnation, reason=f"new incarnation: {usable}", seconds=time.monotonic() - start)
+    encoder.restore(usable.checkpoint.form)
+    newest = _NewestForwarded(usable.checkpoint.checkpoints)
+    blocks = _fill(settings, usable, buffer, state, received, newest)
+    journal.resume(recovered)
+    forwarded = {at: position for at, position in recovered.positions.items() if at < len(settings.upstreams)}
+    checkpoints: list[Checkpoint] = []
+    for at, checkpoint in enumerate(usable.checkpoint.checkpoints):
+        if settings.changes_payloads:
+            required = _requiring_origin(checkpoint, recovered.origins.get(at))
+        else:
+            required = newest.required_by(at)
+        checkpoints.append(resume_point(required, forwarded.get(at)))
+    return Restored(
+        recovered.incarnation or 0,
+        recovered.next_number,
+        tuple(checkpoints),
+        forwarded,
+        blocks,
+        was_resumed=True,
+        reason=f"resumed at number {recovered.next_number} of incarnation {recovered.incarnation}",
+        seconds=time.monotonic() - start,
+    )
+
+
+def _incarnation_after(before: int | None) -> int:
+    """Return an incarnation above `before`: milliseconds since the epoch, unless the clock was set back."""
+    return max(int(time.time() * 1000), 0 if before is None else before + 1)
+
+
+class _Usable(NamedTuple):
+    """A journal from which the relay can continue."""
+
+    recovered: Recovered
+    checkpoint: RelayCheckpoint
+    parts: list[bytes]
+    """Of the state in the snapshot."""
+    ownership: Ownership
+
+
+def _usable(settings: RelaySettings, recovered: Recovered) -> _Usable | str:
+    """Decode a journal, or return why the relay cannot continue from it."""
+    if recovered.incomplete or recovered.incarnation is None:
+        return recovered.incomplete or "the journal is new"
+    try:
+        checkpoint = msgspec.msgpack.decode(recovered.checkpoint or b"", type=RelayCheckpoint)
+    except msgspec.MsgspecError:
+        return "the journal has no checkpoint of its upstreams"
+    if checkpoint.fingerprint != settings.fingerprint():
+        return "the journal belongs to other upstreams, or to another dialect or treatment of tokens"
+    if checkpoint.has_salted_prompts and settings.tokens == "hash":
+        return "prompts had salts, which the journal does not hold, so blocks that continue them could not get keys"
+    try:
+        return _Usable(recovered, checkpoint, *_split_parts(recovered))
+    except msgspec.MsgspecError as error:
+        return f"the journal's snapshot is of another release: {error}"
+
+
+def _split_parts(recovered: Recovered) -> tuple[list[bytes], Ownership]:
+    parts = list(recovered.parts())
+    pieces = [
+        msgspec.msgpack.decode(part.removeprefix(_OWNERSHIP_PREFIX), type=Ownership)
+        for part in parts
+        if part.startswith(_OWNERSHIP_PREFIX)
+    ]
+    ownership = Ownership(pieces[0].number if pieces else -1, [each for piece in pieces for each in piece.blocks])
+    return [part for part in parts if not part.startswith(_OWNERSHIP_PREFIX)], ownership
+
+
+class _NewestForwarded:
+    """Finds the newest batch of each upstream that was forwarded after its checkpoint.
+
+    A restarted relay skips batches that it has forwarded. So the upstream must prove that it sent this one. A batch with a
+    heartbeat is not in the journal as received. If it holds nothing else it proves nothing. If it is a part of a snapshot, the
+    upstream cannot repeat it, and is followed from its start.
+    """
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self._checkpoints = checkpoints
+        self._newest: dict[int, ForwardedBatch] = {}
+
+    def observe(self, batches: Iterable[ForwardedBatch]) -> None:
+        """Take note of batches of the journal, in their order."""
+        for batch in batches:
+            if batch.upstream >= len(self._checkpoints):
+                continue
+            checkpoint = self._checkpoints[batch.upstream]
+            is_newer = batch.incarnation == checkpoint.incarnation and batch.seq > checkpoint.last_seq
+            if is_newer and _has_content(batch.payload):
+                self._newest[batch.upstream] = batch
+
+    def required_by(self, ordinal: int) -> Checkpoint:
+        """Return the checkpoint of an upstream, extended by that batch."""
+        checkpoint, newest = self._checkpoints[ordinal], self._newest.get(ordinal)
+        return checkpoint if newest is None else checkpoint.requiring(newest.seq, newest.payload)
+
+
+def _has_content(payload: bytes) -> bool:
+    """Return whether a batch has an event besides heartbeats."""
+    return any(isinstance(each, AllBlocksCleared) or each.block_hashes for each in decode_batch(payload).batch.events)
+
+
+def _requiring_origin(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
+    """Extend the checkpoint of an upstream whose batches were changed by the newest one as received."""
+    if origin is None or origin.incarnation != checkpoint.incarnation or not checkpoint.anchors:
+        return checkpoint
+    proof = checkpoint.proof()
+    proof.needs(Fingerprint(origin.seq, origin.digest, live=False).anchor())
+    return msgspec.structs.replace(checkpoint, anchors=tuple(map(Fingerprint.of, proof.anchors)), proof_lost=proof.is_lost)
+
+
+def _fill(
+    settings: RelaySettings,
+    usable: _Usable,
+    buffer: ReplayBuffer,
+    state: IndexedStream,
+    received: Mapping[int, IndexedStream],
+    newest: _NewestForwarded,
+) -> dict[int, UpstreamBlocks]:
+    """Apply the journal to the buffer and to all streams, in parallel: native code applies without the interpreter lock."""
+    recovered, parts = usable.recovered, usable.parts
+    streams = [state, *received.values()]
+    with ThreadPoolExecutor(max(1, len(streams))) as pool:
+        applying = [pool.submit(stream.apply, parts) for stream in streams]
+        buffer.resume(recovered.snapshot_number, parts, recovered.partial, rank=settings.upstreams[0].rank)
+        batches = recovered.batches()
+        while chunk := list(islice(batches, _BATCHES_PER_READ)):
+            _wait_for(applying)
+            payloads = [each.payload for each in chunk]
+            applying = [pool.submit(stream.apply, payloads) for stream in streams]
+            buffer.extend([(each.number, each.payload) for each in chunk])
+            newest.observe(chunk)
+        _wait_for(applying)
+    if len(settings.upstreams) == 1:
+        return {}
+    blocks = _restore_ownership(settings, recovered, usable.ownership)
+    # Each stream has the blocks of all upstreams now, and keeps those of its own.
+    for at, stream in received.items():
+        others = [event for other, each in blocks.items() if other != at for event in each.removals()]
+        stream.apply(encode_parts(KVEventBatch(0.0, others), None))
+    return blocks
+
+
+def _wait_for(applying: list[Future[dict[int, Applied]]]) -> None:
+    for each in applying:
+        each.result()
+
+
+def _restore_ownership(settings: RelaySettings, recovered: Recovered, ownership: Ownership) -> dict[int, UpstreamBlocks]:
+    """Restore whose blocks are whose. Retractions are recorded with the ordinal of their upstream, too."""
+    fields = expressible_placement(settings.resolved_dialect)
+    blocks = {at: UpstreamBlocks(fields) for at in range(len(settings.upstreams))}
+    for at, piece in ownership.blocks:
+        blocks[at].load(piece)
+    for batch in recovered.batches():
+        if batch.number > ownership.number and batch.upstream != OWN_UPSTREAM:
+            blocks[batch.upstream % RETRACTION_OFFSET].apply(decode_batch(batch.payload).batch.events)
+    return blocks

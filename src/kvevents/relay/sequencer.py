@@ -1,0 +1,257 @@
+"""The relay's own stream: numbers each batch, writes it into the journal, and then sends it to consumers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import Final
+
+from kvevents.errors import UnknownSourceError
+from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
+from kvevents.index import Applied, PrefixIndex
+from kvevents.publisher.broadcast import Broadcast
+from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.kept import Numbered
+from kvevents.relay.encoding import DialectEncoder, loses_events, without_heartbeats
+from kvevents.relay.journal import Batches, Journal, Origin
+from kvevents.stream import Findings, RawBatch, Reset, Trust
+from kvevents.stream.trust import rank_of
+from kvevents.wire import decode_batch
+
+OWN_UPSTREAM: Final = 65_535
+"""The upstream that the journal records for batches of the relay's own: heartbeats, clears and empty batches."""
+RETRACTION_OFFSET: Final = 32_768
+"""Added to the ordinal of an upstream for batches that remove what the upstream stored. They are no batches of it."""
+_MAX_REASON: Final = 1_000
+"""Characters of a heartbeat's reason."""
+_EMPTY_DIGEST: Final = "0" * 32
+
+
+class IndexedStream:
+    """One stream of an index, whose payloads are numbered as they are applied."""
+
+    def __init__(self, index: PrefixIndex, name: str) -> None:
+        self._index: Final = index
+        self._name: Final = name
+        self._incarnation = 0
+        self._seq = 0
+
+    def apply(self, payloads: Sequence[bytes]) -> dict[int, Applied]:
+        """Apply the next payloads. Return the outcome of each that was not simply applied, by its position."""
+        first = self._seq
+        self._seq += len(payloads)
+        return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
+
+    def reset(self) -> None:
+        """Remove everything."""
+        self._incarnation += 1
+        self._seq = 0
+        self._index.apply(Reset(self._name, 0, self._incarnation, "reset"))
+
+    def digest(self) -> str:
+        """Return `PrefixIndex.digest` of the stream."""
+        with suppress(UnknownSourceError):
+            return self._index.digest(self._name)
+        return _EMPTY_DIGEST
+
+    def key_of(self, block_hash: int) -> int | None:
+        """Return the block key of a resident block; None if it is not resident, or an orphan."""
+        return self._index._key_of(self._name, 0, block_hash)  # noqa: SLF001 - the only user
+
+    @property
+    def blocks(self) -> int:
+        """Resident blocks, on all tiers."""
+        return sum(each.blocks for each in self._index.workers() if each.source == self._name)
+
+
+class Sequencer:
+    """Gives each batch its number, applies it to `state`, appends it to the journal and sends it, in this order.
+
+    `state` is what consumers hold. `journal` is None if nothing outlives the process. `next_number` is the first number to
+    give; if it is above 0, consumers might not have seen the number before it.
+    """
+
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        state: IndexedStream,
+        journal: Journal | None,
+        encoder: DialectEncoder,
+        next_number: int,
+        heartbeat: float,
+    ) -> None:
+        self.next_number = next_number
+        self.skipped_numbers = 0
+        """Numbers that no batch has, in this process."""
+        self.heartbeats = 0
+        """Heartbeats sent."""
+        self.batches_since_heartbeat = 0
+        self._broadcast: Final = broadcast
+        self._state: Final = state
+        self._journal: Final = journal
+        self.encoder: Final = encoder
+        self._heartbeat: Final = heartbeat
+        self._is_newest_unseen = next_number > 0
+        """Whether consumers might not have seen the newest number."""
+
+    def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, Applied]:
+        """Send `payloads`, made from batches of one upstream. Return the outcome of each that was not simply applied.
+
+        Before a payload with events that nobody can decode, a number is skipped. A payload that nobody can decode at all is
+        not sent.
+        """
+        self.encoder.observe(payloads)
+        applied = self._state.apply(payloads)
+        first = 0
+        for at, outcome in applied.items():
+            findings = outcome.findings
+            if findings is None or not (findings.heartbeat or loses_events(findings)):
+                continue
+            self._send(ordinal, origins[first:at], payloads[first:at])
+            self._send_changed(ordinal, origins[at], payloads[at], findings)
+            first = at + 1
+        self._send(ordinal, origins[first:], payloads[first:])
+        return applied
+
+    def record_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
+        """Record the newest of the batches from which the next payloads are made.
+
+        The journal holds the changed payloads only. After a kill the upstream must prove that it sent this batch.
+        """
+        newest = batches[-1]
+        if self._journal is not None:
+            digest = sha256(newest.payload).digest()
+            self._journal.set_origin(ordinal, Origin(newest.incarnation, newest.seq, digest))
+
+    def send_events(self, events: Iterable[KVEvent], rank: int | None = 0) -> None:
+        """Send a batch of the relay's own."""
+        self.encoder.observe_newest()
+        self.send_payloads([self.encoder.encode(KVEventBatch(time.time(), list(events), rank))])
+
+    def send_payloads(self, payloads: Sequence[bytes], upstream: int = OWN_UPSTREAM) -> None:
+        """Send payloads of the relay's own. After a kill the journal holds all of them or none."""
+        self._state.apply(payloads)
+        zeros = [0] * len(payloads)
+        self._append_and_send([upstream] * len(payloads), zeros, zeros, payloads)
+
+    def send_heartbeat(self, trust: Trust, rank: int | None = 0) -> None:
+        """Send a heartbeat with the digest of what consumers hold."""
+        self.heartbeats += 1
+        reason = trust.reason[:_MAX_REASON]
+        heartbeat = Heartbeat(self._state.digest(), self._heartbeat, trust.name, reason, self._broadcast.incarnation)
+        self.send_events([BlockRemoved([], heartbeat=heartbeat)], rank)
+        self.batches_since_heartbeat = 0
+
+    def send_barrier(self, rank: int | None = 0) -> None:
+        """Send an empty batch as the barrier of a placement snapshot."""
+        payload = self.encoder.encode(KVEventBatch(time.time(), [], rank))
+        self._append(Batches(self.next_number, [OWN_UPSTREAM], [0], [0], [payload]))
+        self._broadcast.cut(self.next_number, payload)
+        self.next_number += 1
+        self.batches_since_heartbeat += 1
+        self._is_newest_unseen = False
+
+    def skip_number(self) -> None:
+        """Skip a number. Consumers notice the gap when the next number arrives."""
+        if self._journal is not None:
+            self._journal.skip(self.next_number)
+        self.next_number += 1
+        self.skipped_numbers += 1
+        self._is_newest_unseen = True
+
+    def flush_skipped(self, rank: int | None = 0) -> None:
+        """Send an empty batch if the newest number was skipped, so that consumers notice."""
+        if self._is_newest_unseen:
+            self.send_events([], rank)
+
+    def _send(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> None:
+        incarnations, seqs = [origin.incarnation for origin in origins], [origin.seq for origin in origins]
+        self._append_and_send([ordinal] * len(payloads), incarnations, seqs, payloads)
+
+    def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, findings: Findings) -> None:
+        """Send a payload without its heartbeat, behind a skipped number if events are missing."""
+        if loses_events(findings):
+            # Before the batch: a relay that is killed in between skips a number again.
+            self.skip_number()
+        parts = [payload]
+        if findings.heartbeat is not None:
+            batch = decode_batch(payload).batch
+            kept = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
+            parts = self.encoder.encode_parts(kept)
+        for each in parts:
+            if len(each) <= self.encoder.max_payload:
+                self._send(ordinal, [origin], [each])
+            elif each is not payload:
+                self.skip_number()
+
+    def _append_and_send(
+        self, upstreams: list[int], incarnations: list[int], seqs: list[int], payloads: Sequence[bytes]
+    ) -> None:
+        if not payloads:
+            return
+        self._append(Batches(self.next_number, upstreams, incarnations, seqs, list(payloads)))
+        numbered: list[Numbered] = list(enumerate(payloads, self.next_number))
+        self._broadcast.send(numbered)
+        self.next_number += len(payloads)
+        self.batches_since_heartbeat += len(payloads)
+        self._is_newest_unseen = False
+
+    def _append(self, batches: Batches) -> None:
+        if self._journal is not None:
+            self._journal.append(batches)
+
+
+class HeartbeatSchedule:
+    """Decides when a heartbeat is due: periodically, when trust changes, and when the last one leaves the replay buffer.
+
+    `heartbeat` is the promised period. `trust_interval` is the least time between two heartbeats when trust rises or its reason
+    changes. Both are in seconds.
+    """
+
+    def __init__(
+        self, sequencer: Sequencer, buffer: ReplayBuffer, rank: int, *, heartbeat: float, trust_interval: float
+    ) -> None:
+        self._sequencer: Final = sequencer
+        self._buffer: Final = buffer
+        self._rank: Final = rank
+        self._heartbeat: Final = heartbeat
+        self._trust_interval: Final = min(heartbeat, trust_interval)
+        self._sent_at = -math.inf
+        self._sent: Trust | None = None
+        """Trust in the last heartbeat."""
+
+    def send_if_due(self, trust: Trust, now: float) -> None:
+        """Send a heartbeat if its time has come or trust has changed; a drop of trust at once."""
+        if now >= self._sent_at + self._delay(trust):
+            self._sent_at = now
+            self.send(trust)
+
+    def send_if_lower(self, trust: Trust, now: float) -> None:
+        """Send a heartbeat if trust is below that of the last one, or below EXACT if there was none."""
+        if rank_of(trust.name) < rank_of("EXACT" if self._sent is None else self._sent.name):
+            self.send_if_due(trust, now)
+
+    def send(self, trust: Trust) -> None:
+        """Send a heartbeat, due or not."""
+        self._sent = trust
+        self._sequencer.send_heartbeat(trust, self._rank)
+
+    @property
+    def is_repeat_due(self) -> bool:
+        """Whether the last heartbeat has passed half of a replay buffer that batches have left already.
+
+        A consumer that starts late gets older batches as a snapshot, which has no trust. With a heartbeat in the buffer it
+        learns the trust in the same answer.
+        """
+        half = max(1, len(self._buffer) // 2)
+        return bool(self._sent and self._buffer.has_left and self._sequencer.batches_since_heartbeat >= half)
+
+    def _delay(self, trust: Trust) -> float:
+        """Least time in seconds between the last heartbeat and one with this trust."""
+        if self._sent is None or rank_of(trust.name) < rank_of(self._sent.name):
+            return 0.0
+        is_same = (trust.name, trust.reason) == (self._sent.name, self._sent.reason)
+        return self._heartbeat if is_same else self._trust_interval

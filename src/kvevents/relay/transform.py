@@ -1,0 +1,337 @@
+"""From batches of upstreams to payloads of the relay's stream: forwarded as received, or decoded, changed and encoded again.
+
+Payloads are changed for another dialect, to remove tokens, or because several upstreams share the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvevents.errors import EncodeError
+from kvevents.events import AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.relay.encoding import encode_parts, last_heartbeat, loses_events, without_heartbeats
+from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
+from kvevents.relay.sequencer import IndexedStream, Sequencer
+from kvevents.relay.settings import RelayLimits, RelaySettings
+from kvevents.stream import Findings, RawBatch
+from kvevents.wire import Rejected, decode_batch
+from kvevents.wire.dialects import Dialect
+from kvevents.wire.respelling import scope_of
+
+Report: TypeAlias = Callable[[RawBatch, Findings], None]
+
+
+class PassThrough:
+    """Forwards the payloads of a single upstream as received."""
+
+    has_salted_prompts = False
+
+    def __init__(self, sequencer: Sequencer, report: Report) -> None:
+        self._sequencer: Final = sequencer
+        self._report: Final = report
+
+    def forward(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
+        """See `Transform.forward`."""
+        applied = self._sequencer.forward(ordinal, batches, [batch.payload for batch in batches])
+        for at, outcome in applied.items():
+            if outcome.findings is not None:
+                self._report(batches[at], outcome.findings)
+
+    def retract(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is one upstream
+        """See `Transform.retract`."""
+        return [AllBlocksCleared()]
+
+    def blocks(self) -> dict[int, UpstreamBlocks]:
+        """See `Transform.blocks`."""
+        return {}
+
+
+class Transform:
+    """Decodes batches, changes them and encodes them again, with one `BatchTransform` for each upstream.
+
+    `received` has the streams of the upstreams as received, by ordinal; see `received_streams`. `blocks` are those of
+    `UpstreamBlocks` that a journal restored. `write_checkpoint` is called before the first salted prompt is forwarded.
+    """
+
+    def __init__(
+        self,
+        settings: RelaySettings,
+        limits: RelayLimits,
+        sequencer: Sequencer,
+        received: Mapping[int, IndexedStream],
+        blocks: Mapping[int, UpstreamBlocks],
+        report: Report,
+        write_checkpoint: Callable[[], None],
+    ) -> None:
+        self.has_salted_prompts = False
+        """Whether keys of a prompt with a salt were forwarded."""
+        self._write_checkpoint: Final = write_checkpoint
+        self._sequencer: Final = sequencer
+        self._report: Final = report
+        self._is_shared: Final = len(settings.upstreams) > 1
+        self._received: Final = received
+        fields = expressible_placement(settings.resolved_dialect)
+        self._transforms: Final = {
+            at: BatchTransform(
+                settings.resolved_dialect,
+                limits,
+                blocks.get(at, UpstreamBlocks(fields)) if self._is_shared else None,
+                _redactor(settings, received.get(at)),
+            )
+            for at in range(len(settings.upstreams))
+        }
+
+    def forward(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
+        """Send batches of one upstream, and report what decoding them has shown."""
+        self._sequencer.record_origin(ordinal, batches)
+        for batch in batches:
+            self._forward(ordinal, batch)
+
+    def retract(self, ordinal: int) -> list[KVEvent]:
+        """Forget an upstream's blocks, and return the events that remove them downstream; none if it holds none."""
+        if ordinal in self._received:
+            self._received[ordinal].reset()
+        return self._transforms[ordinal].retract()
+
+    def blocks(self) -> dict[int, UpstreamBlocks]:
+        """Return the blocks of each upstream by ordinal, if upstreams share the stream."""
+        return {at: each.blocks for at, each in self._transforms.items() if each.blocks is not None}
+
+    def _forward(self, ordinal: int, batch: RawBatch) -> None:
+        received = self._received.get(ordinal)
+        agrees = None
+        if received is not None:
+            applied = received.apply([batch.payload]).get(0)
+            # In a shared stream this state was restored from what was sent, which can lack blocks of the upstream.
+            agrees = None if applied is None or applied.findings is None or self._is_shared else applied.findings.agrees
+        transformed = self._transforms[ordinal](batch)
+        if not self.has_salted_prompts and any(each.has_salted_prompts for each in self._transforms.values()):
+            # Before the batch is in the journal, so that a relay that is killed then knows.
+            self.has_salted_prompts = True
+            self._write_checkpoint()
+        findings = Findings(transformed.rejected, transformed.cleared, transformed.heartbeat, agrees)
+        if loses_events(findings):
+            # Before the batch: a relay that is killed in between skips a number again.
+            self._sequencer.skip_number()
+        self._sequencer.forward(ordinal, [batch] * len(transformed.payloads), transformed.payloads)
+        if findings != _NO_FINDINGS:
+            self._report(batch, findings)
+
+
+_NO_FINDINGS: Final = Findings()
+
+
+class TransformedBatch(NamedTuple):
+    """What a batch becomes, and what decoding it has shown."""
+
+    payloads: list[bytes]
+    """Empty if no event is left; more than one if consumers would not accept a single one."""
+    cleared: bool
+    """Whether the batch clears all blocks."""
+    heartbeat: Heartbeat | None
+    rejected: tuple[Rejected, ...]
+    """Events that could not be decoded, or that the dialect cannot express: consumers must notice that they are missing."""
+
+
+class BatchTransform:
+    """Changes the batches of one upstream. Call it with each batch, in order.
+
+    With `blocks` the upstream shares the stream with others. With a `redactor` tokens are removed.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect | None,
+        limits: RelayLimits,
+        blocks: UpstreamBlocks | None = None,
+        redactor: Redactor | None = None,
+    ) -> None:
+        self.blocks: Final = blocks
+        self._dialect: Final = dialect
+        self._limits: Final = limits
+        self._redactor: Final = redactor
+        self._scopes: Final = _expressible_scopes(dialect, shared=blocks is not None)
+
+    @property
+    def has_salted_prompts(self) -> bool:
+        """Whether the redactor has replaced tokens of a prompt with a salt."""
+        return self._redactor is not None and self._redactor.has_salted_prompts
+
+    def __call__(self, delivery: RawBatch) -> TransformedBatch:
+        """Return the batch as it is to be sent."""
+        found = decode_batch(delivery.payload)
+        batch, rejected = found.batch, list(found.rejected)
+        heartbeat = last_heartbeat(batch.events)
+        events = without_heartbeats(batch.events)
+        cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in events)
+        events = [self._expressible_clear(event, rejected) for event in events]
+        if self._redactor is None:
+            events = self._expressible_namespaces(events)
+        if self.blocks is not None:
+            events = self.blocks.apply(events)
+        if self._redactor is not None:
+            events = self._redactor(events)
+        if self.blocks is not None and len(self.blocks) > self._limits.max_upstream_blocks:
+            events += self.blocks.clear()
+            message = f"an upstream has more than {self._limits.max_upstream_blocks} blocks: all of them are removed"
+            rejected.append(Rejected("more", message))
+        payloads: list[bytes] = []
+        if events or heartbeat is None:
+            rank = delivery.rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+            payloads = self._encode(KVEventBatch(batch.ts, events, rank), rejected)
+        return TransformedBatch(payloads, cleared, heartbeat, tuple(rejected))
+
+    def retract(self) -> list[KVEvent]:
+        """See `Transform.retract`."""
+        return [AllBlocksCleared()] if self.blocks is None else self.blocks.clear()
+
+    def _expressible_clear(self, event: KVEvent, rejected: list[Rejected]) -> KVEvent:
+        """Widen a clear whose tier or group the dialect cannot express: consumers clear too much rather than too little."""
+        if isinstance(event, AllBlocksCleared) and not self._scopes.issuperset(scope_of(event)):
+            rejected.append(Rejected("bad-field", f"{self._dialect} cannot express a clear of {scope_of(event)}"))
+            return AllBlocksCleared()
+        return event
+
+    def _expressible_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
+        """Drop stores of namespaces that the dialect cannot express: consumers would match them with plain prompts."""
+        if self._dialect is None:
+            return [_with_salt_as_unknown_field(event) for event in events]
+        fields = self._dialect.stored
+        return [event for event in events if not isinstance(event, BlockStored) or _namespace_fields(event).issubset(fields)]
+
+    def _encode(self, batch: KVEventBatch, rejected: list[Rejected]) -> list[bytes]:
+        try:
+            payloads = encode_parts(batch, self._dialect, self._limits.max_payload_bytes)
+        except EncodeError:
+            return self._encode(self._encodable(batch, rejected), rejected)
+        kept = [payload for payload in payloads if len(payload) <= self._limits.max_payload_bytes]
+        if len(kept) < len(payloads):
+            rejected.append(Rejected("oversized", f"an event needs more than {self._limits.max_payload_bytes} bytes"))
+        return kept
+
+    def _encodable(self, batch: KVEventBatch, rejected: list[Rejected]) -> KVEventBatch:
+        """Drop the events that the dialect cannot encode."""
+        kept: list[KVEvent] = []
+        for at, event in enumerate(batch.events):
+            try:
+                encode_parts(KVEventBatch(batch.ts, [event]), self._dialect)
+            except EncodeError as error:
+                rejected.append(Rejected("bad-field", str(error), at))
+            else:
+                kept.append(event)
+        return KVEventBatch(batch.ts, kept, batch.data_parallel_rank)
+
+
+def expressible_placement(dialect: Dialect | None) -> frozenset[str]:
+    """Return the fields of a `Placement` that a dialect has."""
+    return PLACEMENT_FIELDS if dialect is None else PLACEMENT_FIELDS.intersection(dialect.removed)
+
+
+def _expressible_scopes(dialect: Dialect | None, *, shared: bool) -> frozenset[str]:
+    """Return what a clear can be limited by. A shared stream sends it as removals, any other as a map with more fields."""
+    can_limit = shared or dialect is None or dialect.events == "map"
+    return expressible_placement(dialect) if can_limit else frozenset()
+
+
+def _namespace_fields(event: BlockStored) -> set[str]:
+    """Return the fields that separate a store's tokens from equal tokens of another prompt."""
+    names = {"cache_salt"} if event.cache_salt else set()
+    if event.extra_keys and any(event.extra_keys):
+        names.add("extra_keys")
+    # An adapter with a number is identified by the number, in all dialects.
+    return names | ({"lora_name"} if event.lora_name and event.lora_id is None else set())
+
+
+def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
+    """Move a salt into the unrecognised fields: the layout that has room for these has no field for a salt."""
+    if not isinstance(event, BlockStored) or event.cache_salt is None:
+        return event
+    fields = {**(event.unrecognised or {}), "cache_salt": event.cache_salt}
+    return msgspec.structs.replace(event, cache_salt=None, unrecognised=fields)
+
+
+# --- redaction
+
+
+_PROMPT_FIELDS: Final = ("extra_keys", "lookahead_token_ids", "cache_salt", "session_id", "unrecognised")
+"""Fields besides the tokens that reveal something about a prompt or its sender."""
+
+
+class Redactor:
+    """Replaces the tokens of stores with keys, and removes everything else that reveals a prompt.
+
+    `key` returns the key for a block hash; see `hash_redactor` and `drop_redactor`.
+    """
+
+    def __init__(self, key: Callable[[int], int]) -> None:
+        self.has_salted_prompts = False
+        """Whether a prompt had a salt. Only its first block has it."""
+        self._key = key
+
+    def __call__(self, events: list[KVEvent]) -> list[KVEvent]:
+        """Return the same events without tokens."""
+        return [self._redacted(event) if isinstance(event, BlockStored) else _without_details(event) for event in events]
+
+    def _redacted(self, event: BlockStored) -> BlockStored:
+        self.has_salted_prompts = self.has_salted_prompts or _is_salted(event)
+        removed = dict.fromkeys(_PROMPT_FIELDS)
+        # A store with neither tokens nor keys announces another copy of known blocks, and must stay without keys. A store with
+        # keys comes from another relay, and gets keys again.
+        has_content = (event.token_ids or event.block_keys) and event.block_hashes
+        keys = list(map(self._key, event.block_hashes)) if has_content else None
+        return msgspec.structs.replace(event, token_ids=[], block_keys=keys, **removed)
+
+
+def hash_redactor(received: IndexedStream) -> Redactor:
+    """Return a redactor whose keys prompts still match: the block keys in the index of the stream as received.
+
+    An orphan has no block key yet, and gets a placeholder.
+    """
+
+    def key(block_hash: int) -> int:
+        known = received.key_of(block_hash)
+        return placeholder_key(block_hash) if known is None else known
+
+    return Redactor(key)
+
+
+def drop_redactor() -> Redactor:
+    """Return a redactor whose keys are placeholders: no prompt matches them, and a block is found by its hash only."""
+    return Redactor(placeholder_key)
+
+
+def placeholder_key(block_hash: int) -> int:
+    """Return a key that depends on the engine's hash alone."""
+    return int.from_bytes(blake2b(block_hash.to_bytes(8, "big"), digest_size=8, person=b"kvevents").digest(), "big")
+
+
+def received_streams(settings: RelaySettings, index: PrefixIndex) -> dict[int, IndexedStream]:
+    """Return a stream for each upstream as received, by ordinal, if block keys replace tokens.
+
+    It provides the keys, and shows whether the upstream's digest agrees.
+    """
+    return {at: IndexedStream(index, f"upstream {at}") for at in range(len(settings.upstreams)) if settings.tokens == "hash"}
+
+
+def _redactor(settings: RelaySettings, received: IndexedStream | None) -> Redactor | None:
+    if received is not None:
+        return hash_redactor(received)
+    return drop_redactor() if settings.tokens == "drop" else None
+
+
+def _is_salted(event: BlockStored) -> bool:
+    first = next(iter(event.extra_keys or ()), None) or ()
+    return event.cache_salt is not None or any(isinstance(key, str) and key != event.lora_name for key in first)
+
+
+def _without_details(event: KVEvent) -> KVEvent:
+    if event.unrecognised is None:
+        return event
+    # The scope of a clear is among the unrecognised fields. Without it consumers would clear more.
+    scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
+    return msgspec.structs.replace(event, unrecognised=scope or None)
