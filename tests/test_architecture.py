@@ -120,7 +120,7 @@ def test_no_modules_import_each_other() -> None:
     assert cycles({module: modules_imported_by(module) for module in MODULES}) == []
 
 
-NATIVE = {Path("routing/scoring.py"), Path("service/data_plane.py"), Path("service/selecting.py")}
+NATIVE = {Path("routing/scoring.py"), Path("service/data_plane.py"), Path("service/selection.py")}
 """Modules that import the native module, besides those of the index."""
 
 

@@ -18,11 +18,10 @@ import pytest
 import pytest_asyncio
 
 from kvevents.errors import ConfigError, MissingDependencyError
-from kvevents.service.discovery.dns import DnsProvider
+from kvevents.service.discovery.dns import DnsProvider, DnsResolver, ResolveError, Resolver
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.names import DnsResolver, ResolveError, Resolver
 from kvevents.service.discovery.provider import Finding
-from kvevents.service.discovery.tables import Template
+from kvevents.service.discovery.source_config import Template
 from test_discovery_backoff import Steps, soon, within
 
 MODEL = Template(model="m")

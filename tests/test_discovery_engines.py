@@ -12,10 +12,9 @@ import pytest
 from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
 from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.fetch import HttpClient
+from kvevents.service.discovery.engines import EngineProvider, HttpClient
 from kvevents.service.discovery.provider import Finding
-from kvevents.service.discovery.tables import SourceTable, Template
+from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.registration import Wall
 from test_discovery_backoff import Steps, soon, within
 from test_discovery_fetch import Engine

@@ -16,8 +16,8 @@ from typing import Any, Self
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.fetch import HttpClient
-from kvevents.service.discovery.urls import AskError, BaseUrl
+from kvevents.service.discovery.engines import HttpClient
+from kvevents.service.discovery.source_config import AskError, BaseUrl
 from ports import quiet_port
 from test_discovery_backoff import DEADLINE, within
 
@@ -175,7 +175,7 @@ async def test_redirects_stay_on_the_host(engine: Engine) -> None:
 
 async def test_so_many_are_asked_at_one_time_and_the_others_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fleet does not need as many file descriptors as it has engines; who waits for a turn does not run out of time."""
-    monkeypatch.setattr("kvevents.service.discovery.fetch.MAX_ASKING", 2)
+    monkeypatch.setattr("kvevents.service.discovery.engines.MAX_ASKING", 2)
     lock, now, most = threading.Lock(), 0, 0
 
     def page(handler: BaseHTTPRequestHandler) -> None:

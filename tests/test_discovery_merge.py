@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.files import FileProvider
-from kvevents.service.discovery.merge import Discovered, Discovery, merge
+from kvevents.service.discovery.files import FileProvider, StaticProvider
 from kvevents.service.discovery.provider import Fault, Finding, Provider
-from kvevents.service.discovery.static import StaticProvider
-from kvevents.service.discovery.tables import SourceTable
+from kvevents.service.discovery.runner import Discovered, Discovery, merge
+from kvevents.service.discovery.source_config import SourceTable
 from kvevents.service.registration import Registration
 from test_discovery_backoff import Steps, within
 from test_discovery_fetch import Engine

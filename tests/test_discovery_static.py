@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.static import StaticProvider
-from kvevents.service.discovery.tables import SourceTable
+from kvevents.service.discovery.files import StaticProvider
+from kvevents.service.discovery.source_config import SourceTable
 
 
 async def test_it_finds_once_what_it_was_given() -> None:

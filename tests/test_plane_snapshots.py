@@ -22,8 +22,8 @@ from kvevents.plane.ledger import Ledger, Standing
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, Kept, Snapshots, Taken, take
-from kvevents.service.replica.comparing import Comparing
-from kvevents.service.replica.taking import Taking
+from kvevents.service.replica.coordination import Comparing
+from kvevents.service.replica.index_build import Taking
 from kvevents.stream import Batch, Doubt
 from nats_servers import nats_server, needs_nats
 from plane_cases import plane_at

@@ -22,7 +22,7 @@ import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
 from kvevents.service.http.routing import ENDPOINTS
-from kvevents.service.spellings import MAX_UNKNOWN
+from kvevents.service.scope_fields import MAX_UNKNOWN
 from service_cases import (
     BLOCK,
     DEADLINE,

@@ -16,7 +16,7 @@ import pytest
 from certificate_cases import make_certificates
 from kvevents.service.access import AccessConfig
 from kvevents.service.config import DnsTable, Limits, Probing, Readiness, ServiceConfig, Tls
-from kvevents.service.discovery.tables import SourceTable
+from kvevents.service.discovery.source_config import SourceTable
 from service_cases import engine, serving
 from test_cli import run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from stat import S_IMODE
 
 from kvevents.index import PrefixIndex
-from kvevents.service.keeping import Keeper
 from kvevents.service.registration import Registration
+from kvevents.service.state_store import Keeper
 from kvevents.stream import Checkpoint
 from service_cases import DEADLINE, Client, engine, serving, until
 from service_cases import registration as registration_body

@@ -13,10 +13,10 @@ import pytest
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig
 from kvevents.service.exposition import exposition
-from kvevents.service.keeping import Keeper
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
+from kvevents.service.state_store import Keeper
 from kvevents.settings import convert
 from kvevents.stream import Trust
 from service_cases import Client, engine, prompt, serving, until, write

@@ -12,7 +12,7 @@ from kvevents.index import PrefixIndex
 from kvevents.plane import subscriber
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import comparing
+from kvevents.service.replica import coordination as comparing
 from kvevents.service.replica import replica as module
 from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust

@@ -14,8 +14,8 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.layout import Layout, PartitionInfo
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.snapshots import Kept, Snapshots
-from kvevents.service.replica import generation
-from kvevents.service.replica.generation import Generation
+from kvevents.service.replica import index_build as generation
+from kvevents.service.replica.index_build import Generation
 
 pytest.importorskip("nats")
 LATE = PlaneError("snapshot newest was not read within 300 s", fault="timeout")

@@ -16,7 +16,7 @@ from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
 from kvevents.routing.scoring import EQUAL
 from kvevents.service.reasons import Reason
-from kvevents.service.selecting import SelectError, Standing, select
+from kvevents.service.selection import SelectError, Standing, select
 from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, Trusted
 from kvevents.weights import LOST, State
 

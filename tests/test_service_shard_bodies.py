@@ -17,8 +17,8 @@ from kvevents.service.http.routing import TABLE
 from kvevents.service.http.workers import MATCHING, Workers
 from kvevents.service.member import Row
 from kvevents.service.shapes import MAX_MEDIA, MatchRequest
-from kvevents.service.shards.asking import MAX_INLINE_TOKENS, Shards
-from kvevents.service.shards.shapes import Expectation, Noted, Partitions, Question
+from kvevents.service.shards.scatter_gather import MAX_INLINE_TOKENS, Shards
+from kvevents.service.shards.shard_server import Expectation, Noted, Partitions, Question
 
 LIMIT = 10_000
 LIMITS = Limits(max_json_bytes=LIMIT)

@@ -1,4 +1,4 @@
-"""`kvevents.service.shards.policy`: replicas that may be asked, whatever is announced."""
+"""`kvevents.service.shards.peers`: replicas that may be asked, whatever is announced."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 from certificate_cases import make_certificates
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig, ShardSettings
-from kvevents.service.shards.peers import AwayError, Peers
-from kvevents.service.shards.policy import PeerPolicy
-from kvevents.service.shards.shapes import Noted, Partitions
+from kvevents.service.shards.peers import AwayError, PeerPolicy, Peers
+from kvevents.service.shards.shard_server import Noted, Partitions
 from kvevents.settings import convert
 
 POD = "http://kv-0.kv-peers.ns.svc:8090"

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvevents.service import selecting
+from kvevents.service import selection as selecting
 from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.http import v1
 from kvevents.service.http.app import App

@@ -104,7 +104,7 @@ async def _replica(url: str, count: int, skipped: int) -> None:
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
     from kvevents.service.follower import Follower  # noqa: PLC0415 - as above
-    from kvevents.service.replica import generation  # noqa: PLC0415 - as above
+    from kvevents.service.replica import index_build  # noqa: PLC0415 - as above
     from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
     from kvevents.stream import RawBatch  # noqa: PLC0415 - as above
 
@@ -117,7 +117,7 @@ async def _replica(url: str, count: int, skipped: int) -> None:
             super()._apply(deliveries)
             seen.append((time.monotonic(), [each.payload[2:10] for each in deliveries if isinstance(each, RawBatch)]))
 
-    setattr(generation, "Follower", Watched)  # noqa: B010 - it is the replica's own, not exported
+    setattr(index_build, "Follower", Watched)  # noqa: B010 - it is the replica's own, not exported
     be_responsive()
     fleet = Fleet(PrefixIndex(), max_sources=10)
     fleet.follower.start()

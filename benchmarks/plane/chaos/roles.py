@@ -24,9 +24,9 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import SharePace
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import comparing
+from kvevents.service.replica import coordination as comparing
 from kvevents.service.replica import replica as replicas
-from kvevents.service.replica.generation import Generation
+from kvevents.service.replica.index_build import Generation
 from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport

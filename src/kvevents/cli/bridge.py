@@ -23,7 +23,7 @@ def run(args: Namespace) -> int:
     """Write until SIGTERM or Ctrl-C."""
     try:
         from kvevents.cli import bridging  # noqa: PLC0415 - late, for what else this program does
-        from kvevents.service.checking import check_engines  # noqa: PLC0415 - as above
+        from kvevents.service.discovery.runner import check_engines  # noqa: PLC0415 - as above
     except ImportError as error:
         name = error.name or str(error)
         raise MissingDependencyError(f"a bridge needs {name}: pip install 'kvevents[plane,service]'") from error

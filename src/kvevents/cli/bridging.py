@@ -23,10 +23,9 @@ from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.metrics import BridgeCollector, Scraped
+from kvevents.service.discovery.runner import Finder
 from kvevents.service.errors import ConflictError
-from kvevents.service.finding import Finder
-from kvevents.service.fleet import check_alike
-from kvevents.service.registration import Key, Registration
+from kvevents.service.registration import Key, Registration, check_alike
 from kvevents.stream import Checkpoint, Doubt
 
 log = logging.getLogger("kvevents.bridge")

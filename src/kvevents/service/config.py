@@ -12,7 +12,7 @@ from kvevents.errors import ConfigError
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import MAX_HOLDERS, SharePace, is_url
 from kvevents.service.access import AccessConfig
-from kvevents.service.discovery.tables import SourceTable, Template
+from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.hosts import HostPatterns, is_loopback
 from kvevents.settings import Bytes, FilePath, FolderPath, Host, Name, Port, Positive, Range, Seconds, Settings, Unit, Url
 from kvevents.structs import prepared

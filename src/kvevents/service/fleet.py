@@ -15,12 +15,12 @@ from typing import Any, Final, Literal, TypeAlias
 from kvevents.config import Curve
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
-from kvevents.service.announcing import Announcer
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
+from kvevents.service.event_bus import Announcer
 from kvevents.service.follower import Follower, Listener, published_at
 from kvevents.service.member import Member, Revision, Row
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import Key, Registration, Wall
+from kvevents.service.registration import Key, Registration, Wall, check_alike
 from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.shapes import Gap as GapView
 from kvevents.service.walls import Walls
@@ -464,20 +464,3 @@ class Fleet(Listener):
 def _difference(known: Registration, given: Registration) -> str:
     names = [name for name in known.__struct_fields__ if getattr(known, name) != getattr(given, name)]
     return "another " + " and ".join(names)
-
-
-def check_alike(registration: Registration, other: Registration) -> None:
-    """Raise `ConflictError` where two ranks of one instance cannot be of one engine."""
-    label = registration.label
-    if other.wall != registration.wall:
-        raise ConflictError(
-            f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
-            "other-model",
-            "ranks of one instance serve one model; call this instance something else",
-        )
-    if other.block_size != registration.block_size:
-        raise ConflictError(
-            f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
-            "other-block-size",
-            "ranks of one instance have blocks of one size",
-        )

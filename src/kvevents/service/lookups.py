@@ -17,8 +17,8 @@ from kvevents.service.member import Row
 from kvevents.service.metrics import Metrics
 from kvevents.service.registration import Wall
 from kvevents.service.shapes import HotPrefix, Media, SelectRequest
-from kvevents.service.shards.asking import Shards, packed
-from kvevents.service.shards.shapes import Expectation, Question, fields_of
+from kvevents.service.shards.scatter_gather import Shards, packed
+from kvevents.service.shards.shard_server import Expectation, Question, fields_of
 
 MAX_UNCOUNTED: Final = 64
 """Lookups that are not counted yet, above which who looks something up counts them."""

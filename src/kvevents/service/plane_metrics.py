@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.subscriber import Partition
 from kvevents.service.replica.replica import Replica
-from kvevents.service.shards.asking import Shards
+from kvevents.service.shards.scatter_gather import Shards
 
 
 class Page(Protocol):

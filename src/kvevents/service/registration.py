@@ -9,6 +9,7 @@ import msgspec
 
 from kvevents.config import Curve
 from kvevents.errors import ConfigError
+from kvevents.service.errors import ConflictError
 from kvevents.stream import Source
 from kvevents.structs import prepared
 
@@ -128,4 +129,21 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             rank=self.rank,
             bind=self.bind,
             curve=self.curve,
+        )
+
+
+def check_alike(registration: Registration, other: Registration) -> None:
+    """Raise `ConflictError` where two ranks of one instance cannot be of one engine."""
+    label = registration.label
+    if other.wall != registration.wall:
+        raise ConflictError(
+            f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
+            "other-model",
+            "ranks of one instance serve one model; call this instance something else",
+        )
+    if other.block_size != registration.block_size:
+        raise ConflictError(
+            f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
+            "other-block-size",
+            "ranks of one instance have blocks of one size",
         )

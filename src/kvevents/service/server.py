@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,16 +20,19 @@ import uvicorn
 import uvloop
 
 from kvevents.errors import ConfigError
-from kvevents.service.access import Role
-from kvevents.service.checking import check_settings
-from kvevents.service.config import ServiceConfig
+from kvevents.plane.connection import check_connection
+from kvevents.service.access import Access, Role
+from kvevents.service.allowing import AllowList
+from kvevents.service.config import ServiceConfig, Tls
 from kvevents.service.descriptors import fit_clients
+from kvevents.service.discovery.runner import check_engines
 from kvevents.service.hot import MAX_DEPTH, PER_SECOND
 from kvevents.service.http.app import App
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import ENDPOINTS
-from kvevents.service.selecting import terms_of
+from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
+from kvevents.service.shards.peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +70,57 @@ def check(config: ServiceConfig, watched: Path | None) -> None:
     """Raise `ConfigError` for what `serve` refuses, but for a state folder that another process has."""
     check_settings(config, watched)
     _listen(config.host, config.port).close()
+
+
+def check_settings(config: ServiceConfig, watched: Path | None) -> None:
+    """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
+    Access(config.access)
+    AllowList(config.allow)
+    if config.tls is not None:
+        _check_tls(config.tls)
+    if config.plane is not None:
+        check_connection(config.plane)
+    if config.shard is not None:
+        Peers(config.shard)
+    if config.state_dir is not None:
+        _check_folder(Path(config.state_dir))
+    check_engines(config, watched)
+
+
+def _check_tls(tls: Tls) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    file = tls.certificate
+    try:
+        for file in (tls.certificate, tls.key, *([tls.client_ca] if tls.client_ca is not None else [])):
+            Path(file).read_bytes()
+        file = tls.certificate
+        context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
+        if tls.client_ca is not None:
+            file = tls.client_ca
+            context.load_verify_locations(tls.client_ca)
+    except (OSError, ValueError) as error:  # ssl's errors are both
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"tls cannot be used: {file}: {reason}; certificate, key and client_ca are PEM files, the key without password"
+        ) from error
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder, write there, and leave no trace."""
+    made: list[Path] = []
+    try:
+        for each in reversed((folder, *folder.parents)):
+            if not each.exists():
+                each.mkdir(mode=0o700)
+                made.append(each)
+        with tempfile.NamedTemporaryFile(prefix=".", suffix=".tmp", dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
+    finally:
+        for each in reversed(made):
+            with suppress(OSError):
+                each.rmdir()
 
 
 class _Server(uvicorn.Server):

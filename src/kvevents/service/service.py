@@ -20,26 +20,26 @@ from kvevents.routing import Ties
 from kvevents.service.access import Access
 from kvevents.service.allowing import AllowList
 from kvevents.service.audit import AuditLog
-from kvevents.service.candidates import CandidateCache
 from kvevents.service.config import ServiceConfig
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
+from kvevents.service.discovery.runner import Finder
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.finding import Finder
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.workers import MATCHING, Run, Worker, Workers
-from kvevents.service.keeping import Keeper
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
 from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
 from kvevents.service.replica.replica import Replica
+from kvevents.service.selection import CandidateCache
 from kvevents.service.shapes import HealthAnswer, ReadyAnswer, StatsAnswer
-from kvevents.service.shards.answering import Answering
-from kvevents.service.shards.asking import Shards
 from kvevents.service.shards.peers import Peers
+from kvevents.service.shards.scatter_gather import Shards
+from kvevents.service.shards.shard_server import Answering
+from kvevents.service.state_store import Keeper
 from kvevents.stream import Checkpoint, Trust
 from kvevents.version import version
 

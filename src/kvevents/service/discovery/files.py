@@ -1,19 +1,41 @@
-"""A TOML file of `[[sources]]` tables, read again when it has changed."""
+"""Engines that tables name: those of the configuration, and those of a file, which is read again when it has changed."""
 
 from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvevents.backoff import REAL_PACE, Pace, jittered
 from kvevents.errors import ConfigError
+from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import Fault, Finding
-from kvevents.service.discovery.static import finding_of
-from kvevents.service.discovery.tables import SourceTable, to_table
+from kvevents.service.discovery.source_config import SourceTable, to_table
+
+
+@dataclass(frozen=True, slots=True)
+class StaticProvider:
+    """Tables that do not change while the service runs."""
+
+    tables: tuple[SourceTable, ...]
+    name: str = "config"
+
+    async def watch(self) -> AsyncGenerator[Finding, None]:
+        """One finding, and the end."""
+        yield finding_of(self.tables)
+
+
+def finding_of(tables: Iterable[SourceTable]) -> Finding:
+    """What tables name: registrations, and providers for those engines that are to be asked."""
+    told = tuple(tables)
+    return Finding(
+        registrations=tuple(each for table in told for each in table.listed()),
+        providers=tuple(EngineProvider(table.base_url, table, table.instance) for table in told if table.base_url is not None),
+    )
+
 
 __all__ = ["FileProvider", "SourceTable", "read_sources"]
 

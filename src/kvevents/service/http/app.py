@@ -21,8 +21,8 @@ from kvevents.service.http.messages import RAW, Headers, Request, Response, Stre
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routing import TABLE
 from kvevents.service.http.workers import MATCHING
+from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
-from kvevents.service.spellings import scope_parameters
 from kvevents.service.tracing import traced
 
 Scope: TypeAlias = dict[str, Any]

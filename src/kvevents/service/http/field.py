@@ -2,7 +2,7 @@
 
 Both derive from one draft and differ in names. A request that says `model_name` is answered as Dynamo answers, one that says
 `model` (`modelname` where it registers) as Mooncake does. Unknown fields are ignored and counted, as the originals ignore
-them, unless they are like one that says whose a prompt is (`kvevents.service.spellings`).
+them, unless they are like one that says whose a prompt is (`kvevents.service.scope_fields`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
 from kvevents.service.member import Row
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
+from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, wall_of
 from kvevents.service.service import Service
 from kvevents.service.shapes import LoraId
-from kvevents.service.spellings import GROUP, LORA, MODEL, SALT, TENANT, pick, wall_of
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"

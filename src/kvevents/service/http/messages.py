@@ -13,8 +13,8 @@ from kvevents.index import lift_tokens
 from kvevents.service.config import Limits
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.workers import Run, at_once
+from kvevents.service.scope_fields import check_unknown
 from kvevents.service.shapes import Problem
-from kvevents.service.spellings import check_unknown
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from kvevents.service.http.openapi import document
 from kvevents.service.http.workers import FLEET, LISTING, MATCHING, METRICS
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.service.service import Service
-from kvevents.service.shards import shapes as parts
+from kvevents.service.shards import shard_server as parts
 
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
 _MODEL: Final = Parameter("model", "name of the model", required=True)

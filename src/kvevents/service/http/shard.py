@@ -10,8 +10,7 @@ import msgspec
 from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.http.messages import MSGPACK, Body, Request, Response, answer
 from kvevents.service.service import Service
-from kvevents.service.shards.answering import Answering
-from kvevents.service.shards.shapes import Expectation, Partitions, Question
+from kvevents.service.shards.shard_server import Answering, Expectation, Partitions, Question
 
 QUESTION: Final = Body.of(Question)
 PARTITIONS: Final = Body.of(Partitions)

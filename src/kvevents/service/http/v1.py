@@ -14,8 +14,9 @@ from kvevents.service.http.messages import RAW, Body, Request, Response, Streame
 from kvevents.service.lookups import Found, FoundMany, Hottest
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
-from kvevents.service.selecting import SelectError, Standing
-from kvevents.service.selecting import select as select_worker
+from kvevents.service.scope_fields import wall_of
+from kvevents.service.selection import SelectError, Standing
+from kvevents.service.selection import select as select_worker
 from kvevents.service.service import Service
 from kvevents.service.shapes import (
     Candidate,
@@ -34,7 +35,6 @@ from kvevents.service.shapes import (
     StreamEvent,
     WorkerTrust,
 )
-from kvevents.service.spellings import wall_of
 from kvevents.structs import prepared
 
 MATCH: Final = Body.of(MatchRequest)

@@ -24,6 +24,7 @@ from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.plane.connection import opened, require_jetstream
 from kvevents.plane.layout import Layout, find
+from kvevents.plane.opinions import Opinion
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import Announcement
@@ -31,10 +32,8 @@ from kvevents.plane.snapshots import Snapshots
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.registration import Registration
-from kvevents.service.replica.comparing import Comparing
-from kvevents.service.replica.generation import Generation
-from kvevents.service.replica.holding import Holding
-from kvevents.service.replica.taking import Taking
+from kvevents.service.replica.coordination import Comparing, Holding
+from kvevents.service.replica.index_build import Generation, Taking
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
@@ -274,7 +273,8 @@ class Replica:
             now = time.monotonic()
             if now >= tell_at:
                 tell_at = now + TELL_SECONDS
-                why = await self._comparing.compare(client, layout, generation, self._built_at)
+                own = Opinion.of(dict(generation.subscriber.census))
+                why = await self._comparing.compare(client, layout, own, self._built_at)
                 generation.broken = generation.broken or why
         self._settled |= generation.settled
         log.warning("the index is built anew: %s", generation.broken)

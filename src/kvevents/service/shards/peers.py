@@ -1,4 +1,9 @@
-"""Asking another replica over HTTP, within a bound of time and size."""
+"""Requests to other replicas, within a bound of time and size.
+
+Theory of operation. Replicas announce their URLs in a bucket of the plane, and every user who may write there may announce any
+URL. Prompts and the token of this replica are sent to announced URLs. So the host of an announced URL must match the patterns
+of `shard.allow`. If this replica is reached by `https`, the others must be too: then TLS proves that the host is the named one.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,47 @@ import ssl
 import time
 from http import HTTPStatus
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
 from kvevents.errors import ConfigError, PeerError
 from kvevents.service.access import token_of_file
 from kvevents.service.config import ShardSettings
+from kvevents.service.hosts import HostPatterns, address_of, is_loopback
 from kvevents.service.http_client import Bounds, HttpConnections, HttpError
+
+_LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
+
+
+class PeerPolicy:
+    """The rule for the URLs of other replicas."""
+
+    def __init__(self, settings: ShardSettings) -> None:
+        own = urlsplit(settings.url)
+        self.patterns: Final = tuple(settings.allow) or _beside(own.hostname or "")
+        self._hosts: Final = HostPatterns(self.patterns, "shard.allow")
+        self._is_secure: Final = own.scheme == "https"
+
+    def refusal(self, url: str) -> str:
+        """Why a URL must not be asked; empty if it may be."""
+        parts = urlsplit(url)
+        if self._is_secure and parts.scheme != "https":
+            return f"{url} is not encrypted, and this replica is reached by https"
+        if (parts.hostname or "") not in self._hosts:
+            return f"{url} is not among shard.allow ({', '.join(self.patterns)})"
+        return ""
+
+
+def _beside(host: str) -> tuple[str, ...]:
+    """Patterns for the other replicas when none are configured."""
+    if is_loopback(host):
+        return _LOOPBACK
+    domain = host.partition(".")[2]
+    if address_of(host) is None and "." in domain:
+        return (f"*.{domain}",)
+    return (host,)
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

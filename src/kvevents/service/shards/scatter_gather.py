@@ -26,10 +26,19 @@ from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Wall
-from kvevents.service.shards.answering import Answering, Rows
+from kvevents.service.scope_fields import wall_of
 from kvevents.service.shards.peers import AwayError, Peers
-from kvevents.service.shards.shapes import Described, Expectation, Members, Noted, Part, Partitions, Question
-from kvevents.service.spellings import wall_of
+from kvevents.service.shards.shard_server import (
+    Answering,
+    Described,
+    Expectation,
+    Members,
+    Noted,
+    Part,
+    Partitions,
+    Question,
+    Rows,
+)
 from kvevents.stream import Trust
 from kvevents.weights import State
 

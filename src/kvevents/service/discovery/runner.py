@@ -1,24 +1,30 @@
-"""Many providers, one picture: who is registered, and what could not be found out."""
+"""Runs the providers of a configuration, merges their findings, and registers the engines that they found."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Final, Protocol
 
 from kvevents.backoff import REAL_PACE, Pace
+from kvevents.errors import ConfigError
+from kvevents.service.config import DnsTable, EngineSources, Limits
+from kvevents.service.discovery.dns import DnsProvider
+from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.provider import Fault, Finding, Provider
-from kvevents.service.registration import Registration, Wall
+from kvevents.service.discovery.source_config import SourceTable, Template
+from kvevents.service.errors import ConflictError
+from kvevents.service.registration import Key, Registration, Wall, check_alike
+from kvevents.stream import Checkpoint
 
 MAX_SOURCES: Final = 4_096
 """Ranks that are registered, and providers that run, at most: a wrong answer of a DNS server or an engine ends here."""
 SETTLE_SECONDS: Final = 0.05
 """For which further changes are waited, so that a thousand engines that answer at once are told once."""
-
-Key: TypeAlias = tuple[str, int]
-"""`Registration.key`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +192,152 @@ class Discovery:
             else:
                 refused += 1
         branch.refused = (_too_many(refused, "providers", self._max_sources),) if refused else ()
+
+
+log = logging.getLogger(__name__)
+
+DISCOVERED = "discovery"
+"""Origin of what was found."""
+FLEET = "fleet"
+"""Under which name it is told what the fleet cannot follow of it."""
+
+
+class Followers(Protocol):
+    """Who follows what is found: the service's fleet, or a bridge."""
+
+    @property
+    def refused(self) -> dict[Key, str]:
+        """Why some of it cannot be followed, as sentences."""
+        ...
+
+    def replace(
+        self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None], /
+    ) -> list[str]:
+        """Make what one origin has registered be just this. Returns sentences about what could not be."""
+        ...
+
+
+class Finder:
+    """Runs what the configuration names, and keeps the fleet to it."""
+
+    def __init__(
+        self,
+        config: EngineSources,
+        watched: Path | None,
+        fleet: Followers,
+        resume: Callable[[Key], Checkpoint | None],
+        max_sources: int = Limits().max_sources,
+    ) -> None:
+        self._max_sources = max_sources
+        self._fleet = fleet
+        self._resume = resume
+        self._providers = providers_of(config, watched)
+        self._found = Discovered(waiting=tuple(provider.name for provider in self._providers))
+        self._refused: list[str] = []
+        self._told: set[str] = set()
+        """What the log was told is wrong with what was found."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        if self._providers:
+            await Discovery(self._providers, self._tell, max_sources=self._max_sources).run()
+        else:
+            await asyncio.Event().wait()
+
+    def _tell(self, found: Discovered) -> None:
+        self._found = found
+        self._refused = self._fleet.replace(DISCOVERED, found.registrations.values(), self._resume)
+        faults = {fault.sentence for each in found.faults.values() for fault in each}
+        for sentence in sorted(faults - self._told):
+            log.warning("%s", sentence)
+        for sentence in sorted(self._told - faults):
+            log.info("no more: %s", sentence)
+        self._told = faults
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether every provider has said something."""
+        return not self._found.waiting
+
+    @property
+    def adapters(self) -> frozenset[Wall]:
+        """LoRA adapters that requests name as their model, as engines list them."""
+        return self._found.adapters
+
+    def faults(self) -> dict[str, list[str]]:
+        """Sentences by provider."""
+        found = {name: [fault.sentence for fault in faults] for name, faults in self._found.faults.items()}
+        if refused := [*self._refused, *list(self._fleet.refused.values())]:
+            found[FLEET] = refused
+        return found
+
+
+def providers_of(config: EngineSources, watched: Path | None) -> list[Provider]:
+    """Those of a configuration, the most important first; `watched` is a file with other settings beside its sources."""
+    found: list[Provider] = []
+    if watched is not None:
+        found.append(FileProvider(watched, alone=False))
+    if config.sources:
+        found.append(StaticProvider(tuple(config.sources)))
+    found += [FileProvider(Path(path)) for path in config.source_files]
+    found += [_dns(table) for table in config.dns]
+    return found
+
+
+def _dns(table: DnsTable) -> DnsProvider:
+    fields = {name: getattr(table, name) for name in Template.__struct_fields__}
+    try:
+        return DnsProvider(table.target, Template(**fields))
+    except ConfigError as error:
+        raise ConfigError(f"dns {table.target}: {error}") from error
+
+
+def check_engines(config: EngineSources, watched: Path | None) -> None:
+    """Raise `ConfigError` for engines that cannot be followed as they are named; `watched` is a file with more of them."""
+    providers_of(config, watched)
+    named: dict[Key, tuple[Registration, str]] = {}
+    for registration, origin in _named(config, watched):
+        first, where = named.setdefault(registration.key, (registration, origin))
+        if first != registration:
+            differing = [name for name in first.__struct_fields__ if getattr(first, name) != getattr(registration, name)]
+            raise ConfigError(
+                f"{registration.label} is named twice, in {where} and in {origin}, with another {', '.join(differing)}: "
+                "leave one of them out, or call it something else"
+            )
+    _check_ranks([registration for registration, _ in named.values()])
+
+
+def _named(config: EngineSources, watched: Path | None) -> Iterator[tuple[Registration, str]]:
+    tables: list[tuple[Iterable[SourceTable], str]] = []
+    try:
+        if watched is not None:
+            tables.append((read_sources(watched, alone=False), str(watched)))
+        tables.append((config.sources, "the settings"))
+        tables += [(read_sources(Path(path)), path) for path in config.source_files]
+    except ExceptionGroup as errors:
+        raise ConfigError(str(errors.exceptions[0])) from errors
+    for found, origin in tables:
+        for table in found:
+            for registration in table.listed():
+                yield registration, origin
+
+
+def _check_ranks(registrations: Sequence[Registration]) -> None:
+    firsts: dict[str, Registration] = {}
+    sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
+    for registration in registrations:
+        try:
+            check_alike(registration, firsts.setdefault(registration.key[0], registration))
+        except ConflictError as error:
+            raise ConfigError(f"{error}; {error.hint}") from error
+        for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
+            if endpoint is None:
+                continue
+            # Ranks may publish at one endpoint, each under a topic of its own.
+            topic = registration.topic if name == "endpoint" else ""
+            other, of_other = sockets.setdefault((registration.key[0], endpoint, topic), (registration, name))
+            if (other, of_other) != (registration, name):
+                raise ConfigError(
+                    f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}; "
+                    "each rank has endpoints of its own"
+                )

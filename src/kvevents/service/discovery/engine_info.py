@@ -30,9 +30,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kvevents.config import KVEventsConfig
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.places import Place, at_host, bracketed, check_endpoint
-from kvevents.service.discovery.tables import MAX_RANKS
-from kvevents.service.discovery.urls import AskError
+from kvevents.service.discovery.source_config import MAX_RANKS, AskError, Place, at_host, bracketed, check_endpoint
 from kvevents.structs import prepared
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'

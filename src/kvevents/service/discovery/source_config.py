@@ -1,18 +1,123 @@
-"""What people write about an engine: a `[[sources]]` table, or what all engines of one name have in common."""
+"""What an operator writes about an engine: a `[[sources]]` table, a template for the engines of one name, and addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Self
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from kvevents.config import Curve
-from kvevents.endpoints import offset_endpoint_port, port_collision, split_tcp
-from kvevents.errors import ConfigError
-from kvevents.service.discovery.places import Place, at_host, check_endpoint
-from kvevents.service.discovery.urls import BaseUrl
+from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
+from kvevents.errors import ConfigError, PeerError
 from kvevents.service.registration import DEFAULT_GROUP, Registration
 from kvevents.settings import Range, Settings, convert
 from kvevents.structs import prepared
+
+WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in what engines say
+"""Hosts that say "every interface of mine": nothing connects to them."""
+_TRANSPORTS: Final = ("tcp", "ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank publishes, and what is known of it there."""
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    block_size: int | None = None
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in front of `:port`: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def at_host(endpoint: str, host: str) -> str:
+    """The endpoint as seen from elsewhere: a wildcard host becomes `host`; any other endpoint stays."""
+    found = split_tcp(endpoint)
+    if found is None or found[0] not in WILDCARDS:
+        return endpoint
+    return f"tcp://{bracketed(host)}:{found[1]}"
+
+
+def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
+    """Raises `ConfigError`, which names the field, for what cannot be connected to, or with `bind` be listened at."""
+    transport, separator, address = endpoint.partition("://")
+    if not separator or not address or transport not in _TRANSPORTS:
+        raise ConfigError(f"{field} is {endpoint!r}; write tcp://HOST:PORT or ipc://PATH")
+    if transport != "tcp":
+        return
+    found = split_tcp(endpoint)
+    if found is None or not 0 < found[1] <= MAX_PORT:
+        raise ConfigError(f"{field} is {endpoint!r}; it needs a port from 1 to {MAX_PORT}")
+    if found[0] in WILDCARDS and not bind:
+        raise ConfigError(f"{field} is {endpoint!r}, which names no host to connect to; write the engine's, or bind = true")
+
+
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class AskError(PeerError):
+    """An engine could not be asked, or its answer cannot be used; the message is a sentence for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseUrl:
+    """Where an engine's HTTP server is."""
+
+    scheme: str
+    host: str
+    """Without brackets."""
+    port: int
+    path: str = ""
+    """In front of every path, without a slash at its end."""
+    query: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises `ConfigError` that says what it must look like."""
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"base_url is {text!r}: {error}") from error
+        if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
+            raise ConfigError(f"base_url is {text!r}; write http://HOST:PORT or https://HOST:PORT")
+        return cls._of(parts, port)
+
+    @classmethod
+    def _of(cls, parts: SplitResult, port: int | None) -> Self:
+        path = parts.path.rstrip("/") if not parts.query else parts.path
+        if not (path + parts.query).isascii() or " " in path + parts.query or not (parts.hostname or "").isascii():
+            raise ConfigError(f"the URL {parts.geturl()!r} has characters that must be escaped")
+        return cls(parts.scheme, parts.hostname or "", port or _PORTS.get(parts.scheme, 0), path, parts.query)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.address}{self.path}" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"{bracketed(self.host)}:{self.port}"
+
+    def join(self, path: str) -> Self:
+        """The URL of what stands at `path` below it."""
+        return replace(self, path=self.path + path)
+
+    def redirected(self, location: str) -> Self:
+        """Where an answer points to. Raises `AskError` when that is another host, or no longer encrypted."""
+        try:
+            parts = urlsplit(urljoin(str(self), location))
+            found = self._of(parts, parts.port)
+        except ValueError as error:
+            raise AskError(f"{self} redirects to {location!r}, which is no URL") from error
+        if found.host != self.host or found.scheme not in {self.scheme, "https"}:
+            raise AskError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
+        return found
+
 
 MAX_RANKS: Final = 1_024
 """Data-parallel ranks of one engine, whoever claims them; the largest known deployments have a few hundred."""

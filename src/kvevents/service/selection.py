@@ -1,0 +1,202 @@
+"""Candidate workers of a prompt, and the choice among them for requests that the data plane does not answer itself.
+
+`native/server/src/select.rs` chooses, there and here, and describes the score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents import _native
+from kvevents.routing import Ties, Worker
+from kvevents.service.errors import ConflictError, ServiceError
+from kvevents.service.fleet import Fleet
+from kvevents.service.member import Member
+from kvevents.service.reasons import Reason
+from kvevents.service.registration import Wall
+from kvevents.service.shapes import Candidate, Held, Selected, SelectRequest, Trusted
+from kvevents.service.shards.scatter_gather import Shards
+from kvevents.weights import TIERS, distance_of
+
+MAX_REMEMBERED: Final = 256
+"""Scopes whose candidates are remembered: clients may name any LoRA and salt."""
+
+
+class Candidates(NamedTuple):
+    """Members whose answer about a prompt is wanted."""
+
+    members: tuple[Member, ...]
+    doubtful: tuple[Member, ...]
+    """Those that are not EXACT: if one of them holds nothing as far as is known, it may still hold something."""
+
+
+class CandidateCache:
+    """Finds the candidates of a scope, and remembers them until members come, go, or change their state.
+
+    `adapters` returns the LoRA adapters that engines list as models of their own. Any thread may call every method.
+    """
+
+    def __init__(self, fleet: Fleet, shards: Shards | None, adapters: Callable[[], frozenset[Wall]]) -> None:
+        self._fleet: Final = fleet
+        self._shards: Final = shards
+        self._adapters: Final = adapters
+        self._view = _View((), (), frozenset())
+
+    def of(self, wall: Wall) -> Candidates:
+        """The members that may hold blocks of a prompt."""
+        view = self._current()
+        found = view.known.get(wall)
+        if found is None:
+            if len(view.known) >= MAX_REMEMBERED:
+                view.known.clear()
+            members = tuple(member for member in view.members if member.admits(wall))
+            found = Candidates(members, tuple(member for member in members if member.trusted.state != "EXACT"))
+            view.known[wall] = found
+        return found
+
+    def resolve(self, wall: Wall) -> Wall:
+        """Whose a prompt is whose model may be the name of an adapter: then it is its base model's, with that LoRA.
+
+        A model that is served goes before an adapter of the same name. Raises `ConflictError` for an adapter of several models.
+        """
+        view = self._current()
+        if wall[:3] in view.models or wall.lora not in {None, wall.model}:
+            return wall
+        bases = view.bases.get(wall[:3])
+        if not bases:
+            return wall
+        if len(bases) > 1:
+            raise ConflictError(
+                f"{wall.model!r} is an adapter of {len(bases)} models: {', '.join(sorted(bases)[:8])}",
+                "ambiguous-adapter",
+                "name one of them as the model, and the adapter as lora_name",
+            )
+        return wall._replace(model=next(iter(bases)), lora=wall.model)
+
+    def _current(self) -> _View:
+        """What is known of the members, made again after any change."""
+        adapters = self._adapters()
+        # Read before the members are, so that no older ones are kept under a newer version.
+        version: tuple[Any, ...] = (self._fleet.version, self._fleet.state_version, adapters)
+        if self._shards is not None:
+            version += (self._shards.version, self._shards.answering.shown())
+        view = self._view
+        if view.version != version:
+            members = dict(self._fleet.members)
+            if self._shards is not None:
+                members = {**self._shards.members, **members}
+            self._view = view = _View(version, members.values(), adapters)
+        return view
+
+
+class _View:
+    """The members at one time, and what was found among them."""
+
+    def __init__(self, version: tuple[Any, ...], members: Iterable[Member], adapters: frozenset[Wall]) -> None:
+        self.version: Final = version
+        self.members: Final = tuple(members)
+        self.known: Final[dict[Wall, Candidates]] = {}
+        walls = {member.registration.wall for member in self.members}
+        self.models: Final = {wall[:3] for wall in walls}
+        """Models that are served, with tenant and group."""
+        self.bases: Final[dict[tuple[str, str, str], set[str]]] = {}
+        """The base models of adapters, by the adapter's name, tenant and group."""
+        for wall in {*walls, *adapters}:
+            if isinstance(wall.lora, str) and wall[:3] in self.models:
+                self.bases.setdefault((wall.lora, wall.tenant, wall.group), set()).add(wall.model)
+
+
+class Standing(NamedTuple):
+    """What a choice needs to know of a worker beside what it holds."""
+
+    trust: Trusted
+    distance: int
+    """How far it is from taking a request, as `kvevents.weights` counts."""
+
+    @classmethod
+    def of(cls, trust: Trusted) -> Standing:
+        """Of a worker of which no more than its trust is known."""
+        return cls(trust, distance_of(trust.state))
+
+
+_UNFOLLOWED: Final = Standing(
+    Trusted("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
+)
+"""Of a worker that is not followed: nothing speaks against its connection, but one that is followed goes first."""
+_DEFAULT: Final = SelectRequest(model="any", tokens=[])
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(Selected).decode
+
+
+class SelectError(ServiceError):
+    """The candidates of a request cannot be chosen from."""
+
+
+def select(
+    request: SelectRequest,
+    candidates: Sequence[Candidate],
+    held: Mapping[Worker, Held],
+    standings: Mapping[Worker, Standing],
+    ties: Ties,
+) -> Selected:
+    """The candidate with the smallest score, and why.
+
+    `candidates` are those of the request, or all workers of its model. `held` is what the index found for the prompt.
+    `standings` has every worker that is followed; others are believed nothing. Tiers and states that the request does not
+    weigh have the weights that they have by default, and unknown tiers the lowest of all. Raises `SelectError` without
+    candidates, for one that is named twice, and for a load that is not finite.
+    """
+    _check(request, candidates)
+    question = {
+        "scope": [name or "" for name in (request.tenant, request.group, request.model)],
+        "prompt_tokens": len(request.tokens),
+        "tie": request.tie,
+        "explain": request.explain,
+        "terms": terms_of(request),
+        "candidates": [_candidate(one, held, standings) for one in candidates],
+    }
+    return _decode(_native.select(_encode(question), ties))
+
+
+def terms_of(request: SelectRequest = _DEFAULT) -> Mapping[str, Any]:
+    """What tiers, trust and loads are worth for a request, or by default."""
+    return {
+        "tiers": _DEFAULT.tiers | request.tiers,
+        "trust": _DEFAULT.trust | request.trust,
+        "load_weight": request.load_weight,
+    }
+
+
+def _candidate(one: Candidate, held: Mapping[Worker, Held], standings: Mapping[Worker, Standing]) -> Mapping[str, Any]:
+    worker = (one.instance, one.rank)
+    hit, standing = held.get(worker), standings.get(worker, _UNFOLLOWED)
+    return {
+        "instance": one.instance,
+        "rank": one.rank,
+        "load": one.load,
+        "trust": standing.trust,
+        "distance": standing.distance,
+        "tokens": 0 if hit is None else hit.tokens,
+        "tiers": None if hit is None else [hit.tiers.get(tier, 0) for tier in TIERS],
+    }
+
+
+def _check(request: SelectRequest, candidates: Sequence[Candidate]) -> None:
+    if not candidates:
+        hint = "name some in `candidates`, or register engines that serve it"
+        raise SelectError(f"there is no candidate for model {request.model!r}", "no-candidates", hint)
+    seen: set[Worker] = set()
+    for one in candidates:
+        if (one.instance, one.rank) in seen:
+            raise SelectError(f"{_label(one)} is named twice", "duplicate-candidate", "name each worker once")
+        if not math.isfinite(one.load):
+            raise SelectError(f"the load of {_label(one)} is {one.load}", "bad-load", "send a finite number")
+        seen.add((one.instance, one.rank))
+
+
+def _label(candidate: Candidate) -> str:
+    return f"{candidate.instance!r} rank {candidate.rank}"
