@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Routing policies over a live fleet of simulated engines.")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of the trace (default: %(default)s)")
     parser.add_argument(
-        "--pace", type=float, default=PACE, help="seconds of the fleet in one of the clock (default: %(default)g)"
+        "--time-scale", type=float, default=PACE, help="seconds of the fleet in one of the clock (default: %(default)g)"
     )
     asked = parser.parse_args()
     console = Console()
@@ -71,7 +71,7 @@ def main() -> int:
         f"{SETTINGS.engines} engines publish over sockets that lose 1% of their batches; {asked.requests} requests, under each "
         f"of {len(POLICIES)} policies:"
     )
-    results = [run(policy, asked.requests, asked.pace, console) for policy in POLICIES]
+    results = [run(policy, asked.requests, asked.time_scale, console) for policy in POLICIES]
     comparison = Comparison(settings=described(SETTINGS, {"requests": asked.requests, "speed": SPEED}), policies=results)
     console.line()
     tell(comparison, console, json=False)

@@ -212,13 +212,13 @@ def test_version() -> None:
         ["tail", "tcp://127.0.0.1"],
         ["tail", "tcp://127.0.0.1:70000"],
         ["tail", "http://127.0.0.1:5557"],
-        ["tail", "127.0.0.1:5557", "--only", "stored,moved"],
+        ["tail", "127.0.0.1:5557", "--type", "stored,moved"],
         ["tail", "127.0.0.1:5557", "--ranks", "0"],
         ["tail", "127.0.0.1:5557", "--ranks", "5000"],
-        ["tail", "127.0.0.1:5557", "--quiet", "--tokens"],
+        ["tail", "127.0.0.1:5557", "--quiet", "--token-ids"],
         ["tail", "127.0.0.1:5557", "--replay", "127.0.0.1:5558", "--no-replay"],
-        ["tail", "127.0.0.1:5557", "--idle", "nan"],
-        ["tail", "127.0.0.1:5557", "--seconds", "-1"],
+        ["tail", "127.0.0.1:5557", "--idle-timeout", "nan"],
+        ["tail", "127.0.0.1:5557", "--duration", "-1"],
         ["play", "run.jsonl", "--speed", "fast"],
         ["publish", "--dialect", "llama-1.0"],
         ["publish", "--rate", "0"],
@@ -244,7 +244,7 @@ def test_wrong_usage_is_told_with_code_2(args: list[str], capsys: pytest.Capture
         ),
         ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
         ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: there is no option --zzz"),
-        ("plane status --jsno", "kvevents plane: error: there is no option --jsno; did you mean --json?"),
+        ("plane status --ouptut", "kvevents plane status: error: there is no option --ouptut; did you mean --output?"),
         ("sim compare --polcy x", "kvevents sim compare: error: there is no option --polcy; did you mean --policy?"),
         ("tail 5557 -- --zzz", "kvevents tail: error: argument ENDPOINT: invalid endpoint '5557'"),
     ],
@@ -270,7 +270,7 @@ def test_an_error_is_one_sentence_and_code_1(tmp_path: Path) -> None:
 def test_an_impossible_endpoint_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     from kvevents.cli import main  # noqa: PLC0415
 
-    assert main(["tail", "ipc:///no/such/directory/kv", "--bind", "--idle", "0.1"]) == 1
+    assert main(["tail", "ipc:///no/such/directory/kv", "--bind", "--idle-timeout", "0.1"]) == 1
     assert re.search(r"^kvevents: cannot bind ipc:///no/such/directory/kv: .*$", capfd.readouterr().err, re.MULTILINE)
 
 

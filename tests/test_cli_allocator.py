@@ -96,7 +96,7 @@ sys.exit(main(sys.argv[2:]))
     [
         ("relay", ["relay", "127.0.0.1:1"]),
         ("serve", ["serve", "--port", "0"]),
-        ("bridging", ["bridge", "--to", "nats://127.0.0.1:1", "--model", "m", "--worker", "engine=tcp://127.0.0.1:1"]),
+        ("bridging", ["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "engine=tcp://127.0.0.1:1"]),
     ],
     ids=lambda each: each if isinstance(each, str) else None,
 )

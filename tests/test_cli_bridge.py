@@ -67,7 +67,7 @@ def source(name: str, publisher: ZmqEventPublisher, **more: Any) -> str:
 @contextmanager
 def bridge(server: NatsServer, plane: str, *more: object, name: str = "bridge") -> Iterator[Program]:
     """A bridge that writes; nothing that it has written to stderr may be a traceback or a warning of Python's."""
-    with Program("bridge", "--to", server.url, "--plane", plane, *PARTITION, "--name", name, *more) as program:
+    with Program("bridge", "--nats", server.url, "--plane", plane, *PARTITION, "--bridge-name", name, *more) as program:
         program.err.wait(f"bridge '{name}' writes to the 2 partitions of plane '{plane}'")
         yield program
     assert not [line for line in program.err.all if re.search("Traceback|Warning:", line)], program.err.all
@@ -145,7 +145,7 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
         """
         config = write(tmp_path / "fleet.toml", head + source("a", first, block_size=16, group="g"))
         more = write(tmp_path / "more.toml", "sources = []")
-        with Program("bridge", "--config", config, "--sources", more, "--name", "of the flags") as program:
+        with Program("bridge", "--config", config, "--sources", more, "--bridge-name", "of the flags") as program:
             program.err.wait("bridge 'of the flags' writes to the 2 partitions of plane 'file'")
             confirmed(program, "a", first)
             log = Log(plane_at(server.url, name="file")).until("a", lambda log: len(log.pages) and cards(log).keys() == {"a"})
@@ -232,7 +232,7 @@ def test_two_bridges_of_one_name_report_each_other_and_write_one_log(server: Nat
 
 
 def plane_status(server: NatsServer, plane: str) -> Ended:
-    return run("plane", "status", "--at", server.url, "--plane", plane)
+    return run("plane", "status", "--nats", server.url, "--plane", plane)
 
 
 def test_a_bridge_that_was_stopped_while_another_of_its_name_wrote_goes_on(
@@ -256,7 +256,7 @@ def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_onc
     """What was not written is told."""
     with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
         both = [
-            Program("bridge", "--to", server.url, "--name", name, *PARTITION, *worker("a", publisher))
+            Program("bridge", "--nats", server.url, "--bridge-name", name, *PARTITION, *worker("a", publisher))
             for name in ("one", "two")
         ]
         with both[0] as patient, both[1] as hasty:
@@ -291,7 +291,7 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
     """Of few labels, and as the bridge is."""
     port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
-        more = (*worker("a", publisher), "--worker", "gone=tcp://127.0.0.1:1", "--metrics-port", port, "--json")
+        more = (*worker("a", publisher), "--worker", "gone=tcp://127.0.0.1:1", "--metrics-port", port, "--log-format=json")
         with bridge(server, "metrics", *more) as program:
             confirmed(program, "a", publisher)
             until("a batch", lambda: scrape(port)["kvevents_bridge_written_batches_total"] == [({}, 1.0)])
@@ -313,7 +313,7 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
             assert (singles["kvevents_bridge_connected"], singles["kvevents_bridge_name_shared"]) == (1, 0)
             assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeOptions().max_queued_bytes
             assert singles["kvevents_bridge_invalid_records_total"] == 0
-            second = run("bridge", "--to", server.url, "--plane", "metrics", "--name", "other", *more)
+            second = run("bridge", "--nats", server.url, "--plane", "metrics", "--bridge-name", "other", *more)
             assert second.code == 1
             assert f"cannot serve metrics at 127.0.0.1:{port}" in last(second)
             assert "Traceback" not in second.err
@@ -373,26 +373,26 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--dns", "h:1"], 2, "no server is named; write --to"),
-        (["--to", "nats://127.0.0.1:1"], 2, "there is nothing to follow"),
-        (["--to", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
-        (["--to", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
-        (["--to", "http://127.0.0.1:1", *HERE], 1, "is no server of a plane"),
-        (["--to", "nats://secret@127.0.0.1:1x", *HERE], 1, "'nats://127.0.0.1:1x' is no server of a plane"),
-        (["--to", "nats://127.0.0.1:1", *HERE], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
-        (["--to", "nats://127.0.0.1:1", "--copies", "2", *HERE], 1, "copies is 2"),
-        (["--to", "nats://127.0.0.1:1", "--partitions", "1000", *HERE], 1, "partitions is 1000"),
-        (["--to", "nats://127.0.0.1:1", "--partition-size", "big", *HERE], 2, "is no size"),
-        (["--to", "nats://127.0.0.1:1", "--partition-size", "1", *HERE], 1, "partition_bytes is 1"),
-        (["--to", "nats://127.0.0.1:1", "--plane", "a b", *HERE], 1, "name is 'a b'; a plane's has"),
-        (["--to", "nats://127.0.0.1:1", "--name", "", *HERE], 1, "a bridge's name is ''"),
-        (["--to", "nats://127.0.0.1:1", "--reserve", "-1", *HERE], 2, "seconds"),
-        (["--to", "nats://127.0.0.1:1", "--reserve", "4000", *HERE], 1, "hold_back is 4000"),
-        (["--to", "nats://127.0.0.1:1", "--creds", "/no/such", *HERE], 1, "cannot read /no/such"),
-        (["--to", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is there without tls_key"),
-        (["--to", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "is no port"),
-        (["--to", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
-        (["--to", "nats://127.0.0.1:1", "--topics", "3", *HERE], 2, "no option --topics"),
+        (["--dns", "h:1"], 2, "no server is named; write --nats"),
+        (["--nats", "nats://127.0.0.1:1"], 2, "there is nothing to follow"),
+        (["--nats", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
+        (["--nats", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
+        (["--nats", "http://127.0.0.1:1", *HERE], 1, "is no server of a plane"),
+        (["--nats", "nats://secret@127.0.0.1:1x", *HERE], 1, "'nats://127.0.0.1:1x' is no server of a plane"),
+        (["--nats", "nats://127.0.0.1:1", *HERE], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
+        (["--nats", "nats://127.0.0.1:1", "--copies", "2", *HERE], 1, "copies is 2"),
+        (["--nats", "nats://127.0.0.1:1", "--partitions", "1000", *HERE], 1, "partitions is 1000"),
+        (["--nats", "nats://127.0.0.1:1", "--partition-size", "big", *HERE], 2, "is no size"),
+        (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *HERE], 1, "partition_bytes is 1"),
+        (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *HERE], 1, "name is 'a b'; a plane's has"),
+        (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *HERE], 1, "a bridge's name is ''"),
+        (["--nats", "nats://127.0.0.1:1", "--standby-delay", "-1", *HERE], 2, "seconds"),
+        (["--nats", "nats://127.0.0.1:1", "--standby-delay", "4000", *HERE], 1, "hold_back is 4000"),
+        (["--nats", "nats://127.0.0.1:1", "--creds", "/no/such", *HERE], 1, "cannot read /no/such"),
+        (["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is there without tls_key"),
+        (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "is no port"),
+        (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
+        (["--nats", "nats://127.0.0.1:1", "--topics", "3", *HERE], 2, "no option --topics"),
     ],
     ids=str,
 )
@@ -423,7 +423,7 @@ def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, to
 )
 def test_a_wrong_file_is_told_in_one_sentence(tmp_path: Path, text: str, told: str) -> None:
     config = write(tmp_path / "fleet.toml", text)
-    ended = run("bridge", "--to", "nats://127.0.0.1:1", "--config", config)
+    ended = run("bridge", "--nats", "nats://127.0.0.1:1", "--config", config)
     assert ended.code == 1
     assert told in ended.err
     assert f"kvevents: {config}" in ended.err or f"cannot read {config}" in ended.err
@@ -431,14 +431,14 @@ def test_a_wrong_file_is_told_in_one_sentence(tmp_path: Path, text: str, told: s
 
 
 def test_settings_are_checked_without_a_server() -> None:
-    ended = run("bridge", "--to", "nats://user:secret@127.0.0.1:1", *HERE, "--check")
+    ended = run("bridge", "--nats", "nats://user:secret@127.0.0.1:1", *HERE, "--check")
     assert (ended.code, ended.out) == (0, "")
     assert "these settings can be used" in ended.err
 
 
 def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream=None) as server:
-        ended = run("bridge", "--to", server.url, *HERE)
+        ended = run("bridge", "--nats", server.url, *HERE)
     assert ended.code == 1
     assert "there is no JetStream for this account" in last(ended)
     assert "Traceback" not in ended.err
@@ -446,21 +446,21 @@ def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
 
 def test_partitions_that_the_servers_have_no_room_for_are_told(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream={"max_file": 100 << 20}) as server:
-        ended = run("bridge", "--to", server.url, *PARTITION, *HERE)
+        ended = run("bridge", "--nats", server.url, *PARTITION, *HERE)
     assert ended.code == 1
     assert "no room left; raise its limit or free some. 2 partitions reserve 128 MiB in all on 1 of the servers" in last(ended)
 
 
 def test_its_name_is_the_hosts_unless_told(server: NatsServer) -> None:
-    with Program("bridge", "--to", server.url, "--plane", "host", *PARTITION, *HERE) as program:
+    with Program("bridge", "--nats", server.url, "--plane", "host", *PARTITION, *HERE) as program:
         program.err.wait(f"bridge '{re.escape(socket.gethostname())}' writes to")
         assert program.interrupt(signal.SIGTERM).code == 0
 
 
 def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
     """And shown nowhere; this server takes any."""
-    with Program("bridge", "--to", server.url_of("user:secret"), "--plane", "login", *PARTITION, *HERE) as program:
-        program.err.wait("WARNING everybody on this machine sees a login in --to; use --creds")
+    with Program("bridge", "--nats", server.url_of("user:secret"), "--plane", "login", *PARTITION, *HERE) as program:
+        program.err.wait("WARNING everybody on this machine sees a login in --nats; use --creds")
         program.err.wait("writes to the 2 partitions")
         ended = program.interrupt(signal.SIGTERM)
     assert ended.code == 0

@@ -68,7 +68,7 @@ def test_tail_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     assert first, told.out
     assert "GAP" not in told.out
     assert f"0 gaps, 0 lost, 0 resets, a snapshot of {int(first[1]) + 1} older batches, trust EXACT" in told.err
-    lines = [json.loads(line) for line in run("tail", *named(old_engine), "--count", 2, "--json").out.splitlines()]
+    lines = [json.loads(line) for line in run("tail", *named(old_engine), "--count", 2, "--output=json").out.splitlines()]
     [gap] = [line for line in lines if line["kind"] == "gap"]
     assert (gap["first"], gap["compacted"]) == (0, True)
     assert gap["last"] == next(line["seq"] for line in lines if line["kind"] == "batch") - 1
@@ -77,7 +77,7 @@ def test_tail_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
 def test_record_and_export_keep_that_nothing_is_lost(old_engine: ZmqEventPublisher, tmp_path: Path) -> None:
     """The recording notes the snapshot, and its tables count no batch as lost."""
     path = tmp_path / "run.jsonl"
-    ended = run("record", path, *named(old_engine), "--count", 30)
+    ended = run("record", *named(old_engine), path, "--count", 30)
     assert re.search(r"0 gaps, 0 lost, 0 resets, a snapshot of \d+ older batches, ", ended.err)
     exported = run("export", path, tmp_path / "tables")
     assert exported.code == 0
@@ -90,7 +90,7 @@ def test_record_and_export_keep_that_nothing_is_lost(old_engine: ZmqEventPublish
 
 def test_doctor_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     """History that is represented by a snapshot is complete."""
-    ended = run("doctor", *named(old_engine), "--json", "--seconds", "0.8")
+    ended = run("doctor", *named(old_engine), "--output=json", "--duration", "0.8")
     found = findings(ended)
     assert {check: finding["verdict"] for check, finding in found.items()} == dict.fromkeys(found, "ok")
     assert re.search(r"the first is a snapshot of batches 0 to \d+: a late subscriber learns everything", ended.out)
@@ -104,8 +104,8 @@ def test_a_service_its_metrics_top_and_doctor_count_no_loss(old_engine: ZmqEvent
         served.wait("engine-0/0", lambda source: source["trust"]["state"] == "EXACT")
         [source] = served.ask("GET", "/v1/sources")["sources"]
         assert (source["lost"], source["gap_count"], source["gaps"]) == (0, 0, [])
-        assert findings(run("doctor", "--service", served.url, "--json")).get("losses") is None
-        top = run("top", "--once", "--service", served.url, "--json").out
+        assert findings(run("doctor", "--service", served.url, "--output=json")).get("losses") is None
+        top = run("top", "--once", "--service", served.url, "--output=json").out
         ended = served.program.interrupt()
     assert json.loads(top)["sources"][0]["lost"] == 0
     assert "lost" not in ended.err

@@ -29,11 +29,11 @@ from kvevents.testing import Faults, TapePlayer
 from test_cli import RECORDING, RUN, SECONDS, Ended, Program, adjacent, refusing, run, tape_of
 from test_cli_service import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
 
-LOOK = ("--seconds", "0.6")
+LOOK = ("--duration", "0.6")
 
 
 def doctor(tape: TapePlayer, *args: object) -> dict[str, dict[str, str]]:
-    ended = run("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--json", *LOOK, *args)
+    ended = run("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", *LOOK, *args)
     return findings(ended)
 
 
@@ -82,7 +82,7 @@ def test_a_healthy_engine() -> None:
 
 def test_a_wrong_topic() -> None:
     with playing() as tape:
-        found = doctor(tape, "--topic", "kv@pod")
+        found = doctor(tape, "--topic-prefix", "kv@pod")
     assert found["traffic"]["verdict"] == "ok"
     assert found["topic"]["verdict"] == "fail"
     assert "no topic begins with 'kv@pod'" in found["topic"]["text"]
@@ -95,12 +95,12 @@ def test_topics_of_several_engines_share_a_prefix() -> None:
     finding = check_topic(Counter({b"kv@a@m": 2, b"kv@b@m": 1}), "kv@a")
     assert finding is not None
     assert finding.verdict.value == "warn"
-    assert "--topic 'kv@'" in finding.advice
+    assert "--topic-prefix 'kv@'" in finding.advice
 
 
 def test_nothing_listens() -> None:
     with refusing() as nowhere:
-        found = findings(run("doctor", nowhere, "--json", *LOOK))
+        found = findings(run("doctor", nowhere, "--output=json", *LOOK))
     assert list(found) == ["address"]
     assert "nothing listens there" in found["address"]["text"]
     for said in ("both sides connect", "tcp://*:PORT", "--bind"):
@@ -109,14 +109,14 @@ def test_nothing_listens() -> None:
 
 def test_the_replay_port_given_as_the_endpoint() -> None:
     with adjacent() as (tape,):
-        found = findings(run("doctor", tape.replay_endpoint, "--json", *LOOK))
+        found = findings(run("doctor", tape.replay_endpoint, "--output=json", *LOOK))
         assert "ROUTER socket: a replay port" in found["address"]["text"]
         assert f"{tape.endpoint} is a publisher; use that as ENDPOINT" in found["address"]["advice"]
 
 
 def test_the_event_port_given_as_the_replay_endpoint() -> None:
     with playing() as tape:
-        found = findings(run("doctor", tape.endpoint, "--replay", tape.endpoint, "--json", *LOOK))
+        found = findings(run("doctor", tape.endpoint, "--replay", tape.endpoint, "--output=json", *LOOK))
     assert found["replay"]["verdict"] == "fail"
     assert "XPUB socket, not a replay endpoint" in found["replay"]["text"]
 
@@ -181,7 +181,7 @@ def test_an_idle_engine_is_no_fault_and_replay_tells_what_it_speaks() -> None:
         for number in range(20):
             stored = BlockStored([2**63 * (number % 2) + number], None, [1, 2], 2, medium="GPU")
             publisher.publish(KVEventBatch(1760000000.0 + number, [stored], 0))
-        ended = run("doctor", publisher.endpoint, "--replay", publisher.replay_endpoint, "--json", *LOOK)
+        ended = run("doctor", publisher.endpoint, "--replay", publisher.replay_endpoint, "--output=json", *LOOK)
     finally:
         publisher.shutdown()
     found = findings(ended)
@@ -209,7 +209,7 @@ def test_an_engine_that_connects_to_us() -> None:
         pass
     publisher = ZmqEventPublisher(endpoint=endpoint, bind=False)
     try:
-        with Program("doctor", endpoint, "--bind", "--json", "--seconds", "0.8") as program:
+        with Program("doctor", endpoint, "--bind", "--output=json", "--duration", "0.8") as program:
             while program.process.poll() is None:
                 publisher.publish(KVEventBatch(1.0, [BlockStored([1], None, [1, 2], 2)], 0))
                 threading.Event().wait(0.01)
@@ -261,7 +261,7 @@ def test_what_else_may_stand_at_an_address(reply: bytes | None, outcome: str) ->
 
 def test_an_http_port_is_called_by_its_name() -> None:
     with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as endpoint:
-        found = findings(run("doctor", endpoint, "--json", *LOOK))
+        found = findings(run("doctor", endpoint, "--output=json", *LOOK))
     assert "it speaks HTTP, not ZeroMQ" in found["address"]["text"]
     assert "/kv_event_sources" in found["address"]["advice"]
 
@@ -283,12 +283,12 @@ def test_curve_and_unknown_hosts() -> None:
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "inproc://kv"])
 def test_addresses_that_nobody_can_connect_to(endpoint: str) -> None:
-    found = findings(run("doctor", endpoint, "--json", *LOOK))
+    found = findings(run("doctor", endpoint, "--output=json", *LOOK))
     assert found["address"]["verdict"] == "fail"
 
 
 def test_interrupted() -> None:
-    with playing() as tape, Program("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--seconds", "60") as program:
+    with playing() as tape, Program("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--duration", "60") as program:
         program.out.wait("is a publisher")
         ended = program.interrupt()
     assert ended.code == 130
@@ -299,7 +299,7 @@ def test_interrupted() -> None:
 
 
 def examined(url: str, *args: object) -> dict[str, dict[str, str]]:
-    return findings(run("doctor", "--service", url, "--json", *args))
+    return findings(run("doctor", "--service", url, "--output=json", *args))
 
 
 def test_a_healthy_service_and_its_fleet() -> None:
@@ -313,7 +313,7 @@ def test_a_healthy_service_and_its_fleet() -> None:
         for _ in range(2):
             served.ask("POST", "/v1/match", {"model": "m", "tokens": list(range(48))})
         ended = run("doctor", "--service", served.url)
-        report = json.loads(run("doctor", "--service", served.url, "--json").out)
+        report = json.loads(run("doctor", "--service", served.url, "--output=json").out)
     assert ended.code == 0, ended.out
     assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
     for said in (
@@ -605,7 +605,7 @@ def test_readiness_and_health() -> None:
 def test_strict_fails_on_warnings() -> None:
     """Without `--strict` a warning is exit code 0, with it 1; what could not be examined at all is 4."""
     with tape_of((b"", 0, b"x")) as tape:
-        look = ("doctor", tape.endpoint, "--no-replay", "--seconds", "0.2")
+        look = ("doctor", tape.endpoint, "--no-replay", "--duration", "0.2")
         assert run(*look).code == 0
         assert run(*look, "--strict").code == 1
-        assert run(*look, "--key", "none.key_secret", "--server-key", "none.key").code == 4
+        assert run(*look, "--curve-key", "none.key_secret", "--curve-server-key", "none.key").code == 4

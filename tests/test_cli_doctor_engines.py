@@ -143,7 +143,7 @@ def test_the_verdicts_on_an_engine(name: str) -> None:
     case = CASES[name]
     with case.engine() as tape:
         named = ("--replay", tape.replay_endpoint) if case.named else ()
-        ended = run("doctor", tape.endpoint, *named, "--json", "--seconds", case.seconds)
+        ended = run("doctor", tape.endpoint, *named, "--output=json", "--duration", case.seconds)
     found = findings(ended)
     bad = {check: finding["verdict"] for check, finding in found.items() if finding["verdict"] != "ok"}
     assert bad == case.verdicts, ended.out

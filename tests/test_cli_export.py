@@ -42,7 +42,7 @@ def test_from_a_recording_to_an_answer(tmp_path: Path) -> None:
 def test_an_answer_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(small(tmp_path)), str(tmp_path / "out")]) == 0
     told(capsys)
-    assert main(["export", "--query", "eviction-age", "--json", str(tmp_path / "out")]) == 0
+    assert main(["export", "--query", "eviction-age", "--output=json", str(tmp_path / "out")]) == 0
     out, _ = told(capsys)
     (row,) = map(json.loads, out.splitlines())
     assert row == {
@@ -82,7 +82,7 @@ def test_a_question_can_be_printed_changed_and_asked(
     assert main(["export", "--query", "block-lifetime", "--sql"]) == 0
     sql, _ = told(capsys)
     (tmp_path / "mine.sql").write_text(sql.replace("GROUP BY tier, kv_group", "WHERE depth = 2 GROUP BY tier, kv_group"))
-    assert main(["export", "--query", "mine.sql", "--json", "out"]) == 0
+    assert main(["export", "--query", "mine.sql", "--output=json", "out"]) == 0
     out, _ = told(capsys)
     assert json.loads(out)["residencies"] == 1
 
@@ -102,7 +102,7 @@ def test_losses_and_oddities_are_told_each_in_a_line(tmp_path: Path, capsys: pyt
 
 
 def test_token_ids_come_with_a_word_of_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(small(tmp_path)), str(tmp_path / "out"), "--tokens"]) == 0
+    assert main(["export", str(small(tmp_path)), str(tmp_path / "out"), "--token-ids"]) == 0
     assert "holds the prompts' token ids: keep it as you would keep the prompts" in told(capsys)[1]
     assert table(tmp_path / "out", "events")[0]["token_ids"] == [4, 5, 6, 7]
 

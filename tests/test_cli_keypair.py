@@ -52,7 +52,7 @@ def towards(publisher: ZmqEventPublisher, *more: object) -> list[object]:
 
 
 def as_client(keys: Path, name: str, server: str = "engine.key") -> tuple[object, ...]:
-    return "--key", keys / f"{name}.key_secret", "--server-key", keys / server
+    return "--curve-key", keys / f"{name}.key_secret", "--curve-server-key", keys / server
 
 
 def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
     assert again.code == 1
     assert "exists" in again.err
     assert read_pair(tmp_path / "engine-0.key_secret") == pair
-    forced = run("keys", tmp_path / "engine-0", "--force", "--json")
+    forced = run("keys", tmp_path / "engine-0", "--force", "--output=json")
     said = json.loads(forced.out)
     assert said["public_key"] == read_pair(tmp_path / "engine-0.key_secret").public != pair.public
     assert said.keys() == {"public_key", "public_file", "secret_file"}
-    shown = run("keys", "--show", said["public_file"], "--json")
+    shown = run("keys", "--show", said["public_file"], "--output=json")
     assert json.loads(shown.out) == {"file": said["public_file"], "public_keys": [said["public_key"]], "secret": False}
 
 
@@ -96,16 +96,18 @@ def test_what_keys_refuses(args: tuple[str, ...], code: int, said: str) -> None:
 def test_publish_and_tail_with_keys(keys: Path, tmp_path: Path) -> None:
     """A router that is allowed sees the batch; a stranger sees nothing, by replay neither."""
     with Program(
-        *("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--stay"),
-        *("--key", keys / "engine.key_secret", "--allow", keys / "clients"),
+        *("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--linger"),
+        *("--curve-key", keys / "engine.key_secret", "--curve-allow", keys / "clients"),
     ) as engine:
         line = engine.err.wait("publishing at")
         endpoint, replay = line.split()[2].rstrip(","), line.split()[-1]
         engine.write(CLEARED.strip())
-        friend = run("tail", endpoint, "--replay", replay, "--count", "1", "--json", *as_client(keys, "clients/router"))
+        friend = run("tail", endpoint, "--replay", replay, "--count", "1", "--output=json", *as_client(keys, "clients/router"))
         assert friend.code == 0
         assert json.loads(friend.out.splitlines()[-1])["events"] == [{"type": "AllBlocksCleared"}]
-        stranger = run("tail", endpoint, "--replay", replay, "--idle", "0.5", "--json", *as_client(keys, "stranger"))
+        stranger = run(
+            "tail", endpoint, "--replay", replay, "--idle-timeout", "0.5", "--output=json", *as_client(keys, "stranger")
+        )
         assert stranger.code == 3
         assert "AllBlocksCleared" not in stranger.out
         ended = engine.interrupt()
@@ -117,7 +119,7 @@ def test_record_with_keys(keys: Path, tmp_path: Path) -> None:
     """What came before is had by replay."""
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         args = towards(publisher, "--count", "1", *as_client(keys, "clients/router"))
-        assert run("record", tmp_path / "run.jsonl", *args).code == 0
+        assert run("record", args[0], tmp_path / "run.jsonl", *args[1:]).code == 0
     assert '"pub"' in (tmp_path / "run.jsonl").read_text()
 
 
@@ -136,14 +138,22 @@ def test_a_replay_endpoint_is_asked_with_keys(keys: Path) -> None:
 
 
 def test_a_consumer_that_listens(keys: Path) -> None:
-    """With `--bind` it is the CURVE server, and `--allow` says which engines."""
+    """With `--bind` it is the CURVE server, and `--curve-allow` says which engines."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     server = read_public_keys(keys / "engine.key")[0]
     router = Curve(key_file=str(keys / "clients" / "router.key_secret"), server_key=server)
     publisher = ZmqEventPublisher(0, endpoint, ANY, bind=False, curve=router)
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
-    listen = ("--bind", "--replay", publisher.replay_endpoint, "--key", keys / "engine.key_secret", "--allow", keys / "clients")
+    listen = (
+        "--bind",
+        "--replay",
+        publisher.replay_endpoint,
+        "--curve-key",
+        keys / "engine.key_secret",
+        "--curve-allow",
+        keys / "clients",
+    )
     with Program("tail", endpoint, "--count", "2", *listen) as tail:
         tail.out.wait("trust")
         while publisher.stats().subscribers < 1:
@@ -156,13 +166,16 @@ def test_a_consumer_that_listens(keys: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--server-key", "engine.key"), "need --key"),
-        (("--key", "engine.key_secret"), "--key needs --server-key"),
-        (("--key", "engine.key_secret", "--server-key", "none.key"), "cannot read keys from none.key"),
-        (("--key", "engine.key", "--server-key", "engine.key"), "no pair of CURVE keys"),
-        (("--key", "open.key_secret", "--server-key", "engine.key"), "chmod 600"),
-        (("--key", "engine.key_secret", "--server-key", "two.key"), "holds 2 keys"),
-        (("--key", "engine.key_secret", "--server-key", "engine.key", "--allow", "clients"), "is for a CURVE server"),
+        (("--curve-server-key", "engine.key"), "need --curve-key"),
+        (("--curve-key", "engine.key_secret"), "--curve-key needs --curve-server-key"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "none.key"), "cannot read keys from none.key"),
+        (("--curve-key", "engine.key", "--curve-server-key", "engine.key"), "no pair of CURVE keys"),
+        (("--curve-key", "open.key_secret", "--curve-server-key", "engine.key"), "chmod 600"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "two.key"), "holds 2 keys"),
+        (
+            ("--curve-key", "engine.key_secret", "--curve-server-key", "engine.key", "--curve-allow", "clients"),
+            "is for a CURVE server",
+        ),
     ],
 )
 def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str) -> None:
@@ -171,7 +184,7 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
     Path("open.key_secret").write_bytes(Path("engine.key_secret").read_bytes())
     Path("open.key_secret").chmod(0o644)
     Path("two.key").write_text(Path("engine.key").read_text() + Path("stranger.key").read_text())
-    ended = run("tail", "tcp://127.0.0.1:1", "--idle", "10", *options)
+    ended = run("tail", "tcp://127.0.0.1:1", "--idle-timeout", "10", *options)
     assert ended.code == (2 if "need" in said else 1)
     assert said in ended.err
     assert "Traceback" not in ended.err
@@ -182,9 +195,9 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
     [
         ("clients/router", "engine.key", True, "ok", "lets this key in"),
         ("stranger", "engine.key", False, "ok", "lets this key in"),
-        ("stranger", "engine.key", True, "fail", "among those that it allows"),
-        ("clients/router", "stranger.key", True, "fail", "is --server-key its public key"),
-        (None, None, True, "fail", "--key"),
+        ("stranger", "engine.key", True, "fail", "check that it allows"),
+        ("clients/router", "stranger.key", True, "fail", "check that --curve-server-key is its public key"),
+        (None, None, True, "fail", "--curve-key"),
     ],
 )
 def test_doctor_says_what_is_wrong_with_keys(
@@ -192,7 +205,7 @@ def test_doctor_says_what_is_wrong_with_keys(
 ) -> None:
     options = () if who is None else as_client(keys, who, server or "")
     with publishing(engine_keys(keys, keys / "clients" if allowed else None)) as publisher:
-        ended = run("doctor", *towards(publisher, "--json", "--seconds", "0.5", *options))
+        ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *options))
     findings = {finding["check"]: finding for finding in json.loads(ended.out)["findings"]}
     assert findings["address"]["verdict"] == verdict
     assert said in findings["address"]["text"] + findings["address"]["advice"]
@@ -202,7 +215,7 @@ def test_doctor_says_what_is_wrong_with_keys(
 
 def test_doctor_with_keys_for_an_engine_in_clear(keys: Path) -> None:
     with publishing(None) as publisher:
-        ended = run("doctor", *towards(publisher, "--json", "--seconds", "0.5", *as_client(keys, "stranger")))
+        ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *as_client(keys, "stranger")))
     (finding,) = json.loads(ended.out)["findings"]
     assert "speaks in clear" in finding["text"]
 

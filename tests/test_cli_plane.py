@@ -42,20 +42,20 @@ def status(*args: object) -> Ended:
 
 def test_it_tells_partitions_snapshots_and_replicas(server: NatsServer) -> None:
     plane = plane_at(server.url, name="told", partitions=2)
-    flags = ("--from", server.url, "--plane", "told", "--snapshot-seconds", "0.3", "--replica", "a")
+    flags = ("--nats", server.url, "--plane", "told", "--snapshot-seconds", "0.3", "--replica-name", "a")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)
 
         def look() -> Any:
-            found = msgspec.json.decode(status("--at", server.url, "--plane", "told", "--json").out)
+            found = msgspec.json.decode(status("--nats", server.url, "--plane", "told", "--output=json").out)
             return found if found["snapshots"] and found["replicas"] else None
 
         found = until("a snapshot", look)
         assert found["faults"] == []
         assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
         assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
-        ended = status("--at", server.url, "--plane", "told")
+        ended = status("--nats", server.url, "--plane", "told")
         assert ended.code == 0
         assert "partition   0" in ended.out
 
@@ -87,7 +87,7 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
 
     with engine() as one, bridging(plane, watch_of("one", one)):
         asyncio.run(put())
-        ended = status("--at", server.url, "--plane", "shares")
+        ended = status("--nats", server.url, "--plane", "shares")
         assert ended.code == 1
         for line in (
             r"partition   0 .*; held by a$",
@@ -104,7 +104,7 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
             assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)
         assert ended.out.count("snapshot  of partition   0") == 1
         assert "{" not in ended.out
-        found = msgspec.json.decode(status("--at", server.url, "--plane", "shares", "--json").out)
+        found = msgspec.json.decode(status("--nats", server.url, "--plane", "shares", "--output=json").out)
         assert [(each["name"], each["url"], each["partitions"]) for each in found["shares"]] == [
             ("a", "http://a:8090", [0, 1]),
             ("b", "http://b:8090", [1]),
@@ -140,13 +140,13 @@ def test_partitions_in_words() -> None:
 
 
 def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_path: Path) -> None:
-    ended = status("--at", server.url, "--plane", "nowhere")
+    ended = status("--nats", server.url, "--plane", "nowhere")
     assert (ended.code, ended.out) == (4, "")
     assert "there is no plane 'nowhere'" in ended.err
-    ended = status("--at", "nats://127.0.0.1:1")
+    ended = status("--nats", "nats://127.0.0.1:1")
     assert ended.code == 4
     assert "127.0.0.1:1" in ended.err
-    ended = status("--at", server.url, "--creds", str(tmp_path / "none"))
+    ended = status("--nats", server.url, "--creds", str(tmp_path / "none"))
     assert ended.code == 4
     assert "Traceback" not in ended.err
     assert "cannot read" in ended.err
@@ -165,5 +165,5 @@ def test_a_bridge_that_writes_much_is_heard(server: NatsServer) -> None:
                 await js.publish(layout.subject(0), encode_page(Page(VERSION_OF_PAGES, "busy", time.time(), [], made)))
 
     asyncio.run(write())
-    ended = status("--at", server.url, "--plane", "busy")
+    ended = status("--nats", server.url, "--plane", "busy")
     assert (ended.code, "bridges: busy " in ended.out) == (0, True), ended.out

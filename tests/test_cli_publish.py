@@ -31,7 +31,7 @@ def receive(live: str, replay: str, count: int) -> list[Batch]:
 
 
 def test_lines_of_every_form_are_published_as_they_come() -> None:
-    with Program("publish", *ENDS, "--topic", "kv@pod", "--stay") as program:
+    with Program("publish", *ENDS, "--topic", "kv@pod", "--linger") as program:
         live, replay = serving(program)
         program.write(STORED.encode())
         program.write(b'[{"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"}]')
@@ -70,7 +70,7 @@ def test_who_connects_where_it_was_to_listen_is_told_so() -> None:
 
 
 def test_a_dialect_is_spoken() -> None:
-    with Program("publish", *ENDS, "--dialect", "sglang-0.5.17", "--stay") as program:
+    with Program("publish", *ENDS, "--dialect", "sglang-0.5.17", "--linger") as program:
         live, replay = serving(program)
         program.write(STORED.replace("[1, 2]", f"[{2**64 - 1}]").encode())
         (batch,) = receive(live, replay, 1)
@@ -83,8 +83,8 @@ def test_a_dialect_is_spoken() -> None:
 def test_what_tail_wrote_can_be_published() -> None:
     with TapePlayer(RECORDING, run=RUN) as tape:
         tape.play()
-        written = run("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--json", "--count", 79).out
-    with Program("publish", *ENDS, "--stay") as program:
+        written = run("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", "--count", 79).out
+    with Program("publish", *ENDS, "--linger") as program:
         live, replay = serving(program)
         for line in written.splitlines():
             program.write(line.encode())

@@ -16,7 +16,7 @@ ANYWHERE = "tcp://127.0.0.1:*"
 
 
 def record(path: Path, tape: TapePlayer, *args: object) -> tuple[object, ...]:
-    return ("record", path, tape.endpoint, "--replay", tape.replay_endpoint, "--name", "pod", *args)
+    return ("record", tape.endpoint, path, "--replay", tape.replay_endpoint, "--source-name", "pod", *args)
 
 
 def frames_of(path: Path) -> list[tuple[bytes, int, bytes]]:
@@ -49,11 +49,11 @@ def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_t
     assert {topic for topic, *_ in frames_of(one)[:79]} == {b"kv-events"}
 
     # So that one life gives way to the next while much of it is unread.
-    options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--speed", "max", "--stay")
+    options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--speed", "max", "--linger")
     with Program("play", one, *options) as player:
         live, replay = serving(player)
-        assert run("record", other, live, "--replay", replay, "--name", "pod", "--count", 114).code == 0
-        tailed = run("tail", live, "--replay", replay, "--json", "--count", 35)
+        assert run("record", live, other, "--replay", replay, "--source-name", "pod", "--count", 114).code == 0
+        tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 35)
         assert player.interrupt().code == 0
     assert frames_of(other) == frames_of(one)
     # A tail that comes late finds the last life only, as with any engine.
@@ -107,7 +107,7 @@ def test_an_older_recording_is_not_replaced_unasked(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_told_before_the_wait(tmp_path: Path) -> None:
     """With no engine and no limit to the wait, only a check beforehand can end this."""
     with refusing() as nowhere:
-        refused = run("record", tmp_path / "no" / "run.jsonl", nowhere)
+        refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
     assert refused.code == 1
     assert "there is no folder" in refused.err
 
@@ -116,7 +116,7 @@ def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("precious")
     with refusing() as nowhere:
-        assert run("record", path, nowhere, "--force", "--idle", 0.2).code == 3
+        assert run("record", nowhere, path, "--force", "--idle-timeout", 0.2).code == 3
     assert path.read_text() == "precious"
 
 
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
     path.symlink_to("/dev/full")
     with TapePlayer(RECORDING, run=RUN) as tape:
         tape.play()
-        ended = run(*record(path, tape, "--seconds", 10))
+        ended = run(*record(path, tape, "--duration", 10))
     assert ended.code == 1
     assert re.search(r"^kvevents: cannot write \S+full.jsonl: No space left on device; ", ended.err, re.MULTILINE)
     assert "Traceback" not in ended.err
@@ -147,10 +147,10 @@ def test_play_gives_up_when_nobody_subscribes() -> None:
 
 
 def test_play_goes_on_counting_round_after_round_and_leaves_when_told() -> None:
-    args = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "max", "--times", 3, "--stay", "--run", RUN)
+    args = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
     with Program("play", RECORDING, *args) as player:
         live, replay = serving(player)
-        tailed = run("tail", live, "--replay", replay, "--json", "--count", 3 * 79)
+        tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 3 * 79)
         ended = player.interrupt()
     assert [json.loads(line)["seq"] for line in tailed.out.splitlines() if '"batch"' in line] == list(range(3 * 79))
     assert ended.code == 0

@@ -141,7 +141,7 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
     ends = Ends(tmp_path)
     port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
-        with Program(*ends.arguments(publisher, "--metrics-port", port, "--json")) as program:
+        with Program(*ends.arguments(publisher, "--metrics-port", port, "--log-format=json")) as program:
             program.err.wait("engine rank 0: DEGRADED .*no live batch has confirmed")
             Truth(publisher).say()
             program.err.wait("engine rank 0: EXACT")
@@ -162,10 +162,10 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
         (["gpu:x=tcp://127.0.0.1:1"], 2, "invalid engine"),
         (["nonsense"], 2, "invalid endpoint 'nonsense'"),
         (["127.0.0.1:1", "127.0.0.1:1"], 1, "same name and rank"),
-        (["127.0.0.1:1", "--tokens", "hash", "--dialect", "vllm-0.22"], 1, "has no room"),
+        (["127.0.0.1:1", "--token-policy", "hash", "--dialect", "vllm-0.22"], 1, "has no room"),
         (["127.0.0.1:1", "--dialect", "vllm-0.1"], 1, "older than"),
         (["127.0.0.1:1", "--dialect", "trt-1"], 1, "unknown engine"),
-        (["127.0.0.1:1", "--tokens", "burn"], 2, "invalid choice"),
+        (["127.0.0.1:1", "--token-policy", "burn"], 2, "invalid choice"),
         (["127.0.0.1:1", "--heartbeat", "-1"], 2, "seconds"),
         (["127.0.0.1:1", "--heartbeat", "100000"], 1, "heartbeat is 100000"),
         (["127.0.0.1:1", "--journal", "/dev/null/folder"], 1, "cannot open the journal folder"),

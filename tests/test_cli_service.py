@@ -172,7 +172,7 @@ def test_an_encoding_without_block_characters_has_a_bar_too(fleet: Served, monke
 
 
 def test_json_is_the_answer_of_the_service(fleet: Served) -> None:
-    ended = run("query", *PROMPT, "--service", fleet.url, "--json")
+    ended = run("query", *PROMPT, "--service", fleet.url, "--output=json")
     assert json.loads(ended.out) == fleet.ask("POST", "/v1/match", {"model": "m", "tokens": PROMPT})
     assert ended.err == ""
 
@@ -190,7 +190,7 @@ def test_every_way_to_give_tokens(fleet: Served, tmp_path: Path) -> None:
         (["-"], spaced),
         *((["--prompt-file", tmp_path / f"prompt.{kind}"], b"") for kind in ("json", "u32", "bin")),
     ]
-    answers = {run("query", *args, "--json", "--service", fleet.url, stdin=stdin).out for args, stdin in ways}
+    answers = {run("query", *args, "--output=json", "--service", fleet.url, stdin=stdin).out for args, stdin in ways}
     assert len(answers) == 1
     assert json.loads(answers.pop())["prompt_tokens"] == 64
 
@@ -207,7 +207,7 @@ def test_select_tells_whom_and_why(fleet: Served) -> None:
     assert "holds 48 of 64 tokens" in why
     assert titles.startswith("worker")
     assert [row.split()[0] for row in rows] == ["engine-1/0", "engine-0/0"]
-    answer = json.loads(run("query", *PROMPT, "--select", "--json", "--service", fleet.url).out)
+    answer = json.loads(run("query", *PROMPT, "--select", "--output=json", "--service", fleet.url).out)
     assert answer["instance"] == "engine-1"
     assert len(answer["considered"]) == 2
 
@@ -235,7 +235,7 @@ def test_models_tenants_and_groups() -> None:
         served.register("engine-1", other, model_name="n", tenant_id="t")
         served.wait_exact("engine-0/0", 1)
         served.wait_exact("engine-1/0", 1)
-        found = json.loads(run("query", *PROMPT, "--json", "--tenant", "t", "--service", served.url).out)
+        found = json.loads(run("query", *PROMPT, "--output=json", "--tenant", "t", "--service", served.url).out)
         assert [held["instance"] for held in found["workers"]] == ["engine-1"]
         served.register("engine-2", one, model_name="o")
         several = run("query", 1, "--service", served.url)
@@ -261,9 +261,9 @@ def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
     tokenizer = tokenizer_file(tmp_path)
     text = " ".join(f"w{number}" for number in PROMPT)
     (tmp_path / "prompt.txt").write_text(text)
-    common = ("--tokenizer", tokenizer, "--json", "--service", fleet.url)
+    common = ("--tokenizer", tokenizer, "--output=json", "--service", fleet.url)
     plain = json.loads(run("query", "--text", text, "--no-special-tokens", *common).out)
-    assert plain == json.loads(run("query", *PROMPT, "--json", "--service", fleet.url).out)
+    assert plain == json.loads(run("query", *PROMPT, "--output=json", "--service", fleet.url).out)
     special = json.loads(run("query", "--text-file", tmp_path / "prompt.txt", *common).out)
     assert (special["prompt_tokens"], [held["tokens"] for held in special["workers"]]) == (65, [0, 0])
     piped = json.loads(run("query", "--text-file", "-", "--no-special-tokens", *common, stdin=text.encode()).out)
@@ -389,10 +389,10 @@ def test_https_with_an_authority_of_ones_own(
         assert url.startswith("https://")
         top = ("top", "--once", "--service", url)
         assert "is not trusted" in told(capsys, *top)
-        assert main([*top, "--ca-file", str(pair[1])]) == 0
+        assert main([*top, "--tls-ca", str(pair[1])]) == 0
         capsys.readouterr()
         assert "should it be https://?" in told(capsys, "top", "--once", "--service", url.replace("https", "http"))
-    assert "cannot use --ca-file" in told(capsys, *top, "--ca-file", pair[0])
+    assert "cannot use --tls-ca" in told(capsys, *top, "--tls-ca", pair[0])
 
 
 # --- the client
@@ -495,7 +495,7 @@ def test_one_frame_without_a_terminal(fleet: Served, monkeypatch: pytest.MonkeyP
 
 
 def test_one_frame_as_json(fleet: Served) -> None:
-    args = ("top", "--once", "--json", "--service", fleet.url, "--sort", "blocks", "--limit", 1)
+    args = ("top", "--once", "--output=json", "--service", fleet.url, "--sort", "blocks", "--limit", 1)
     (line,) = run(*args).out.splitlines()
     frame = json.loads(line)
     assert list(frame) == [
@@ -534,7 +534,7 @@ def test_once_without_a_service_is_an_error() -> None:
 def test_a_live_view_needs_a_terminal() -> None:
     ended = run("top")
     assert ended.code == 2
-    assert "use --once or --json" in ended.err
+    assert "use --once or --output json" in ended.err
 
 
 def test_json_lines_tell_rates_and_survive_a_restart_of_the_service() -> None:
@@ -542,7 +542,7 @@ def test_json_lines_tell_rates_and_survive_a_restart_of_the_service() -> None:
         served = Served(program)
         served.register("engine-0", publisher)
         served.wait_exact("engine-0/0", 2)
-        with Program("top", "--json", "--interval", "0.05", "--service", served.url) as top:
+        with Program("top", "--output=json", "--interval", "0.05", "--service", served.url) as top:
             top.out.wait(lambda lines: any(frame(line)["error"] is None for line in lines))
             publisher.publish(KVEventBatch(time.time(), [blocks(1, 2)], 0))
             top.out.wait(lambda lines: any(has_rate(frame(line)) for line in lines))
@@ -818,13 +818,13 @@ def test_a_state_has_its_reason_once() -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (("--replica", "a", "--holders", "2"), 2, "--holders needs --shard-url"),
-        (("--replica", "a", "--shard-url", "http://h:99999"), 1, "write http://HOST:PORT"),
+        (("--replica-name", "a", "--replication-factor", "2"), 2, "--replication-factor needs --shard-url"),
+        (("--replica-name", "a", "--shard-url", "http://h:99999"), 1, "write http://HOST:PORT"),
         (("--shard-url", "http://h:1"), 1, "needs a name that lasts"),
     ],
 )
 def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], code: int, said: str) -> None:
-    ended = run("serve", "--from", "nats://127.0.0.1:1", *flags, "--port", 0, "--check")
+    ended = run("serve", "--nats", "nats://127.0.0.1:1", *flags, "--port", 0, "--check")
     assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
 
 
@@ -832,6 +832,17 @@ def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) ->
     path = tmp_path / "service.toml"
     path.write_text('shard = "x"\n')
     ended = run(
-        "serve", "--config", path, "--from", "nats://127.0.0.1:1", "--replica", "a", "--holders", "2", "--port", 0, "--check"
+        "serve",
+        "--config",
+        path,
+        "--nats",
+        "nats://127.0.0.1:1",
+        "--replica-name",
+        "a",
+        "--replication-factor",
+        "2",
+        "--port",
+        0,
+        "--check",
     )
     assert (ended.code, "service.toml: shard: Expected" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err

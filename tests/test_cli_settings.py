@@ -188,18 +188,18 @@ def wrong() -> Iterator[Any]:
     yield "serve", [], {"SOURCES": "[{"}, "", "KVEVENTS_SERVE_SOURCES: "
     yield "serve", ["--host", "10.0.0.1"], {}, "", "--host: host 10.0.0.1 is reached by other machines"
     yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be from 0 to 1"
-    yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --from, the URL of a NATS server; for HTTPS, name certificate"
+    yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --nats, the URL of a NATS server; for HTTPS, name certificate"
     yield "serve", [], {"TLS_KEY": "x"}, "", "KVEVENTS_SERVE_TLS_KEY: missing field 'certificate'"
     yield "serve", ["--dns", "h:1"], {}, "[[dns]]\ntarge = 1", "FILE: dns[0]: unknown field 'targe'; did you mean 'target'?"
     yield (
         "bridge",
-        ["--to", "nats://h:1", "--partitions", "1000"],
+        ["--nats", "nats://h:1", "--partitions", "1000"],
         {},
         "",
         "--partitions: partitions is 1000; it must be from 1 to 256",
     )
     yield "relay", ["h:1"], {}, "upstream = 1", "FILE: unknown field 'upstream'; did you mean 'upstreams'?"
-    yield "relay", ["h:1", "--server-key", "k"], {}, "", "--server-key: curve needs key_file"
+    yield "relay", ["h:1", "--curve-server-key", "k"], {}, "", "--curve-server-key: curve needs key_file"
     yield "plane", [], {}, "[plane]\nserver = 1", "FILE: unknown field 'server'; did you mean 'servers'?"
     yield "plane", [], {}, "plane = 1", "FILE: plane is not a table"
     yield "compare", [], {}, "engine = 1", "FILE: unknown field 'engine'; did you mean 'engines'?"

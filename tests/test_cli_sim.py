@@ -68,7 +68,7 @@ def comparing_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> An
 
 
 def test_json_is_one_object_with_every_policy(compare: Any) -> None:
-    code, out, _ = compare("--json")
+    code, out, _ = compare("--output=json")
     assert code == 0
     assert out.count("\n") == 1
     found = msgspec.json.decode(out, type=Comparison)
@@ -89,17 +89,17 @@ def test_json_is_one_object_with_every_policy(compare: Any) -> None:
 
 
 def test_the_same_options_give_the_same_bytes_whatever_the_jobs(compare: Any) -> None:
-    first = compare("--json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware")
-    assert compare("--json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware") == first
-    assert compare("--json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware", jobs=2) == first
-    other = compare("--json", "--seed", 4, "--policy", "random", "--policy", "prefix-aware")
+    first = compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware")
+    assert compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware") == first
+    assert compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware", jobs=2) == first
+    other = compare("--output=json", "--seed", 4, "--policy", "random", "--policy", "prefix-aware")
     assert json.loads(other[1])["policies"][0] != json.loads(first[1])["policies"][0]
 
 
 def test_another_process_gives_the_same_bytes(compare: Any, trace: Path) -> None:
     """So no result hangs on the hashes of a process, which differ from one to the next."""
-    ended = run("sim", "compare", "--trace", trace, *SMALL, "--json", "--policy", "prefix-aware")
-    assert (ended.code, ended.out, ended.err) == compare("--json", "--policy", "prefix-aware")
+    ended = run("sim", "compare", "--trace", trace, *SMALL, "--output=json", "--policy", "prefix-aware")
+    assert (ended.code, ended.out, ended.err) == compare("--output=json", "--policy", "prefix-aware")
 
 
 def test_the_table_needs_neither_rich_nor_matplotlib(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
         "random: engine-1/0 found 512 of 4,096 tokens where the index says 528 (life 0, batch 17, after 1 event of it)" in err
     )
     assert "index and engines disagree on 2 lookups" in err
-    assert compare("--json")[0] == 1
+    assert compare("--output=json")[0] == 1
 
 
 # --- what goes wrong
@@ -150,7 +150,7 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
         (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
         (["--trace", __file__], r".*test_cli_sim.py, line 1: .*"),
-        (["--workload", "chat", "--speed", "2"], r"speed is for traces; .*"),
+        (["--workload", "chat", "--trace-speed", "2"], r"trace_speed is for traces; .*"),
         (
             ["--max-num-batched-tokens", "1"],
             r"--max-num-batched-tokens: max_num_batched_tokens is 1, less than.*",
@@ -180,8 +180,8 @@ def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pyte
         ["--seed", "-1"],
         ["--event-delay", "nan"],
         ["--rate", "0"],
-        ["--speed", "inf"],
-        ["--rate", "1", "--speed", "2"],
+        ["--trace-speed", "inf"],
+        ["--rate", "1", "--trace-speed", "2"],
         ["--trace", "x", "--workload", "chat"],
         ["--jobs", "none"],
     ],
@@ -323,7 +323,7 @@ def test_every_setting_of_a_fleet_is_an_option() -> None:
 
 def test_traffic_is_what_the_options_say(trace: Path) -> None:
     """Of a trace all of it unless told otherwise; the same requests each time, and the same as their count."""
-    chosen = traffic_of(parsed("--trace", str(trace), "--speed", "3"))
+    chosen = traffic_of(parsed("--trace", str(trace), "--trace-speed", "3"))
     times = [request.at for request in chosen.make()]
     assert chosen.count() == len(times) == REQUESTS
     assert times[-1] == pytest.approx(0.15 * (REQUESTS - 1) / 3)
@@ -365,7 +365,7 @@ def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
     found = re.search(r"wrote .*mine.jsonl.gz: (\d+) requests", ended.err)
     assert found is not None
     assert int(found[1]) > 20
-    with Program("sim", "compare", "--trace", trace, "--policy", "round-robin", "--engines", 2, "--json") as comparing:
+    with Program("sim", "compare", "--trace", trace, "--policy", "round-robin", "--engines", 2, "--output=json") as comparing:
         compared = comparing.end()
     assert compared.code == 0
     assert json.loads(compared.out)["policies"][0]["finished"] == int(found[1])

@@ -31,7 +31,7 @@ from test_sim_live import opened
 from test_sim_sockets import four_free_ports
 
 SMALL = ("--engines", "2", "--blocks", "400", "--preset", "llama-3.1-8b-h100")
-FAST = ("--pace", "20")
+FAST = ("--time-scale", "20")
 TURNS = 24
 ENDLESS = ("--workload", "chat", "--rate", "20")
 
@@ -84,22 +84,22 @@ def test_it_ends_when_all_is_answered(fleet: Callable[..., Ended]) -> None:
 
 
 def test_json_is_one_object(fleet: Callable[..., Ended]) -> None:
-    ended = fleet("--json", "--requests", 10, "--policy", "round-robin", "--faults", "drop:1%", "--dialect", "vllm-0.24")
+    ended = fleet("--output=json", "--requests", 10, "--policy", "round-robin", "--faults", "drop:1%", "--dialect", "vllm-0.24")
     assert ended.code == 0
     found = only(ended.out)
     (result,) = found.policies
     assert (result.policy, result.requests, result.finished, result.disagreements) == ("round-robin", 10, 10, 0)
     assert [(one.source, one.rank, one.trust) for one in found.streams] == [("engine-0", 0, "EXACT"), ("engine-1", 0, "EXACT")]
     assert sum(one.batches for one in found.streams) == result.batches
-    told = {name: found.settings[name] for name in ("engines", "requests", "pace", "faults", "dialect")}
-    assert told == {"engines": 2, "requests": 10, "pace": 20.0, "faults": "drop:1%", "dialect": "vllm-0.24"}
+    told = {name: found.settings[name] for name in ("engines", "requests", "time_scale", "faults", "dialect")}
+    assert told == {"engines": 2, "requests": 10, "time_scale": 20.0, "faults": "drop:1%", "dialect": "vllm-0.24"}
     assert found.seconds > 0
     assert found.faults == {}
 
 
 def test_faults_strike_and_are_told(fleet: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvevents.sim.faults.DOWN_SECONDS", 0.02)
-    ended = fleet("--faults", "reset:50ms, restart:200ms", "--pace", 4)
+    ended = fleet("--faults", "reset:50ms, restart:200ms", "--time-scale", 4)
     assert ended.code == 0
     streams = ended.out.splitlines()[-1]
     assert re.search(r"[1-9]\d* resets?, [1-9]\d* resets?, [1-9]\d* restarts?$", streams), streams
@@ -107,7 +107,7 @@ def test_faults_strike_and_are_told(fleet: Callable[..., Ended], monkeypatch: py
 
 def test_it_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
     """Within what would go on for two hundred seconds; nothing was wrong until then."""
-    found = only(fleet("--duration", 0.4, "--pace", 0.02, "--json").out)
+    found = only(fleet("--duration", 0.4, "--time-scale", 0.02, "--output=json").out)
     assert 0.4 <= found.seconds < 10
     assert found.policies[0].requests < TURNS
     assert found.policies[0].disagreements == 0
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
     with program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
         told = re.search(r"publishes at (\S+), answers replay at (\S+)", running.err.wait("engine-0/0 publishes"))
         assert told
-        with Program("tail", told[1], "--replay", told[2], "--events") as follower:
+        with Program("tail", told[1], "--replay", told[2], "--verbose") as follower:
             follower.out.wait(lambda lines: sum("+1 block" in one for one in lines) > 5)
             ended = running.interrupt(number)
     assert ended.code == 0
@@ -133,7 +133,7 @@ def test_without_rich_and_a_terminal_it_prints_lines(fleet: Callable[..., Ended]
     monkeypatch.setitem(sys.modules, "rich.live", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setattr(board_module, "LINE_SECONDS", 0.1)
-    ended = fleet("--pace", 8)
+    ended = fleet("--time-scale", 8)
     assert ended.code == 0
     lines = [one for one in ended.err.splitlines() if " answered, " in one]
     assert lines
@@ -182,7 +182,9 @@ def test_a_service_follows_it(tmp_path: Path) -> None:
     """`kvevents serve --sources` in another process: EXACT, with blocks, through restarts and losses."""
     file = tmp_path / "fleet.toml"
     wrong = ("--faults", "drop:5%,reset:300ms")
-    with program(*ENDLESS, "--pace", 4, *wrong, "--sources", file, "--wait-for-subscriber", 20, "--json") as running:
+    with program(
+        *ENDLESS, "--time-scale", 4, *wrong, "--sources", file, "--wait-for-subscriber", 20, "--output=json"
+    ) as running:
         running.err.wait("engine-1/0 publishes")
         with serving("--sources", file) as service:
             for engine in ("engine-0", "engine-1"):
@@ -243,9 +245,9 @@ def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pyte
     "args",
     [
         ["--policy", "best"],
-        ["--pace", "0"],
-        ["--pace", "-1"],
-        ["--pace", "inf"],
+        ["--time-scale", "0"],
+        ["--time-scale", "-1"],
+        ["--time-scale", "inf"],
         ["--duration", "x"],
         ["--duration", "-1"],
         ["--base-port", "0"],

@@ -37,7 +37,7 @@ MIXED = [
 
 
 def tail(tape: TapePlayer, *args: object) -> tuple[object, ...]:
-    return ("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--name", "pod", *args)
+    return ("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--source-name", "pod", *args)
 
 
 def objects_of(out: str, kind: str = "batch") -> list[dict[str, Any]]:
@@ -64,8 +64,8 @@ def test_lines_tell_hashes_counts_and_tokens() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
         lines = run(*tail(tape, "--count", 4)).out.splitlines()
-        spelled = run(*tail(tape, "--count", 4, "--events")).out
-        tokens = run(*tail(tape, "--count", 1, "--tokens")).out
+        spelled = run(*tail(tape, "--count", 4, "--verbose")).out
+        tokens = run(*tail(tape, "--count", 1, "--token-ids")).out
     stored, removed = "+2 blocks abcdef01 80000000 after the root, 4 tokens", "-1 block abcdef01 from CPU"
     assert [line[14:] for line in lines if "#" in line] == [
         f"pod/0       #0  replay {stored}",
@@ -102,7 +102,7 @@ def test_json_holds_what_was_published_token_ids_included() -> None:
     published = list(live_batches(RECORDING, RUN))
     with TapePlayer(published) as tape:
         tape.play()
-        ended = run(*tail(tape, "--json", "--count", len(published)))
+        ended = run(*tail(tape, "--output=json", "--count", len(published)))
     found = objects_of(ended.out)
     assert [each["seq"] for each in found] == list(range(len(published)))
     assert {each["source"] for each in found} == {"pod"}
@@ -114,8 +114,8 @@ def test_json_holds_what_was_published_token_ids_included() -> None:
 def test_filters_by_kind_and_medium() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
-        removed = objects_of(run(*tail(tape, "--json", "--count", 2, "--only", "removed,cleared")).out)
-        device = objects_of(run(*tail(tape, "--json", "--count", 3, "--medium", "gpu")).out)
+        removed = objects_of(run(*tail(tape, "--output=json", "--count", 2, "--type", "removed,cleared")).out)
+        device = objects_of(run(*tail(tape, "--output=json", "--count", 3, "--medium", "gpu")).out)
     assert [(each["seq"], len(each["events"])) for each in removed] == [(1, 1), (2, 1)]
     assert [(each["seq"], len(each["events"])) for each in device] == [(0, 1), (2, 1), (3, 2)]
 
@@ -139,7 +139,9 @@ def test_ranks_count_up_from_both_ports() -> None:
     with adjacent(ranks=2) as tapes:
         for tape in tapes:
             tape.play(3)
-        ended = run("tail", tapes[0].endpoint, "--replay", tapes[0].replay_endpoint, "--ranks", 2, "--json", "--count", 6)
+        ended = run(
+            "tail", tapes[0].endpoint, "--replay", tapes[0].replay_endpoint, "--ranks", 2, "--output=json", "--count", 6
+        )
     found = sorted((each["rank"], each["seq"]) for each in objects_of(ended.out))
     assert found == [(rank, seq) for rank in (0, 1) for seq in range(3)]
 
@@ -148,10 +150,10 @@ def test_ranks_count_up_from_both_ports() -> None:
 def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> None:
     """The next port answers replay requests for another engine: its batches are not delivered, and stderr says what to add."""
     other = [(b"other", seq, payload(AllBlocksCleared())) for seq in range(40)]
-    words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
+    file = [tmp_path / each for each in command[1:]]
     with adjacent(tape=MIXED, faults=Faults(replay_foreign=other)) as (tape,):
         tape.play(2)
-        with Program(*words, tape.endpoint, "--count", 2) as program:
+        with Program(command[0], tape.endpoint, *file, "--count", 2) as program:
             assert tape.wait_for_subscriber(SECONDS)
             tape.play(2)
             ended = program.end()
@@ -162,10 +164,10 @@ def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
 def test_of_an_idle_engine_whose_history_came_by_replay_it_says_what_confirms_it(command: list[str], tmp_path: Path) -> None:
-    words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
+    file = [tmp_path / each for each in command[1:]]
     with tape_of(*MIXED) as tape:
         tape.play()
-        ended = run(*words, *tail(tape, "--idle", 0.5)[1:])
+        ended = run(command[0], *tail(tape, *file, "--idle-timeout", 0.5)[1:])
     assert ended.code == 0
     assert "4 batches, 4 replayed, 0 gaps, 0 lost, 0 resets, trust DEGRADED (no live batch has confirmed yet" in ended.err
     assert "send the engine a request; the next batch confirms the replay endpoint" in ended.err
@@ -197,10 +199,10 @@ def test_it_waits_for_an_engine_that_is_not_there_yet_and_misses_nothing() -> No
 def test_exit_code_3_when_nothing_ever_arrives() -> None:
     """Neither from an idle engine nor from one that is not there."""
     with tape_of(*MIXED) as tape, refusing() as nowhere:
-        idle = run(*tail(tape, "--idle", 0.3))
-        absent = run("tail", nowhere, "--no-replay", "--idle", 0.3)
+        idle = run(*tail(tape, "--idle-timeout", 0.3))
+        absent = run("tail", nowhere, "--no-replay", "--idle-timeout", 0.3)
         tape.play()
-        heard = run(*tail(tape, "--idle", 0.3))
+        heard = run(*tail(tape, "--idle-timeout", 0.3))
     assert idle.code == absent.code == 3
     assert re.search(r"\nnothing arrived within 0.3 s; `kvevents doctor tcp://\S+` finds out why", idle.err)
     assert "nothing listens there yet" in absent.err
@@ -210,10 +212,10 @@ def test_exit_code_3_when_nothing_ever_arrives() -> None:
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
 def test_seconds_are_over_also_where_no_engine_comes(command: list[str], tmp_path: Path) -> None:
     """Whichever of the two limits comes first ends the wait."""
-    words = [str(tmp_path / word) if word.endswith("jsonl") else word for word in command]
+    file = [tmp_path / each for each in command[1:]]
     with refusing() as nowhere:
-        alone = run(*words, nowhere, "--seconds", 0.3)
-        idle = run(*words, nowhere, "--seconds", 60, "--idle", 0.3, *(["--force"] if "record" in words else []))
+        alone = run(command[0], nowhere, *file, "--duration", 0.3)
+        idle = run(command[0], nowhere, *file, "--duration", 60, "--idle-timeout", 0.3, *(["--force"] if file else []))
     assert [ended.code for ended in (alone, idle)] == [0, 3]
     assert "0 batches, 0 replayed, 0 gaps, 0 lost, 0 resets, trust CONNECTING" in alone.err
     assert "nothing arrived within 0.3 s" in idle.err

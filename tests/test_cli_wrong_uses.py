@@ -18,8 +18,8 @@ DEAD = "{dead}"
 LONG = "x" * 300
 """No file system takes such a name: as with a folder that must not be entered, even asking whether it exists raises."""
 WRONG_PATHS: dict[str, tuple[str, ...]] = {
-    "tail": ("127.0.0.1:1", "--key", LONG, "--server-key", LONG),
-    "record": (f"{LONG}/run.jsonl", "127.0.0.1:1"),
+    "tail": ("127.0.0.1:1", "--curve-key", LONG, "--curve-server-key", LONG),
+    "record": ("127.0.0.1:1", f"{LONG}/run.jsonl"),
     "play": (LONG,),
     "publish": (LONG,),
     "doctor": ("--service", "127.0.0.1:1", "--token-file", LONG),
@@ -34,13 +34,13 @@ WRONG_PATHS: dict[str, tuple[str, ...]] = {
     "sim": ("compare", "--trace", LONG),
 }
 DEAD_PORTS: dict[str, tuple[str, ...]] = {
-    "tail": (DEAD, "--idle", "0.2"),
-    "record": ("run.jsonl", DEAD, "--idle", "0.2"),
-    "doctor": (DEAD, "--seconds", "0.2"),
-    "relay": (DEAD, "--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", "--seconds", "0.2"),
+    "tail": (DEAD, "--idle-timeout", "0.2"),
+    "record": (DEAD, "run.jsonl", "--idle-timeout", "0.2"),
+    "doctor": (DEAD, "--duration", "0.2"),
+    "relay": (DEAD, "--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", "--duration", "0.2"),
     "query": ("1", "--model", "m", "--service", DEAD),
     "top": ("--once", "--service", DEAD),
-    "plane": ("status", "--at", DEAD),
+    "plane": ("status", "--nats", DEAD),
 }
 
 
@@ -131,7 +131,7 @@ def test_a_misspelled_command_has_a_suggestion(words: str, said: str, capsys: py
 def test_options_of_a_plane_without_one_say_where_https_is_set(capsys: pytest.CaptureFixture[str]) -> None:
     """`--tls-cert` of `serve` is for NATS; who wants HTTPS learns where it is."""
     assert main(["serve", "--tls-cert", "x"]) == 2
-    assert "--tls-cert needs --from, the URL of a NATS server; for HTTPS, name certificate" in capsys.readouterr().err
+    assert "--tls-cert needs --nats, the URL of a NATS server; for HTTPS, name certificate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[1, 2, 3]", "[1,2,3]", '{"a":1}', '"abc"', "two words", "two\nlines", ""])
@@ -147,7 +147,7 @@ def test_a_relay_without_its_extra_binds_nothing() -> None:
     """The missing package is named before any endpoint is in use."""
     launch = (
         "import sys; sys.modules['prometheus_client'] = None; from kvevents.cli import main;"
-        "sys.exit(main(['relay', '127.0.0.1:1', '--metrics-port', '1', '--seconds', '1']))"
+        "sys.exit(main(['relay', '127.0.0.1:1', '--metrics-port', '1', '--duration', '1']))"
     )
     done = subprocess.run([sys.executable, "-c", launch], capture_output=True, timeout=SECONDS, env=environment(), check=False)
     assert done.returncode == 1
@@ -156,7 +156,7 @@ def test_a_relay_without_its_extra_binds_nothing() -> None:
 
 def test_list_queries_as_json() -> None:
     """One object a line."""
-    ended = run("export", "--list-queries", "--json")
+    ended = run("export", "--list-queries", "--output=json")
     assert {"name", "question"} == set(json.loads(ended.out.splitlines()[0]))
 
 

@@ -28,7 +28,7 @@ def example(name: str, *args: object) -> Program:
 
 
 def test_the_demo_compares_every_policy() -> None:
-    with example("demo.py", "--requests", 20, "--pace", 200) as demo:
+    with example("demo.py", "--requests", 20, "--time-scale", 200) as demo:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
     for policy in POLICIES:

@@ -224,8 +224,8 @@ def test_one_bridge_may_be_in_reserve() -> None:
         kind: named(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0]["args"]
         for kind in ("active", "reserve")
     }
-    assert [arg for arg in args["reserve"] if arg not in args["active"]] == ["--reserve=2"]
-    assert "--name=$(POD_NAME)" in args["active"]
+    assert [arg for arg in args["reserve"] if arg not in args["active"]] == ["--standby-delay=2"]
+    assert "--bridge-name=$(POD_NAME)" in args["active"]
 
 
 # --- what a cluster wants of pods --------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def unproven(service: Service, name: str) -> bool:
     return codes == ["replay-unproven"]
 
 
-PLAYED = ("--endpoint", ANY, "--replay-endpoint", ANY, "--wait-for-subscriber", "--speed", "max", "--stay")
+PLAYED = ("--endpoint", ANY, "--replay-endpoint", ANY, "--wait-for-subscriber", "--speed", "max", "--linger")
 
 
 def register(service: Service, name: str, endpoint: str, replay: str | None) -> None:

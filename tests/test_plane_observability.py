@@ -70,12 +70,12 @@ def running(folder: Path) -> Iterator[Plane]:
         port = quiet_port()
         worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
         limits = ("--partitions", 2, "--partition-size", "64MiB")
-        followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--name", "bridge")
-        bridge = stack.enter_context(Program("bridge", "--to", server.url, *limits, *followed))
+        followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--bridge-name", "bridge")
+        bridge = stack.enter_context(Program("bridge", "--nats", server.url, *limits, *followed))
         # One that holds a share exports what every replica does, and more.
         own = quiet_port()
-        shard = ("--port", own, "--replica", "a", "--shard-url", f"http://127.0.0.1:{own}", "--holders", 1)
-        replica = stack.enter_context(serving("--from", server.url, "--snapshot-seconds", "0.5", *shard))
+        shard = ("--port", own, "--replica-name", "a", "--shard-url", f"http://127.0.0.1:{own}", "--replication-factor", 1)
+        replica = stack.enter_context(serving("--nats", server.url, "--snapshot-seconds", "0.5", *shard))
         one.store(range(64))
         replica.exact("one", blocks=4)
         plane = Plane(replica, bridge, port)

@@ -99,8 +99,8 @@ def login(server: NatsServer, certificates: Path) -> Login:
 def flags(settings: PlaneSettings, replica: str) -> list[str]:
     """Of `kvevents serve`."""
     found = {
-        "--from": settings.servers[0],
-        "--replica": replica,
+        "--nats": settings.servers[0],
+        "--replica-name": replica,
         "--nkey": settings.nkey,
         "--creds": settings.credentials,
         "--tls-ca": settings.tls_ca,
@@ -182,7 +182,7 @@ def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> No
 def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
     """With the lease of its name, which nobody of another role can take."""
     settings = login("bridge")
-    to = ["--to" if each == "--from" else "--name" if each == "--replica" else each for each in flags(settings, "one")]
+    to = ["--bridge-name" if each == "--replica-name" else each for each in flags(settings, "one")]
     with (
         engine() as one,
         serving(*flags(login("router"), "a")) as router,

@@ -107,16 +107,16 @@ def test_check_refuses_what_serve_refuses(case: str, tmp_path: Path, certificate
 def test_bridges_check_their_engines_too(case: str, tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     made, words = BAD[case]
     path = write(tmp_path / "c.toml", made(tmp_path, certificate))
-    checked = run("bridge", "--to", "nats://127.0.0.1:1", "--config", path, "--check")
-    bridged = run("bridge", "--to", "nats://127.0.0.1:1", "--config", path)
+    checked = run("bridge", "--nats", "nats://127.0.0.1:1", "--config", path, "--check")
+    bridged = run("bridge", "--nats", "nats://127.0.0.1:1", "--config", path)
     assert words in checked.err, checked.err
     assert (checked.code, checked.err) == (bridged.code, bridged.err)
     assert checked.code == 1
 
 
 FOLLOWING: dict[str, tuple[object, ...]] = {
-    "serve": ("serve", "--port", 0, "--from"),
-    "bridge": ("bridge", "--model", "m", "--worker", "a=tcp://10.0.0.7:5557", "--to"),
+    "serve": ("serve", "--port", 0, "--nats"),
+    "bridge": ("bridge", "--model", "m", "--worker", "a=tcp://10.0.0.7:5557", "--nats"),
 }
 
 
@@ -168,7 +168,7 @@ def test_check_refuses_an_address_that_serve_cannot_listen_at(host: str) -> None
 def test_check_refuses_an_address_at_which_a_bridge_cannot_be_scraped(host: str) -> None:
     with occupied_port() as port:
         at = ("--metrics-port", port, "--metrics-host", "127.0.0.1" if host == "in use" else host)
-        args = ("bridge", "--to", "nats://127.0.0.1:1", "--model", "m", "--worker", f"a={PORTS[0]}", *at)
+        args = ("bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", f"a={PORTS[0]}", *at)
         checked, bridged = run(*args, "--check"), run(*args)
     assert checked.err.startswith(f"kvevents: cannot serve metrics at {at[-1]}:{port}: "), checked.err
     assert checked.err.count("\n") == 1, "one sentence"

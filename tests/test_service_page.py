@@ -171,7 +171,7 @@ def test_the_prompt_box_shows_who_holds_how_much_on_which_tier(page: Chromium) -
 
 
 def test_a_killed_publisher_turns_its_row_stale(page: Chromium) -> None:
-    with Program("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--stay") as engine:
+    with Program("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--linger") as engine:
         live, replay = publishing_at(engine)
         with serving("--model", MODEL, "--worker", f"engine-0={live},{replay}") as (_, url):
             page.open(url)

@@ -47,7 +47,7 @@ def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsSer
     plane = plane_at(server.url, name="answers")
     with engines(2) as (one, two), bridging(plane, watch_of("one", one), watch_of("two", two)):
         one.store(range(64))
-        with serving("--from", server.url, "--plane", "answers") as service:
+        with serving("--nats", server.url, "--plane", "answers") as service:
             service.ready()
             service.exact("one", blocks=4)
             service.exact("two", blocks=0)
@@ -59,15 +59,15 @@ def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsSer
 def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(server: NatsServer) -> None:
     """The second snapshot lets what the first one stands for go; a replica that comes then has all of it."""
     plane = plane_at(server.url, name="snapshots", partitions=1)
-    flags = ("--from", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
+    flags = ("--nats", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one)):
-        with serving(*flags, "--replica", "a") as service:
+        with serving(*flags, "--replica-name", "a") as service:
             one.store(range(64))
             service.exact("one", blocks=4)
             first = until("two snapshots", lambda: first_page(server, "KVEVENTS_snapshots_0") > 3)
             one.store(range(100, 132))
             service.exact("one", blocks=6)
-        with serving(*flags, "--replica", "b") as service:
+        with serving(*flags, "--replica-name", "b") as service:
             service.exact("one", blocks=6)
             service.says("begun with snapshot")
             assert service.held(list(range(64))) == {"one": 64}
@@ -77,14 +77,14 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
 def test_a_replica_begins_with_the_snapshot_before_one_that_is_damaged(server: NatsServer) -> None:
     """It would wait without end for what the servers have lost, and says what it has passed over."""
     plane = plane_at(server.url, name="damaged", partitions=1)
-    flags = ("--from", server.url, "--plane", "damaged", "--snapshot-seconds")
+    flags = ("--nats", server.url, "--plane", "damaged", "--snapshot-seconds")
     with engine() as one, bridging(plane, watch_of("one", one)):
-        with serving(*flags, "0.3", "--replica", "a") as service:
+        with serving(*flags, "0.3", "--replica-name", "a") as service:
             one.store(range(64))
             service.exact("one", blocks=4)
             until("two snapshots", lambda: first_page(server, "KVEVENTS_damaged_0") > 3)
         name = asked(server, lambda js: lose_chunks(js, Layout("damaged", 1)))
-        with serving(*flags, "60", "--replica", "b") as service:
+        with serving(*flags, "60", "--replica-name", "b") as service:
             service.exact("one", blocks=4)
             service.says("begun with snapshot")
             assert any(name in warning for warning in service.get("/health").json["warnings"])
@@ -100,12 +100,12 @@ async def lose_chunks(js: JetStreamContext, layout: Layout) -> str:
 
 def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) -> None:
     plane = plane_at(server.url, name="agree")
-    flags = ("--from", server.url, "--plane", "agree")
+    flags = ("--nats", server.url, "--plane", "agree")
     with (
         engines(3) as found,
         bridging(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))),
-        serving(*flags, "--replica", "a") as one,
-        serving(*flags, "--replica", "b") as two,
+        serving(*flags, "--replica-name", "a") as one,
+        serving(*flags, "--replica-name", "b") as two,
     ):
         for number in range(20):
             for each in found:
@@ -119,7 +119,7 @@ def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) ->
 def test_a_partition_that_is_deleted_is_built_anew(server: NatsServer) -> None:
     """The bridge writes it again from the engines' history, and the replica answers from another generation."""
     plane = plane_at(server.url, name="deleted", partitions=1)
-    with engine() as one, bridging(plane, watch_of("one", one)), serving("--from", server.url, "--plane", "deleted") as service:
+    with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url, "--plane", "deleted") as service:
         one.store(range(64))
         service.exact("one", blocks=4)
         delete_stream(server, "KVEVENTS_deleted_0")
@@ -132,7 +132,7 @@ def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
     """Before the first connection, and in the middle: nothing is EXACT meanwhile, and all is there afterwards."""
     with nats_server(tmp_path) as server:
         plane = plane_at(server.url, partitions=1)
-        with engine() as one, bridging(plane, watch_of("one", one)), serving("--from", server.url) as service:
+        with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url) as service:
             one.store(range(64))
             service.exact("one", blocks=4)
             server.kill()
@@ -146,7 +146,7 @@ def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> Non
     """As when they are renewed: the process lives, and tries again."""
     authority = make_certificates(tmp_path) / "ca.pem"
     right = authority.read_text()
-    with serving("--from", "tls://127.0.0.1:1", "--tls-ca", authority) as service:
+    with serving("--nats", "tls://127.0.0.1:1", "--tls-ca", authority) as service:
 
         def why() -> str:
             assert service.get("/livez").status == 200
@@ -161,7 +161,7 @@ def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> Non
 
 def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:
     plane = plane_at(server.url, name="silent", partitions=1)
-    with engine() as one, serving("--from", server.url, "--plane", "silent") as service:
+    with engine() as one, serving("--nats", server.url, "--plane", "silent") as service:
         assert service.get("/readyz").status == 503
         with bridging(plane, watch_of("one", one)):
             one.store(range(64))
@@ -175,7 +175,7 @@ def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsS
     with (
         engine() as one,
         bridging(plane, watch_of("one", one)) as bridge,
-        serving("--from", server.url, "--plane", "restart") as service,
+        serving("--nats", server.url, "--plane", "restart") as service,
     ):
         one.store(range(64))
         service.exact("one", blocks=4)
@@ -189,7 +189,7 @@ def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsS
 
 
 def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
-    with serving("--from", server.url, "--plane", "refuses") as service:
+    with serving("--nats", server.url, "--plane", "refuses") as service:
         answer = service.register("one", "tcp://127.0.0.1:5557")
         assert answer.status == 409
         assert "bridges" in answer.body.decode()
@@ -203,7 +203,7 @@ def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_an
             one.store(range(64))
             until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
         asked(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
-        with serving("--from", server.url, "--plane", "hole") as service:
+        with serving("--nats", server.url, "--plane", "hole") as service:
             until("a reason", lambda: b"are gone" in service.get("/readyz").body)
             assert service.get("/readyz").status == 503
             with bridging(plane, watch_of("one", one)):
@@ -217,7 +217,7 @@ def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has
         one.store(range(64))
         until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
         asked(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
-        with serving("--from", server.url, "--plane", "purged") as service:
+        with serving("--nats", server.url, "--plane", "purged") as service:
             service.exact("one", blocks=4)
         assert bridge.status().breaches == 0
 
@@ -225,7 +225,7 @@ def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has
 def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
     """Its pages are gone because the snapshot stands for them."""
     plane = plane_at(server.url, name="held", partitions=1)
-    flags = ("--from", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
+    flags = ("--nats", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, beat=0.02):
         one.store(range(64))
         with serving(*flags) as service:
@@ -238,7 +238,7 @@ def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: N
 
 def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
     plane = plane_at(server.url, name="metrics", partitions=1)
-    flags = ("--from", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
+    flags = ("--nats", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)

@@ -351,7 +351,7 @@ def test_two_of_one_name_do_not_share_it(server: NatsServer) -> None:
         (first,) = plane.start("a")
         second = Replica(server.url, plane.name, "a")
         try:
-            until("a word about it", lambda: "give each a name of its own" in second.get("/health").body.decode())
+            until("a word about it", lambda: "give each another --replica-name" in second.get("/health").body.decode())
             assert second.get("/readyz").status == 503
             assert second.shown == frozenset()
             first.end()

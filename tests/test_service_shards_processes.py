@@ -99,8 +99,8 @@ def three_shares(tmp_path: Path) -> Iterator[Shares]:
         services: dict[str, Service] = {}
         for name in NAMES:
             port = quiet_port()
-            shard = ("--shard-url", f"http://127.0.0.1:{port}", "--holders", 2)
-            services[name] = stack.enter_context(serving("--from", server.url, "--replica", name, "--port", port, *shard))
+            shard = ("--shard-url", f"http://127.0.0.1:{port}", "--replication-factor", 2)
+            services[name] = stack.enter_context(serving("--nats", server.url, "--replica-name", name, "--port", port, *shard))
         for each in services.values():
             each.ready()
         found = Shares(server, services)

@@ -36,7 +36,7 @@ def comparison() -> Comparison:
     """What the command finds; the fleet runs once for all tests."""
     written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with redirect_stdout(written):
-        assert main(["sim", "compare", "--json"]) == 0
+        assert main(["sim", "compare", "--output=json"]) == 0
     return msgspec.json.decode(written.buffer.getvalue(), type=Comparison)
 
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks.plane latency`: from an engine's `publish` to a replica that would answer with it, at a steady pace.
 
-Four processes on one machine: an engine with our publisher, a NATS server, a bridge, and a replica as `kvevents serve --from`
+Four processes on one machine: an engine with our publisher, a NATS server, a bridge, and a replica as `kvevents serve --nats`
 has it. Each batch stores one block and removes one; its timestamp is the machine's monotonic clock when `publish` was called.
 It is visible when the call that has brought it into the replica's index returns. The first batches do not count.
 """

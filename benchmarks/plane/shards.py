@@ -71,8 +71,8 @@ def command(server: Server, name: str, *, is_share: bool) -> Callable[[int], lis
     """Of a replica, by its port."""
 
     def made(port: int) -> list[str]:
-        plane = ("--from", server.url, "--plane", NAME, "--replica", name, "--snapshot-seconds", "1000000")
-        share = ("--shard-url", f"http://{HOST}:{port}", "--holders", "1") if is_share else ()
+        plane = ("--nats", server.url, "--plane", NAME, "--replica-name", name, "--snapshot-seconds", "1000000")
+        share = ("--shard-url", f"http://{HOST}:{port}", "--replication-factor", "1") if is_share else ()
         return [sys.executable, "-m", "kvevents", "serve", "--host", HOST, "--port", str(port), *plane, *share]
 
     return made
@@ -229,8 +229,8 @@ _HEAD: Final = """\
 wrk.
 
 - A plane of {partitions} partitions, whose snapshots hold {blocks:,} blocks of {engines} engines, all of which hold the prompts
-  that are asked for. One replica (`kvevents serve --from`) holds everything; {shares} others hold a share each (`--shard-url`,
-  `--holders 1`), so that no block is in two of them. All are processes on one machine, beside the one that asks.
+  that are asked for. One replica (`kvevents serve --nats`) holds everything; {shares} others hold a share each (`--shard-url`,
+  `--replication-factor 1`), so that no block is in two of them. All are processes on one machine, beside the one that asks.
 - Questions are `/v1/match` with raw 32-bit tokens, over connections that stay open. A whole answer names all {engines} engines;
   one is not whole, and says so, where another share was waited for in vain, for half a second: on a machine that is busy.
   Medians of {runs} runs of {seconds} s each, in turns. *CPU* is of all replicas together.

@@ -34,7 +34,7 @@ class Unit(Enum):
     HOST = "HOST"
     FILE = "FILE"
     KEY = "FILE|KEY"
-    FOLDER = "FOLDER"
+    FOLDER = "DIR"
     NAME = "NAME"
     SUBJECT = "SUBJECT"
     SECRET = "SECRET"  # noqa: S105 - what help calls it

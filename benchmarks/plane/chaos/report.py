@@ -76,7 +76,7 @@ what it saw: do not edit it.
 - A round is drawn from a seed and its number: two bridges, three replicas, two to four engines and one NATS server or a cluster
   of three, each a process of its own, with a proxy between each engine and each bridge. For three seconds faults are done to
   them; then they end, and each engine publishes its last batches.
-- The truth is the digest of an index in each engine's process after each batch. Replicas are those of `kvevents serve --from`,
+- The truth is the digest of an index in each engine's process after each batch. Replicas are those of `kvevents serve --nats`,
   with snapshots every half second. Each writes down every hundredth of a second what it holds of every stream of which it says
   that it is EXACT; each of these claims is compared with the truth.
 - *Right* is a replica that is EXACT and holds what the engine holds; each is counted once for each engine. *Settled* is the

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvevents.cli import logs
 from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.serve import LOGIN, add_check, add_sources, following
+from kvevents.cli.serve import LOGIN, SHARED_FLAGS, add_check, add_sources, following
 from kvevents.cli.settings import Form, Given
 from kvevents.errors import MissingDependencyError
 
@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
         raise MissingDependencyError(f"a bridge needs {name}: pip install 'kvevents[plane,service]'") from error
     given: Given[BridgeConfig] = args.form.read(args)
     if "plane.servers" not in given:
-        raise CommandLineError("no server is named; write --to nats://HOST:4222, or servers in [plane] of --config")
+        raise CommandLineError("no server is named; write --nats nats://HOST:4222, or servers in [plane] of --config")
     config = following(given, args)
     if args.config is None and not (config.sources or config.source_files or config.dns):
         raise CommandLineError("there is nothing to follow; name engines by --worker, --engine, --dns, --sources or --config")
@@ -39,8 +39,8 @@ def run(args: Namespace) -> int:
         Console().note(Span("these settings can be used", "good"))
         return OK
     logs.to_stderr(args)
-    if given.origin("plane.servers") == "--to" and any("@" in server for server in config.plane.servers):
-        log.warning("everybody on this machine sees a login in --to; use --creds, --nkey, or [plane] of --config")
+    if given.origin("plane.servers") == "--nats" and any("@" in server for server in config.plane.servers):
+        log.warning("everybody on this machine sees a login in --nats; use --creds, --nkey, or [plane] of --config")
     bridging.run(config, args.config)
     return OK
 
@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     from kvevents.cli.bridge_config import BridgeConfig  # noqa: PLC0415 - late, for what else this program does
 
-    form = Form(BridgeConfig, "bridge", flags={"plane.servers": "--to"}, tables={"bridge": ""})
+    form = Form(BridgeConfig, "bridge", flags=SHARED_FLAGS | {"bridge.name": "--bridge-name"}, tables={"bridge": ""})
     where = parser.add_argument_group("where to")
     form.add(where, "plane.servers", "plane.name", "plane.partitions", "plane.copies", "plane.partition_bytes", *LOGIN)
     add_sources(parser.add_argument_group("what"), form)
@@ -68,9 +68,9 @@ COMMAND: Final = Command(
     "many bridges watch an engine and whichever of them is killed. Services in any number read it from there. Makes the plane "
     "where it is not there yet.",
     """\
-  kvevents bridge --to nats://10.0.0.3:4222 --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
-  kvevents bridge --to nats://10.0.0.3:4222 --to nats://10.0.0.4:4222 --copies 3 --config fleet.toml --metrics-port 9464
-  kvevents bridge --to tls://10.0.0.3:4222 --creds bridge.creds --name spare --reserve 2 --config fleet.toml   in reserve
+  kvevents bridge --nats nats://10.0.0.3:4222 --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
+  kvevents bridge --nats nats://10.0.0.3:4222 --nats nats://10.0.0.4:4222 --copies 3 --config fleet.toml --metrics-port 9464
+  kvevents bridge --nats tls://10.0.0.3:4222 --creds bridge.creds --bridge-name b2 --standby-delay 2 --config fleet.toml
 """,
     add_arguments,
     run,

@@ -193,7 +193,7 @@ class Process:
         late = sum(1 for partition in status.partitions if partition.fault)
         yield "partitions", f"{late} of {len(status.partitions)} are held up" if late else "", logging.WARNING
         full = sum(partition.queued_bytes for partition in status.partitions) >= self._config.bridge.max_queued_bytes
-        shared = f"{status.namesake} writes under it too; give each bridge a name of its own, with --name"
+        shared = f"{status.namesake} writes under it too; give each bridge a name of its own, with --bridge-name"
         yield f"name {status.name!r}", shared if status.namesake else "", logging.WARNING
         yield "queue", "full; nothing more is heard until the servers take what waits" if full else "", logging.WARNING
 

@@ -132,7 +132,7 @@ _OTHER_PORT: Final = "is this another port, or should it be https://?"
 _TROUBLES: Final[dict[Trouble, tuple[str, str]]] = {
     "untrusted": (
         "the certificate of {url} is not trusted: {detail}",
-        "name the authority that signed it with --ca-file",
+        "name the authority that signed it with --tls-ca",
     ),
     "no-tls": ("{url} does not speak TLS as we do: {detail}", "should this be http://?"),
     "unknown-host": ("the host name {host} is not known: {detail}", "check the name"),
@@ -150,12 +150,12 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"cannot use --ca-file {ca_file}: {reason}; it is a PEM file of certificates") from error
+        raise ConfigError(f"cannot use --tls-ca {ca_file}: {reason}; it is a PEM file of certificates") from error
 
 
 def client_of(args: Namespace) -> ServiceClient:
     """The client that `options.add_service` and `options.add_access` describe. Raises `ConfigError`."""
-    return ServiceClient(args.service, token=_token(args.token_file), ca_file=args.ca_file, timeout=args.timeout)
+    return ServiceClient(args.service, token=_token(args.token_file), ca_file=args.tls_ca, timeout=args.timeout)
 
 
 def _token(file: Path | None) -> str | None:

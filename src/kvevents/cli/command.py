@@ -14,7 +14,7 @@ FAILED: Final = 1
 WRONG_USAGE: Final = 2
 """As argparse has it, and for options that do not go together."""
 NOTHING_ARRIVED: Final = 3
-"""Nothing arrived before `--idle` ended the wait."""
+"""Nothing arrived before `--idle-timeout` ended the wait."""
 COULD_NOT_LOOK: Final = 4
 """A command that checks something could not check it: what it would have found is unknown."""
 INTERRUPTED: Final = 130

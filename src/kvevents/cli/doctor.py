@@ -36,7 +36,7 @@ _ADVICE_INDENT: Final = " " * 18
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `--json` prints of an engine."""
+    """What `-o json` prints of an engine."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class ServiceReport(msgspec.Struct, frozen=True):
-    """What `--json` prints of a service."""
+    """What `-o json` prints of a service."""
 
     service: str
     version: str | None
@@ -80,10 +80,10 @@ class Examination:
         yield from self._traffic(sample, reply, status.trust != Trust.CONNECTING)
         yield from replay
         yield from self._comparisons(sample, reply)
-        yield check_trust(status, self._args.seconds)
+        yield check_trust(status, self._args.duration)
 
     def _sample(self) -> Sample:
-        return Sample(self._args.endpoint, self._args.topic, bind=self._args.bind, curve=self._curve)
+        return Sample(self._args.endpoint, self._args.topic_prefix, bind=self._args.bind, curve=self._curve)
 
     def _look_for_replay(self, sample: Sample, stop: Stop) -> Finding:
         """Use the unnamed replay endpoint if it is proven to belong to this stream; what was found."""
@@ -121,7 +121,7 @@ class Examination:
             return subscriber.statuses()[0]
 
     def _until_over(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
-        until = time.monotonic() + self._args.seconds
+        until = time.monotonic() + self._args.duration
         while time.monotonic() < until and not done():
             stop.check()
             turn()
@@ -136,7 +136,7 @@ class Examination:
                 return
 
     def _source(self) -> Source:
-        return Source(self._args.endpoint, self.replay, topic=self._args.topic, bind=self._args.bind, curve=self._curve)
+        return Source(self._args.endpoint, self.replay, topic=self._args.topic_prefix, bind=self._args.bind, curve=self._curve)
 
     def _traffic(self, sample: Sample, reply: Reply | None, connected: bool) -> Iterator[Finding]:
         """What flows; where nothing does, what replay holds says as much about topic and dialect."""
@@ -147,7 +147,7 @@ class Examination:
         topics = topics_of(reply) if reply is not None and replayed else sample.topics
         neighbours = 0 if args.bind else next_ranks(args.endpoint)
         checks = (
-            check_topic(topics, args.topic),
+            check_topic(topics, args.topic_prefix),
             check_frames(sample),
             check_decoding(contents, "replayed" if replayed else "live"),
             check_ranks(contents.ranks, neighbours),
@@ -165,13 +165,13 @@ def run(args: Namespace) -> int:
     report: Report | ServiceReport
     if args.service is not None:
         service = ServiceExamination(client_of(args))
-        found = _told(service.findings(), console, quiet=args.json)
+        found = _told(service.findings(), console, quiet=args.output == "json")
         report = ServiceReport(args.service, service.version, worst(found), found)
     else:
         engine = Examination(args)
-        found = _told(engine.findings(), console, quiet=args.json)
+        found = _told(engine.findings(), console, quiet=args.output == "json")
         report = Report(args.endpoint, engine.replay, worst(found), found)
-    if args.json:
+    if args.output == "json":
         console.data(msgspec.json.encode(report))
     else:
         _conclude(found, console)
@@ -212,12 +212,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     who.add_argument(
         "--service", metavar="URL", type=options.service_url, help="examine a service and its fleet instead: http://HOST:PORT"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, at the end")
+    options.add_output(parser, "one JSON object after the last check")
     parser.add_argument("--strict", action="store_true", help="exit code 1 for warnings too, as for failed checks")
     engine = parser.add_argument_group("of an engine")
     options.add_engine_details(engine)
     engine.add_argument(
-        "--seconds", type=options.seconds, default=DEFAULT_SECONDS, metavar="S", help="how long to look (default: %(default)g)"
+        "--duration", type=options.seconds, default=DEFAULT_SECONDS, metavar="S", help="how long to look (default: %(default)g)"
     )
     options.add_access(parser.add_argument_group("of a service"))
 
@@ -230,7 +230,7 @@ COMMAND: Final = Command(
     "Without --replay the next port is used if it holds live batches as they were published.",
     """\
   kvevents doctor tcp://10.0.0.7:5557
-  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic kv@ --seconds 30
+  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic-prefix kv@ --duration 30
   kvevents doctor 'tcp://*:5557' --bind              the engine connects to us
   kvevents doctor --service http://10.0.0.9:8090     a service, and every engine that it follows
 """,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvevents.cli import options
 from kvevents.cli.command import OK, Command, CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.lines import plural
@@ -65,9 +66,9 @@ def _export(args: Namespace, console: Console) -> int:
         )
 
     with _without_collector():
-        done = export(recordings, folder, tokens=args.tokens, force=args.force, progress=progress)
+        done = export(recordings, folder, tokens=args.token_ids, force=args.force, progress=progress)
     _tell(done, console)
-    if args.tokens:
+    if args.token_ids:
         console.note(f"{folder} holds the prompts' token ids: keep it as you would keep the prompts")
     return OK
 
@@ -107,7 +108,7 @@ def _list(args: Namespace, console: Console) -> int:
     from kvevents.export import queries  # noqa: PLC0415 - late: it needs an extra
 
     width = max(map(len, queries()))
-    if args.json:
+    if args.output == "json":
         for query in queries().values():
             console.data(msgspec.json.encode({"name": query.name, "question": query.question}))
         return OK
@@ -127,7 +128,7 @@ def _ask(args: Namespace, console: Console) -> int:
     if len(args.paths) != 1:
         raise CommandLineError(f"name one folder to ask: kvevents export --query {args.query} out")
     answer = ask(args.paths[0], query)
-    if args.json:
+    if args.output == "json":
         for row in answer.rows:
             console.data(msgspec.json.encode(dict(zip(answer.columns, row, strict=True))))
     else:
@@ -171,26 +172,26 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         help="recordings, then the folder for their tables; to ask, that folder alone",
     )
-    parser.add_argument("--tokens", action="store_true", help="export token ids, which are the users' words, as well")
-    parser.add_argument("--force", action="store_true", help="replace the tables in the folder if there are any")
+    parser.add_argument("--token-ids", action="store_true", help="export token ids, which are the users' words, as well")
+    parser.add_argument("-f", "--force", action="store_true", help="replace the tables in the folder if there are any")
     parser.add_argument("--query", metavar="NAME", help="ask the tables a question that is shipped, or one in a file NAME.sql")
     parser.add_argument("--list-queries", action="store_true", help="say which questions are shipped")
     parser.add_argument("--sql", action="store_true", help="with --query: print its SQL, to read or to change, instead")
-    parser.add_argument("--json", action="store_true", help="with --query: one JSON object a row")
+    options.add_output(parser, "one JSON object per row or query")
 
 
 COMMAND: Final = Command(
     "export",
     "turn recordings into tables, and ask them questions",
     "Turn recordings into tables of what happened to every block, as Parquet files, and ask them questions with DuckDB.\n"
-    "Several recordings become one data set. Token ids are left out unless --tokens asks for them.",
+    "Several recordings become one data set. Token ids are left out unless --token-ids asks for them.",
     """\
   kvevents export run.jsonl.gz out
   kvevents export pod-*.jsonl.gz out --force
   kvevents export --list-queries
   kvevents export --query larger-cache out
   kvevents export --query larger-cache --sql         print it, to be changed and saved as mine.sql
-  kvevents export --query mine.sql out --json
+  kvevents export --query mine.sql out -o json
 """,
     add_arguments,
     run,

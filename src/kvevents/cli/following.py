@@ -59,9 +59,9 @@ class Following:
         self.tallies: dict[tuple[str, int], Tally] = {}
         self._subscriber = subscriber
         self._stop = stop
-        self._idle: float | None = args.idle
+        self._idle: float | None = args.idle_timeout
         self._heard_at = time.monotonic()
-        self._until = None if args.seconds is None else stop.began + args.seconds
+        self._until = None if args.duration is None else stop.began + args.duration
 
     @property
     def batches(self) -> int:
@@ -114,7 +114,7 @@ class Following:
 
 
 def nothing_arrived(endpoint: str, idle: float, console: Console) -> int:
-    """Say that `--idle` ended a wait in vain; returns the exit code."""
+    """Say that `--idle-timeout` ended a wait in vain; returns the exit code."""
     console.note(Span(f"nothing arrived within {idle:g} s; `kvevents doctor {endpoint}` finds out why", "warn"))
     return NOTHING_ARRIVED
 

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from kvevents.certificates import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
+from kvevents.cli import options
 from kvevents.cli.command import OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.errors import UsageError
@@ -17,7 +18,7 @@ from kvevents.version import version
 
 
 class Made(msgspec.Struct, frozen=True):
-    """What `--json` prints of a pair that was made."""
+    """What `-o json` prints of a pair that was made."""
 
     public_key: str
     public_file: str
@@ -25,7 +26,7 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What `--json` prints of a file."""
+    """What `-o json` prints of a file."""
 
     file: str
     public_keys: list[str]
@@ -37,7 +38,7 @@ def run(args: Namespace) -> int:
     """Make a pair, or show what is in a file."""
     console = Console()
     if args.show is not None:
-        _show(args.show, console, json=args.json)
+        _show(args.show, console, json=args.output == "json")
     else:
         _make(args, console)
     return OK
@@ -51,7 +52,7 @@ def _make(args: Namespace, console: Console) -> None:
         raise UsageError("this libzmq was built without CURVE; use pyzmq's own wheels, which have it")
     pair = KeyPair(*(key.decode() for key in zmq.curve_keypair()))
     public, secret = write_pair(base, pair, f"Made by kvevents {version()}.", replace=args.force)
-    if args.json:
+    if args.output == "json":
         console.data(msgspec.json.encode(Made(pair.public, str(public), str(secret))))
         return
     console.line(pair.public)
@@ -78,8 +79,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "name", nargs="?", metavar="NAME", type=Path, help="whose keys; a path before it says into which folder they go"
     )
     what.add_argument("--show", metavar="FILE", type=Path, help="the public keys of a file instead")
-    parser.add_argument("--force", action="store_true", help="replace a pair that exists: who has its public key is locked out")
-    parser.add_argument("--json", action="store_true", help="one JSON object, without the secret key")
+    parser.add_argument(
+        "-f", "--force", action="store_true", help="replace a pair that exists: who has its public key is locked out"
+    )
+    options.add_output(parser, "one JSON object, which does not contain the secret key")
 
 
 COMMAND: Final = Command(
@@ -87,7 +90,7 @@ COMMAND: Final = Command(
     "make CURVE keys, which encrypt events and say who may connect",
     "Make a pair of CURVE keys: NAME.key, the public one, to be given away, and NAME.key_secret with both, to be kept.\n"
     "They are ZeroMQ's certificates, as czmq and pyzmq write and read them. The public key is printed.\n"
-    "`--key`, `--server-key` and `--allow` of other commands name such files.",
+    "`--curve-key`, `--curve-server-key` and `--curve-allow` of other commands name such files.",
     """\
   kvevents keys engine-0                             engine-0.key and engine-0.key_secret
   kvevents keys keys/router                          in the folder keys

@@ -12,14 +12,23 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """How much, and in which form; `to_stderr` reads them."""
-    parser.add_argument("--log-level", choices=_LEVELS, default="info", help="how much is told on stderr (default: info)")
-    parser.add_argument("--json", action="store_true", help="log one JSON object a line")
+    parser.add_argument(
+        "--log-level", choices=_LEVELS, default="info", help="lowest level that is logged on stderr (default: info)"
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines for people, or one JSON object per line (default: text)",
+    )
 
 
 def to_stderr(args: Namespace) -> None:
     """Have the loggers of this package heard."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if args.json else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    handler.setFormatter(
+        _JsonLines() if args.log_format == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvevents").setLevel(args.log_level.upper())
 

@@ -166,7 +166,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
         "--replay", metavar="ENDPOINT", type=endpoint, help="where it answers replay requests (its replay_endpoint)"
     )
     replay.add_argument("--no-replay", action="store_true", help="do without replay: losses are reported, not repaired")
-    parser.add_argument("--topic", default="", metavar="PREFIX", help="receive topics that begin with this only")
+    parser.add_argument("--topic-prefix", default="", metavar="PREFIX", help="receive topics that begin with this only")
     parser.add_argument(
         "--bind", action="store_true", help="listen at ENDPOINT, for an engine whose own endpoint makes it connect"
     )
@@ -175,12 +175,14 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
 
 def add_keys(parser: ArgumentParser | Group) -> None:
     """CURVE keys, which `curve_of` reads. Secrets are in files: everybody on this machine sees arguments."""
-    parser.add_argument("--key", metavar="FILE", type=Path, help="own CURVE keys: a NAME.key_secret of `kvevents keys`")
+    parser.add_argument("--curve-key", metavar="FILE", type=Path, help="own CURVE keys: a NAME.key_secret of `kvevents keys`")
     parser.add_argument(
-        "--server-key", metavar="FILE|KEY", help="public key of the other end, if that is the CURVE server, as engines are"
+        "--curve-server-key",
+        metavar="FILE|KEY",
+        help="public key of the other end, if that is the CURVE server, as engines are",
     )
     parser.add_argument(
-        "--allow", metavar="DIR|FILE", type=Path, help="public keys that may connect, if this end is the CURVE server"
+        "--curve-allow", metavar="DIR|FILE", type=Path, help="public keys that may connect, if this end is the CURVE server"
     )
 
 
@@ -189,17 +191,21 @@ def curve_of(args: argparse.Namespace) -> Curve | None:
 
     Raises `CommandLineError`, and `ConfigError` for files that cannot be used.
     """
-    key: Path | None = args.key
+    key: Path | None = args.curve_key
     if key is None:
-        if args.server_key is not None or args.allow is not None:
-            raise CommandLineError("--server-key and --allow need --key: your own keys, a file made by `kvevents keys NAME`")
+        if args.curve_server_key is not None or args.curve_allow is not None:
+            raise CommandLineError(
+                "--curve-server-key and --curve-allow need --curve-key: your own keys, a file made by `kvevents keys NAME`"
+            )
         return None
-    if args.server_key is None and getattr(args, "bind", True) is False:
-        raise CommandLineError("--key needs --server-key as well: the engine's public key, or a file of it (NAME.key)")
+    if args.curve_server_key is None and getattr(args, "bind", True) is False:
+        raise CommandLineError(
+            "--curve-key needs --curve-server-key as well: the engine's public key, or a file of it (NAME.key)"
+        )
     return Curve(
         key_file=str(key),
-        server_key=None if args.server_key is None else _server_key(args.server_key),
-        allowed=None if args.allow is None else str(args.allow),
+        server_key=None if args.curve_server_key is None else _server_key(args.curve_server_key),
+        allowed=None if args.curve_allow is None else str(args.curve_allow),
     )
 
 
@@ -208,14 +214,21 @@ def _server_key(text: str) -> str:
         return text
     found = read_public_keys(Path(text))
     if len(found) > 1:
-        raise ConfigError(f"--server-key: {text} holds {len(found)} keys; the other end has one")
+        raise ConfigError(f"--curve-server-key: {text} holds {len(found)} keys; the other end has one")
     return found[0]
+
+
+def add_output(parser: ArgumentParser, json: str) -> None:
+    """Declare the format of the results; `json` says what the JSON form is."""
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help=f"text for people, or json: {json} (default: text)"
+    )
 
 
 def add_stream(parser: ArgumentParser) -> None:
     """An engine as a subscriber follows it."""
     add_engine(parser)
-    parser.add_argument("--name", metavar="NAME", help="what to call the engine; its address when not given")
+    parser.add_argument("--source-name", metavar="NAME", help="what to call the engine; its address when not given")
     parser.add_argument(
         "--ranks",
         type=_ranks,
@@ -227,10 +240,13 @@ def add_stream(parser: ArgumentParser) -> None:
 
 def add_end(parser: ArgumentParser) -> None:
     """When to stop by itself."""
-    parser.add_argument("--count", type=count, metavar="N", help="stop after N batches")
-    parser.add_argument("--seconds", type=seconds, metavar="S", help="stop after S seconds")
+    parser.add_argument("-n", "--count", type=count, metavar="N", help="stop after N batches")
+    parser.add_argument("--duration", type=seconds, metavar="S", help="stop after S seconds")
     parser.add_argument(
-        "--idle", type=seconds, metavar="S", help="stop when nothing arrived for S seconds; exit code 3 if nothing ever did"
+        "--idle-timeout",
+        type=seconds,
+        metavar="S",
+        help="stop when nothing arrived for S seconds; exit code 3 if nothing ever did",
     )
 
 
@@ -246,7 +262,7 @@ def add_publisher(parser: ArgumentParser) -> None:
     )
     add_wait_for_subscriber(parser)
     parser.add_argument(
-        "--stay",
+        "--linger",
         nargs="?",
         type=seconds,
         const=FOREVER,
@@ -286,7 +302,7 @@ def add_access(parser: ArgumentParser | Group) -> None:
     )
     # Without this, `--token SECRET` would be short for --token-file, and the error would tell the secret.
     parser.add_argument("--token", type=_no_token, help=argparse.SUPPRESS)
-    parser.add_argument("--ca-file", metavar="FILE", type=Path, help="PEM file of the authority that signed its certificate")
+    parser.add_argument("--tls-ca", metavar="FILE", type=Path, help="PEM file of the authority that signed its certificate")
     parser.add_argument(
         "--timeout",
         type=seconds,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvevents.cli import options
 from kvevents.cli.command import COULD_NOT_LOOK, FAILED, OK, Command
 from kvevents.cli.console import Console, Span
+from kvevents.cli.parser import CommandParser
 from kvevents.cli.serve import LOGIN
 from kvevents.cli.settings import Form, Given
 from kvevents.errors import PlaneError
@@ -30,25 +32,34 @@ _LEASES: Final = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What to ask, and where."""
-    from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - late, for what else this program does
-
-    form = Form(PlaneSettings, "plane", flags={"servers": "--at"}, defaults={"servers": [DEFAULT_SERVER]}, within="plane")
-    parser.add_argument(
-        "what", choices=["status"], help="partitions, lag, snapshots, leases, shares, and whether replicas agree"
-    )
-    form.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN))
-    form.add_rest(parser, "TOML file with a table [plane], as of a bridge or a service")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    """Declare the commands."""
+    assert isinstance(parser, CommandParser)  # noqa: S101 - as all of the program
+    parser.add_commands((STATUS,), "plane_command")
 
 
 def run(args: Namespace) -> int:
-    """Ask once. 1 where something is wrong."""
+    """Run the command that was chosen."""
+    command: Command = args.plane_command
+    return command.run(args)
+
+
+def add_status_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of `kvevents plane status`."""
+    from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - late, for what else this program does
+
+    form = Form(PlaneSettings, "plane", flags={"servers": "--nats"}, defaults={"servers": [DEFAULT_SERVER]}, within="plane")
+    form.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN))
+    form.add_rest(parser, "TOML file with a table [plane], as of a bridge or a service")
+    options.add_output(parser, "one JSON object")
+
+
+def run_status(args: Namespace) -> int:
+    """Print the status of the plane; return `FAILED` if it has a fault."""
     given: Given[PlaneSettings] = args.form.read(args)
     settings = given.settings()
     view = asyncio.run(_ask(settings))
     console = Console()
-    if args.json:
+    if args.output == "json":
         console.line(msgspec.json.encode(_told(view)).decode())
     else:
         _print(console, view)
@@ -133,18 +144,28 @@ def _size(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB"
 
 
-COMMAND: Final = Command(
-    name="plane",
-    summary="how a plane's log on NATS stands, and who writes and reads it",
+STATUS: Final = Command(
+    name="status",
+    summary="show partitions, bridges, snapshots, leases, shards, and whether replicas agree",
     description=(
-        "Ask the NATS servers how the log stands, who writes it, which snapshots count, which replicas hold a share of it, and "
-        "whether replicas agree."
+        "Read from the NATS servers how far the log of a plane is, which bridges write it, which snapshots there are, which "
+        "replicas hold which part of it, and whether replicas agree. Exit code 1 if something is wrong, 4 if the servers "
+        "cannot be asked."
     ),
     examples="""\
   kvevents plane status
-  kvevents plane status --at nats://10.0.0.9:4222 --plane prod
-  kvevents plane status --json                         for programs
+  kvevents plane status --nats nats://10.0.0.9:4222 --plane prod
+  kvevents plane status -o json                          for programs
 """,
+    add_arguments=add_status_arguments,
+    run=run_status,
+)
+
+COMMAND: Final = Command(
+    name="plane",
+    summary="inspect the log of a plane on NATS",
+    description="Inspect the log of a plane on NATS, the bridges that write it and the replicas that read it.",
+    examples=STATUS.examples,
     add_arguments=add_arguments,
     run=run,
     on_error=COULD_NOT_LOOK,

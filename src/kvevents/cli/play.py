@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
         try:
             _play(player, args, stop, console)
         except KeyboardInterrupt:
-            return _say(player, console, INTERRUPTED if player.counts.published < len(batches) * args.times else OK)
+            return _say(player, console, INTERRUPTED if player.counts.published < len(batches) * args.repeat else OK)
         return _say(player, console, OK)
 
 
@@ -85,11 +85,11 @@ def _play(player: TapePlayer, args: Namespace, stop: Stop, console: Console) -> 
     with stop.raising():
         _wait_for_subscriber(player, args.wait_for_subscriber)
     rate: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
-    _watch(player, player.start_playing(rate=rate, times=args.times), stop, console)
-    if args.stay is not None:
+    _watch(player, player.start_playing(rate=rate, times=args.repeat), stop, console)
+    if args.linger is not None:
         console.note("everything is played; answering replay requests, Ctrl-C ends it")
         with stop.raising():
-            stay(args.stay)
+            stay(args.linger)
 
 
 def _watch(player: TapePlayer, future: Future[int], stop: Stop, console: Console) -> None:
@@ -142,7 +142,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--speed", type=_speed, default=1.0, metavar="X", help="1.0 is real time (default), max as fast as possible"
     )
     parser.add_argument(
-        "--times", type=options.count, default=1, metavar="N", help="play it N times over; numbers go on, timestamps move on"
+        "--repeat", type=options.count, default=1, metavar="N", help="play it N times over; numbers go on, timestamps move on"
     )
     parser.add_argument("--run", dest="run_name", metavar="NAME", help="play one run only; all runs otherwise, as restarts")
     parser.add_argument("--list", action="store_true", help="say what is in FILE instead")
@@ -154,7 +154,7 @@ COMMAND: Final = Command(
     "Serve a recording from real sockets, as if its engine were running: same numbers, same bytes, same pace.",
     """\
   kvevents play run.jsonl.gz --wait-for-subscriber
-  kvevents play run.jsonl.gz --speed max --times 10 --stay
+  kvevents play run.jsonl.gz --speed max --repeat 10 --linger
   kvevents play run.jsonl.gz --endpoint 'tcp://127.0.0.1:*' --replay-endpoint 'tcp://127.0.0.1:*'
   kvevents play run.jsonl.gz --list
 """,

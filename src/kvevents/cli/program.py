@@ -41,10 +41,10 @@ _EXAMPLES: Final = """\
 examples:
   kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558  every event of an engine, in order, as it happens
   kvevents doctor tcp://127.0.0.1:5557                  what works, what does not, and what to do about it
-  kvevents record run.jsonl.gz tcp://127.0.0.1:5557     keep it
+  kvevents record tcp://127.0.0.1:5557 run.jsonl.gz     keep it
   kvevents play run.jsonl.gz --wait-for-subscriber      be that engine again, without a GPU
   kvevents relay 127.0.0.1:5557,127.0.0.1:5558          the same stream, with a memory
-  kvevents bridge --to nats://n1 --config fleet.toml    the streams of a fleet as a log, for any number of services
+  kvevents bridge --nats nats://n1 --config fleet.toml  the streams of a fleet as a log, for any number of services
   kvevents serve                                        know a fleet's caches, and answer for them over HTTP
   kvevents top                                          how that fleet fares, live
   kvevents export run.jsonl.gz out                      a recording as tables, to be asked
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> ArgumentParser:
     parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EXAMPLES)
-    parser.add_argument("--version", action="version", version=f"kvevents {version()}")
+    parser.add_argument("-V", "--version", action="version", version=f"kvevents {version()}")
     parser.set_defaults(command=None)
     parser.add_commands(COMMANDS, "command")
     return parser

@@ -34,7 +34,7 @@ LOOK_EVERY: Final = 1_000
 
 
 class _Batch(msgspec.Struct, forbid_unknown_fields=True):
-    """A line that is a whole batch. The rest of the keys are those of `kvevents tail --json`, whose lines may be published."""
+    """A line that is a whole batch. The rest of the keys are those of `kvevents tail -o json`, whose lines may be published."""
 
     events: list[KVEvent]
     ts: float | None = None
@@ -54,7 +54,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
         return None
     found = msgspec.json.decode(line)
     if isinstance(found, dict) and "events" not in found and "kind" in found:
-        return None  # gaps, resets and changes of trust, as `tail --json` tells them
+        return None  # gaps, resets and changes of trust, as `tail -o json` tells them
     if isinstance(found, dict) and "events" in found:
         batch = msgspec.convert(found, _Batch)
         ts = time.time() if batch.ts is None else batch.ts
@@ -126,7 +126,7 @@ def run(args: Namespace) -> int:
             with stop.raising():
                 _wait_for_subscriber(publisher, args.wait_for_subscriber)
                 feed.run(file)
-                _stay(args.stay, console)
+                _stay(args.linger, console)
         except KeyboardInterrupt:
             if not feed.finished:
                 return INTERRUPTED
@@ -199,12 +199,12 @@ COMMAND: Final = Command(
     '  {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": null, "token_ids": [7, 8], "block_size": 2}\n'
     '  [{"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"}]\n'
     '  {"ts": 1760000000.0, "events": [...]}\n'
-    "or what `kvevents tail --json` wrote. A bad line is reported and left out.",
+    "or what `kvevents tail -o json` wrote. A bad line is reported and left out.",
     """\
   echo '{"type": "AllBlocksCleared"}' | kvevents publish --wait-for-subscriber
-  kvevents publish events.jsonl --dialect sglang-0.5.17 --rate 100 --stay 60
-  kvevents publish events.jsonl --key engine-0.key_secret --allow clients --stay
-  kvevents tail 10.0.0.7:5557 --json | kvevents publish --endpoint tcp://127.0.0.1:6557 --topic kv@pod-7@model
+  kvevents publish events.jsonl --dialect sglang-0.5.17 --rate 100 --linger 60
+  kvevents publish events.jsonl --curve-key engine-0.key_secret --curve-allow clients --linger
+  kvevents tail 10.0.0.7:5557 -o json | kvevents publish --endpoint tcp://127.0.0.1:6557 --topic kv@pod-7@model
 """,
     add_arguments,
     run,

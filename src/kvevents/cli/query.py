@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     else:
         answer = client.post("/v1/match", asked, MatchAnswer)
     console = Console()
-    if args.json:
+    if args.output == "json":
         console.data(msgspec.json.encode(answer))
     elif isinstance(answer, Selected):
         _show_choice(answer, len(tokens), console)
@@ -90,7 +90,7 @@ class _Sources:
                 f"the prompt is no longer than a block of {smallest} tokens: engines keep whole blocks, "
                 "and recompute the one of the last token"
             )
-        return "if an engine should hold it, compare tokens, LoRA and salt with its own: `kvevents tail ENDPOINT --tokens`"
+        return "if an engine should hold it, compare tokens, LoRA and salt with its own: `kvevents tail ENDPOINT --token-ids`"
 
 
 def _block_sizes(source: SourceView) -> list[int]:
@@ -242,7 +242,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="look up the last token too, which engines recompute with its block",
     )
     parser.add_argument("--select", action="store_true", help="ask which worker should take the prompt, and why")
-    parser.add_argument("--json", action="store_true", help="one JSON object: the service's answer")
+    options.add_output(parser, "the service's response as one JSON object")
 
 
 COMMAND: Final = Command(
@@ -254,7 +254,7 @@ COMMAND: Final = Command(
   kvevents query 791 6864 315 9822 374
   kvevents query --text-file prompt.txt --tokenizer tokenizer.json --model llama
   kvevents query --prompt-file prompt.u32 --select   which worker should take it, and why
-  kvevents query - --json --service https://indexer:8090 --ca-file ca.pem
+  kvevents query - -o json --service https://indexer:8090 --tls-ca ca.pem
 """,
     add_arguments,
     run,

@@ -136,10 +136,10 @@ def _holds_something(path: Path) -> bool:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="where to; a name that ends in .gz is compressed")
     options.add_stream(parser)
+    parser.add_argument("file", metavar="FILE", type=Path, help="recording to write; compressed if its name ends in .gz")
     options.add_end(parser)
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    parser.add_argument("-f", "--force", action="store_true", help="replace FILE if it exists")
 
 
 COMMAND: Final = Command(
@@ -148,9 +148,9 @@ COMMAND: Final = Command(
     "Keep what an engine publishes, byte for byte, in order and without holes as far as replay can fill them.\n"
     "The file holds the prompts' token ids: keep it as you would keep the prompts. Stop with Ctrl-C.",
     """\
-  kvevents record run.jsonl.gz tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
-  kvevents record run.jsonl.gz 10.0.0.7:5557 --replay 10.0.0.7:5558 --seconds 60
-  kvevents record all.jsonl.gz 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --name pod-7
+  kvevents record tcp://127.0.0.1:5557 run.jsonl.gz --replay tcp://127.0.0.1:5558
+  kvevents record 10.0.0.7:5557 run.jsonl.gz --replay 10.0.0.7:5558 --duration 60
+  kvevents record 10.0.0.7:5557 all.jsonl.gz --replay 10.0.0.7:5567 --ranks 4 --source-name pod-7
 """,
     add_arguments,
     run,

@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
         relay = closing.enter_context(Relay(settings))
         if config.metrics_port is not None:
             closing.callback(metrics.serve(relay.status, config.metrics_port, config.metrics_host))
-        until = None if args.seconds is None else time.monotonic() + args.seconds
+        until = None if args.duration is None else time.monotonic() + args.duration
         teller = Teller(relay.status)
         relay.run(lambda: stop.requested or teller.look() or (until is not None and time.monotonic() > until))
     return OK
@@ -113,17 +113,22 @@ def add_arguments(parser: ArgumentParser) -> None:
     form = Form(
         RelayConfig,
         "relay",
-        flags={"curve.key_file": "--key", "curve.server_key": "--server-key", "curve.allowed": "--allow"},
+        flags={
+            "curve.key_file": "--curve-key",
+            "curve.server_key": "--curve-server-key",
+            "curve.allowed": "--curve-allow",
+            "tokens": "--token-policy",
+        },
     )
     form.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", options.engine)
-    form.add(parser, "ranks", "prefix", "upstream_key", "upstream_server_key")
+    form.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key")
     out = parser.add_argument_group("what consumers get")
     form.add(out, "endpoint", "replay_endpoint", "snapshot_endpoint", "topic", "dialect", "tokens", "heartbeat")
     form.add(out, "buffer_steps", "hwm", "curve.key_file", "curve.server_key", "curve.allowed")
     form.add(parser.add_argument_group("what outlives the process"), "journal")
     seen = parser.add_argument_group("what operators see")
     form.add(seen, "metrics_port", "metrics_host")
-    seen.add_argument("--seconds", type=options.seconds, metavar="S", help="end after S seconds")
+    seen.add_argument("--duration", type=options.seconds, metavar="S", help="end after S seconds")
     logs.add_arguments(parser)
     form.add_rest(parser)
 
@@ -137,7 +142,7 @@ COMMAND: Final = Command(
     "Consumers need to know nothing of relays; those of kvevents compare digests and know that they are exact.",
     """\
   kvevents relay tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 --journal /var/lib/kvevents/relay
-  kvevents relay 10.0.0.7:5557,10.0.0.7:5558 --endpoint tcp://*:6557 --replay-endpoint tcp://*:6558 --tokens hash
+  kvevents relay 10.0.0.7:5557,10.0.0.7:5558 --endpoint tcp://*:6557 --replay-endpoint tcp://*:6558 --token-policy hash
   kvevents relay gpu=127.0.0.1:5557,127.0.0.1:5558 cpu=127.0.0.1:5657,127.0.0.1:5658   two tiers of one worker
   kvevents relay engine=127.0.0.1:5557,127.0.0.1:5567 --ranks 4 --dialect vllm-0.22     four ranks, for an older router
 """,

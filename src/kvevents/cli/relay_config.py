@@ -18,11 +18,11 @@ class RelayConfig(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields
     """Where the engine publishes, and answers replay requests; several become one stream."""
     ranks: Positive = 1
     """Data-parallel ranks of each engine, on ports counted up."""
-    prefix: str = ""
+    topic_prefix: str = ""
     """Receive topics that begin with this only."""
-    upstream_key: FilePath | None = None
+    upstream_curve_key: FilePath | None = None
     """Own CURVE keys towards the engines: a NAME.key_secret of `kvevents keys`."""
-    upstream_server_key: PublicKey | None = None
+    upstream_curve_server_key: PublicKey | None = None
     """Public key of the engines."""
     metrics_port: Port | None = None
     """Port at which Prometheus may scrape (default: nowhere)."""
@@ -31,9 +31,11 @@ class RelayConfig(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
     def relay(self) -> RelaySettings:
         """The relay of this process. Raises `ConfigError`."""
-        keys = curve_of(Namespace(key=self.upstream_key, server_key=self.upstream_server_key, allow=None))
+        keys = curve_of(
+            Namespace(curve_key=self.upstream_curve_key, curve_server_key=self.upstream_curve_server_key, curve_allow=None)
+        )
         try:
-            engines = [replace(engine(each), topic=self.prefix, curve=keys) for each in self.upstreams]
+            engines = [replace(engine(each), topic=self.topic_prefix, curve=keys) for each in self.upstreams]
         except ArgumentTypeError as error:
             raise ConfigError(f"upstreams: {error}") from error
         options = {name: getattr(self, name) for name in RelayOptions.__struct_fields__}

@@ -28,6 +28,15 @@ LOGIN: Final = [f"plane.{name}" for name in ("credentials", "nkey", "tls_ca", "t
 """Settings by which one logs in at the servers of a plane."""
 
 
+SHARED_FLAGS: Final = {
+    "plane.servers": "--nats",
+    "curve.key_file": "--curve-key",
+    "curve.server_key": "--curve-server-key",
+    "curve.allowed": "--curve-allow",
+}
+"""Options that are called alike in all commands, wherever the setting is."""
+
+
 def worker(text: str) -> dict[str, Any]:
     """`INSTANCE[:RANK]=ENDPOINT[,REPLAY_ENDPOINT]`."""
     if "=" not in text:
@@ -55,13 +64,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     form = Form(
         ServiceConfig,
         "serve",
-        flags={"plane.servers": "--from"},
+        flags=SHARED_FLAGS
+        | {"replica": "--replica-name", "tls.certificate": "--https-cert", "shard.tls_certificate": "--shard-tls-cert"},
         tables={"tls": "https"},
         needs={
-            "plane.servers": ", the URL of a NATS server; for HTTPS, name certificate and key by --https-certificate and -key"
+            "plane.servers": ", the URL of a NATS server; for HTTPS, name certificate and key by --https-cert and --https-key"
         },
     )
-    http = parser.add_argument_group("HTTP server (tokens are set in --config, TLS there or by --https-certificate)")
+    http = parser.add_argument_group("HTTP server (tokens are set in --config, TLS there or by --https-cert)")
     form.add(http, "host", "port", "insecure", "allowed_hosts", "ready.grace_seconds")
     add_sources(parser.add_argument_group("engines to follow"), form)
     form.add(parser.add_argument_group("index"), "state_dir", "snapshot_seconds", "memory_limit")
@@ -164,8 +174,8 @@ COMMAND: Final = Command(
   kvevents serve --model llama --worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558
   kvevents serve --engine http://10.0.0.7:8000         ask the engine for its endpoints
   kvevents serve --config fleet.toml --state-dir /var/lib/kvevents
-  kvevents serve --from nats://10.0.0.9:4222           a replica, from what bridges have written
-  kvevents serve --from nats://10.0.0.9:4222 --replica kv-0 --host 10.0.0.5 --shard-url http://10.0.0.5:8090
+  kvevents serve --nats nats://10.0.0.9:4222           a replica, from what bridges have written
+  kvevents serve --nats nats://10.0.0.9:4222 --replica-name kv-0 --host 10.0.0.5 --shard-url http://10.0.0.5:8090
 """,
     add_arguments=add_arguments,
     run=run,

@@ -18,7 +18,7 @@ CONNECT_SECONDS: Final = 1.0
 
 def name_of(args: Namespace) -> str:
     """What the engine is called in deliveries: its name, else its address."""
-    name: str | None = args.name
+    name: str | None = args.source_name
     return name or str(args.endpoint).removeprefix("tcp://")
 
 
@@ -27,7 +27,9 @@ def sources_of(args: Namespace) -> list[Source]:
 
     No replay endpoint is looked for: a port that answers may be another engine's, whose history would be taken for this one's.
     """
-    source = Source(args.endpoint, args.replay, topic=args.topic, name=name_of(args), bind=args.bind, curve=curve_of(args))
+    source = Source(
+        args.endpoint, args.replay, topic=args.topic_prefix, name=name_of(args), bind=args.bind, curve=curve_of(args)
+    )
     return source.ranks(args.ranks)
 
 

@@ -39,7 +39,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self.began: Final = time.monotonic()
-        """When the command began: what `--seconds` counts from, waiting for an engine included."""
+        """When the command began: what `--duration` counts from, waiting for an engine included."""
         self._raises = False
         self._tell: Callable[[], object] | None = None
         self._before: dict[signal.Signals, Any] = {}

@@ -146,12 +146,12 @@ def _follow(following: Following, tail: Tail, watch: TrustWatch, console: Consol
 
 def _tail(args: Namespace, console: Console) -> Tail:
     width = len(f"{name_of(args)}/{args.ranks - 1}")
-    view: View = JsonView(console) if args.json else HumanView(console, LineFormat(width, args.detail))
-    kinds = tuple(KINDS[name] for name in args.only) if args.only else None
+    view: View = JsonView(console) if args.output == "json" else HumanView(console, LineFormat(width, args.detail))
+    kinds = tuple(KINDS[name] for name in args.type) if args.type else None
     return Tail(view, Filter(kinds, args.medium), quiet=args.detail == "quiet", count=args.count)
 
 
-def _only(text: str) -> list[str]:
+def _types(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in KINDS]
     if unknown:
@@ -163,17 +163,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     options.add_stream(parser)
     options.add_end(parser)
-    parser.add_argument("--only", type=_only, metavar="KINDS", help="events of these kinds, of stored,removed,cleared")
-    parser.add_argument("--medium", metavar="M", help="events on this medium, such as GPU; those that name none count as GPU")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, token ids included")
-    detail = parser.add_mutually_exclusive_group()
-    levels: tuple[tuple[Detail, str], ...] = (
-        ("quiet", "resets, gaps and changes of trust only"),
-        ("events", "a line for each event, with everything but token ids"),
-        ("tokens", "the same with token ids, which are the users' words"),
+    parser.add_argument(
+        "--type", type=_types, metavar="TYPE[,TYPE]", help="show events of these types only: stored, removed, cleared"
     )
-    for level, text in levels:
-        detail.add_argument(f"--{level}", dest="detail", action="store_const", const=level, default="batches", help=text)
+    parser.add_argument("--medium", metavar="M", help="events on this medium, such as GPU; those that name none count as GPU")
+    options.add_output(parser, "one JSON object per line, with token ids")
+    detail = parser.add_mutually_exclusive_group()
+    levels: tuple[tuple[Detail, tuple[str, ...], str], ...] = (
+        ("quiet", ("-q", "--quiet"), "show resets, gaps and changes of trust only"),
+        ("events", ("-v", "--verbose"), "show each event on a line of its own, without token ids"),
+        ("tokens", ("--token-ids",), "show each event with its token ids, which are the users' prompts"),
+    )
+    for level, flags, text in levels:
+        detail.add_argument(*flags, dest="detail", action="store_const", const=level, default="batches", help=text)
 
 
 COMMAND: Final = Command(
@@ -182,11 +184,11 @@ COMMAND: Final = Command(
     "Show every event of an engine, once and in order, as it happens: what was missed is fetched by replay. Stop with Ctrl-C.",
     """\
   kvevents tail tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
-  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --name pod-7
-  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --only removed,cleared
-  kvevents tail 10.0.0.7:5557 --no-replay --json --count 100 | jq .events
-  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --key router.key_secret --server-key engine-0.key
-  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --quiet --idle 60      does it send, and is anything lost?
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --source-name pod-7
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --type removed,cleared
+  kvevents tail 10.0.0.7:5557 --no-replay -o json --count 100 | jq .events
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --curve-key router.key_secret --curve-server-key engine-0.key
+  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --quiet --idle-timeout 60      does it send, and is anything lost?
 """,
     add_arguments,
     run,

@@ -29,13 +29,13 @@ def run(args: Namespace) -> int:
         _once(watch, args)
         return OK
     with suppress(KeyboardInterrupt):  # the normal end of what goes on
-        (_lines if args.json else _live)(watch, args)
+        (_lines if args.output == "json" else _live)(watch, args)
     return OK
 
 
 def _once(watch: Watch, args: Namespace) -> None:
     frame = watch.look()
-    if args.json:
+    if args.output == "json":
         Console().data(msgspec.json.encode(_cut(frame, args.limit)))
     else:
         _screen(args).show(frame)
@@ -53,7 +53,7 @@ def _lines(watch: Watch, args: Namespace) -> None:
 def _live(watch: Watch, args: Namespace) -> None:
     screen = _screen(args)
     if not screen.is_terminal:
-        raise CommandLineError("a live view needs a terminal; use --once or --json")
+        raise CommandLineError("a live view needs a terminal; use --once or --output json")
     with screen.live() as update, Keys() as keys:
         while True:
             update(watch.look_anyhow())
@@ -67,9 +67,11 @@ def _cut(frame: Frame, limit: int | None) -> Frame:
 
 def _screen(args: Namespace) -> Screen:
     try:
-        from kvevents.cli.screen import Screen  # noqa: PLC0415 - late, for --json and the other commands
+        from kvevents.cli.screen import Screen  # noqa: PLC0415 - late, for -o json and the other commands
     except ImportError as error:
-        raise MissingDependencyError("this needs the package rich: pip install 'kvevents[service]', or use --json") from error
+        raise MissingDependencyError(
+            "this needs the package rich: pip install 'kvevents[service]', or use --output json"
+        ) from error
     return Screen(args.limit)
 
 
@@ -88,7 +90,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="between looks (default: %(default)g)",
     )
     parser.add_argument("--once", action="store_true", help="show one look and end; needs no terminal")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each look, one a line")
+    options.add_output(parser, "one JSON object per line for each poll")
 
 
 COMMAND: Final = Command(
@@ -100,7 +102,7 @@ COMMAND: Final = Command(
   kvevents top
   kvevents top --service http://10.0.0.9:8090 --sort lag --interval 5
   kvevents top --once --limit 20
-  kvevents top --json --interval 10 | jq -c .stats
+  kvevents top -o json --interval 10 | jq -c .stats
 """,
     add_arguments,
     run,

@@ -210,7 +210,7 @@ class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     name: Name = msgspec.field(default_factory=socket.gethostname)
     """Name of this bridge, for people; the host's unless given. Each bridge has its own."""
-    hold_back: Annotated[float, "--reserve", Unit.SECONDS, Range(0, 3600)] = 0.0
+    hold_back: Annotated[float, "--standby-delay", Unit.SECONDS, Range(0, 3600)] = 0.0
     """Write only what no other bridge has written after so many seconds."""
     dead_seconds: Seconds = 30.0
     """Drop an engine from the log after so many seconds without a connection to any bridge."""

@@ -99,7 +99,7 @@ class PlaneView(msgspec.Struct, frozen=True):
             f"replica {each.name} holds something else than {', '.join(each.differs)}" for each in self.replicas if each.differs
         ]
         found += [
-            f"bridge {name} is more than one process; give each a name of its own with --name"
+            f"bridge {name} is more than one process; give each a name of its own with --bridge-name"
             for name in sorted({name for partition in self.partitions for name in partition.shared})
         ]
         return found + self._faults_of_shares()

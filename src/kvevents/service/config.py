@@ -132,7 +132,7 @@ class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     url: Url
     """Hold a share of the plane's partitions; the other replicas ask this one for it at http://HOST:PORT. Also `https://`."""
-    holders: Annotated[int, "--holders", Range(1, MAX_HOLDERS)] = 2
+    holders: Annotated[int, "--replication-factor", Range(1, MAX_HOLDERS)] = 2
     """Replicas that hold each partition, 1 to 8. So many less one may fail, and every answer is still whole."""
     ask_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_ASK_SECONDS, is_open=True)] = 0.5
     """Seconds for another replica to answer; then the next one that holds the same is asked."""
@@ -207,9 +207,9 @@ class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fie
     def _check_plane(self) -> None:
         if self.plane is None:
             if self.replica is not None:
-                raise ConfigError("replica is a name within a plane; tell which plane, with `plane` or --from")
+                raise ConfigError("replica is a name within a plane; tell which plane, with `plane` or --nats")
             if self.shard is not None:
-                raise ConfigError("shard is a share of a plane; tell which plane, with `plane` or --from")
+                raise ConfigError("shard is a share of a plane; tell which plane, with `plane` or --nats")
             return
         if self.sources or self.source_files or self.dns:
             raise ConfigError(

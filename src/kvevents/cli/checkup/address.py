@@ -47,7 +47,7 @@ _WRONG: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
     ),
     "curve": (
         "it demands CURVE keys",
-        "name your own with --key and its public key with --server-key; `kvevents keys NAME` makes a pair",
+        "name your own with --curve-key and its public key with --curve-server-key; `kvevents keys NAME` makes a pair",
     ),
 }
 _HTTP: Final = (
@@ -56,16 +56,16 @@ _HTTP: Final = (
 )
 _LOCKED_OUT: Final[dict[Unlocking, tuple[str, str]]] = {
     "dropped": (
-        "it hangs up on these keys",
-        "is --server-key its public key (`kvevents keys --show FILE`), and the one of --key among those that it allows?",
+        "it closes the connection when it sees these keys",
+        "check that --curve-server-key is its public key (`kvevents keys --show FILE`), and that it allows your public key",
     ),
     "refused": (
-        "it knows the public key of --key and does not let it in",
-        "have that public key added to the keys that it allows (curve.allowed, --allow), and try again",
+        "it knows the public key of --curve-key and does not let it in",
+        "add that public key to the keys that it allows (curve.allowed, --curve-allow)",
     ),
     "silent": (
         "it does not let this key in, or not soon",
-        "is the public key of --key among those that it allows (curve.allowed, --allow)? Its log names keys that it refuses",
+        "check that it allows the public key of --curve-key (curve.allowed, --curve-allow); its log names keys that it refuses",
     ),
 }
 
@@ -100,7 +100,9 @@ def _locked(check: str, endpoint: str, handshake: Handshake, curve: Curve, kind:
     if handshake.outcome == "socket":
         text = f"{endpoint}: it speaks in clear, and keys are given for it"
         return fail(
-            check, text, "give the engine keys (curve in its KV events configuration), or leave out --key and --server-key"
+            check,
+            text,
+            "give the engine keys (curve in its KV events configuration), or leave out --curve-key and --curve-server-key",
         )
     outcome = unlock(endpoint, curve, kind)
     if outcome == "open":

@@ -131,7 +131,8 @@ def check_lookups(stats: StatsAnswer) -> Finding:
     text = f"{asked}, and none found anything, though {plural(stats.blocks, 'block')} are held"
     advice = (
         "who asks must send what the engine computes on: compare model name, block size, tokenizer (chat template and special "
-        "tokens too), LoRA and salt; `kvevents tail ENDPOINT --tokens` shows the engine's, `kvevents query` asks for one prompt"
+        "tokens too), LoRA and salt. `kvevents tail ENDPOINT --token-ids` shows the engine's tokens, `kvevents query` looks up "
+        "one prompt"
     )
     return (fail if stats.lookups >= ENOUGH_LOOKUPS else warn)("lookups", text, advice)
 

@@ -24,7 +24,7 @@ def check_traffic(sample: Sample, *, connected: bool) -> Finding:
     return warn(
         "traffic",
         f"nothing arrived in {seconds:g} s: an idle engine announces nothing",
-        "send it a request while this runs (prompts shorter than a block store nothing), or look longer with --seconds",
+        "send it a request while this runs (prompts shorter than a block store nothing), or look longer with --duration",
     )
 
 
@@ -38,7 +38,11 @@ def check_topic(topics: Counter[bytes], wanted: str) -> Finding | None:
         every = "everything is received" if not wanted else f"all begin with {wanted!r}"
         return ok("topic", f"{every}; seen: {seen}")
     prefix = _common_prefix(topics)
-    advice = f"use --topic {prefix!r}, or none to receive everything" if prefix else "leave --topic out to receive everything"
+    advice = (
+        f"use --topic-prefix {prefix!r}, or none to receive everything"
+        if prefix
+        else "leave --topic-prefix out to receive everything"
+    )
     if missed == topics.total():
         return fail("topic", f"no topic begins with {wanted!r}, so a subscriber hears nothing; seen: {seen}", advice)
     return warn("topic", f"{plural(missed, 'message')} do not begin with {wanted!r}; seen: {seen}", advice)

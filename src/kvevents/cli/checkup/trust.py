@@ -12,8 +12,8 @@ _ADVICE: Final[dict[Doubt, str]] = {
     Doubt.NO_REPLAY: "name a replay endpoint with --replay",
     Doubt.REPLAY_SILENT: "see replay above",
     Doubt.REPLAY_FOREIGN: "name this engine's own replay endpoint with --replay: the one in use belongs to another stream",
-    Doubt.REPLAY_UNCONFIRMED: "look again with more --seconds; if it stays, the replay endpoint belongs to another engine",
-    Doubt.REPLAY_UNPROVEN: "look again with more --seconds; if it stays, the replay endpoint belongs to another engine",
+    Doubt.REPLAY_UNCONFIRMED: "look again with more --duration; if it stays, the replay endpoint belongs to another engine",
+    Doubt.REPLAY_UNPROVEN: "look again with more --duration; if it stays, the replay endpoint belongs to another engine",
     Doubt.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
     Doubt.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     Doubt.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
@@ -41,5 +41,5 @@ def check_trust(status: StreamStatus, seconds: float) -> Finding:
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)
     if status.trust == Trust.REPLAYING:
-        return warn("trust", text, "give it more time with --seconds")
+        return warn("trust", text, "give it more time with --duration")
     return fail("trust", text, advice if status.doubts & _STALE_THOUGH_CONNECTED else "see what failed above")

@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=options.count, metavar="N", help="policies that run side by side (default: one for each CPU)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object with everything that was measured")
+    options.add_output(parser, "one JSON object with all results")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with figures as well; replaces FILE")
     add_traffic(parser)
     add_fleet(parser)
@@ -42,8 +42,8 @@ COMMAND: Final = Command(
     """\
   kvevents sim compare
   kvevents sim compare --policy prefix-aware --policy round-robin --workload agents --rate 8
-  kvevents sim compare --trace conversation_trace.jsonl.gz --speed 2 --engines 16 --html report.html
-  kvevents sim compare --requests 200 --json | jq -c .policies[0].hit_rate
+  kvevents sim compare --trace conversation_trace.jsonl.gz --trace-speed 2 --engines 16 --html report.html
+  kvevents sim compare --requests 200 -o json | jq -c .policies[0].hit_rate
 """,
     add_arguments,
     run,

@@ -45,7 +45,7 @@ def compare(args: Namespace, console: Console) -> int:
     comparison = Comparison(
         settings=described(settings, msgspec.structs.asdict(traffic) | {"requests": total}), policies=results
     )
-    tell(comparison, console, json=args.json)
+    tell(comparison, console, json=args.output == "json")
     if args.html is not None:
         _write(args.html, page(comparison))
         console.note(f"wrote {args.html}")

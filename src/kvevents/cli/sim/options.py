@@ -53,7 +53,9 @@ def add_traffic(parser: ArgumentParser) -> None:
     pace.add_argument(
         "--rate", type=above("requests a second"), metavar="R", help="requests a second; a trace keeps its bursts"
     )
-    pace.add_argument("--speed", type=above("a factor"), metavar="F", help="divides the times of a trace: 2 is twice as fast")
+    pace.add_argument(
+        "--trace-speed", type=above("a factor"), metavar="F", help="divides the times of a trace: 2 is twice as fast"
+    )
 
 
 def traffic_of(args: Namespace) -> TrafficChoice:

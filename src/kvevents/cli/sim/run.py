@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         + "; ".join(f"{name}: {kind.does}" for name, kind in KINDS.items()).replace("%", "%%"),
     )
     parser.add_argument(
-        "--pace",
+        "--time-scale",
         type=above("a factor"),
         default=1.0,
         metavar="F",
@@ -60,7 +60,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="sim", help="what the file calls their model (default: %(default)s)")
     options.add_wait_for_subscriber(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in the end, and nothing else on stdout")
+    options.add_output(parser, "one JSON object at the end")
     add_traffic(parser)
     add_fleet(parser, without=("event_delay",))  # sockets have a delay of their own
 
@@ -75,7 +75,7 @@ COMMAND: Final = Command(
   kvevents sim run
   kvevents sim run --engines 8 --dialect vllm-0.24 --faults restart:60s,drop:1% --sources fleet.toml
   kvevents serve --sources fleet.toml                in another terminal, and then: kvevents top
-  kvevents sim run --requests 500 --pace 10 --json | jq .policies[0].ttft
+  kvevents sim run --requests 500 --time-scale 10 -o json | jq .policies[0].ttft
 """,
     add_arguments,
     run,

@@ -46,25 +46,28 @@ def run_live(args: Namespace, console: Console) -> int:
     traffic.count()  # finds what is wrong with them before anything is opened
     with (
         Stop() as stop,
-        LiveFleet(settings, args.policy, pace=args.pace, host=args.host, base_port=args.base_port, wishes=wishes) as fleet,
+        LiveFleet(
+            settings, args.policy, pace=args.time_scale, host=args.host, base_port=args.base_port, wishes=wishes
+        ) as fleet,
     ):
         _announce(fleet, args, console)
         with stop.raising():
             _wait_for_subscriber(fleet, args.wait_for_subscriber)
         began = time.monotonic()
-        with board(fleet, console, quiet=args.json) as show:
+        with board(fleet, console, quiet=args.output == "json") as show:
             result = fleet.run(
                 traffic.make() if ends else _on_and_on(traffic), look=_looking(fleet, stop, show, began, args.duration)
             )
         live = LiveResult(
-            settings=described(settings, msgspec.structs.asdict(traffic)) | {"pace": args.pace, "faults": args.faults},
+            settings=described(settings, msgspec.structs.asdict(traffic))
+            | {"time_scale": args.time_scale, "faults": args.faults},
             policies=[result],
             streams=fleet.streams(),
             faults=dict(fleet.struck),
             seconds=time.monotonic() - began,
             behind=fleet.behind,
         )
-    _tell(live, console, json=args.json)
+    _tell(live, console, json=args.output == "json")
     return FAILED if judge(live.policies, console) else OK
 
 
@@ -142,7 +145,7 @@ def _tell(live: LiveResult, console: Console, *, json: bool) -> None:
     if live.behind > LATE_SECONDS:
         console.note(
             Span("this machine is too slow for this fleet: ", "warn"),
-            f"it was late by up to {live.behind:.1f} s; use fewer engines, or a smaller --pace",
+            f"it was late by up to {live.behind:.1f} s; use fewer engines, or a smaller --time-scale",
         )
 
 

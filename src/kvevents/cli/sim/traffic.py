@@ -28,13 +28,13 @@ class TrafficChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The first so many; None for all of a trace, `DEFAULT_REQUESTS` of others."""
     rate: float | None = None
     """Requests a second; None for the workload's own."""
-    speed: float | None = None
+    trace_speed: float | None = None
     """Divides the times of a trace."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.speed is not None and self.workload != TRACE:
-            raise ConfigError(f"speed is for traces; say with a rate how many requests a second {self.workload} makes")
+        if self.trace_speed is not None and self.workload != TRACE:
+            raise ConfigError(f"trace_speed is for traces; say with a rate how many requests a second {self.workload} makes")
         if self.trace is not None and self.workload != TRACE:
             raise ConfigError(f"{self.trace} is a trace, and {self.workload} makes requests of its own; choose one of them")
 
@@ -42,7 +42,7 @@ class TrafficChoice(msgspec.Struct, frozen=True, kw_only=True):
         """The requests, the same ones each time. Raises `ConfigError`; iterating raises `WorkloadError`."""
         of_file = {} if self.trace is None else {"path": self.trace}
         made = workload(self.workload, requests=self._most, seed=self.seed, rate=self.rate, **of_file)
-        return made if self.speed is None else rescaled(made, self.speed)
+        return made if self.trace_speed is None else rescaled(made, self.trace_speed)
 
     def count(self) -> int:
         """How many there are; a trace is read for that, and errors in it are found. Raises `ConfigError`, `WorkloadError`."""

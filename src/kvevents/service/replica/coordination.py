@@ -104,9 +104,7 @@ class Holding:
                 if await lease.acquire():
                     self.fault = ""
                     return
-                fault = (
-                    f"{lease.rival or 'somebody'} is replica {self._name!r} too; give each a name of its own, with --replica"
-                )
+                fault = f"{lease.rival or 'somebody'} is replica {self._name!r} too; give each another --replica-name"
             except PlaneError as error:
                 fault = str(error)
             self._tell(fault)
