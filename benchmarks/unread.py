@@ -19,7 +19,8 @@ import zmq
 
 from benchmarks.report import machine
 from kvevents.events import BlockStored, KVEventBatch
-from kvevents.publisher import ZmqEventPublisher, replies
+from kvevents.publisher import PublisherSettings, ZmqEventPublisher
+from kvevents.publisher.settings import ReplayServerSettings
 
 ANY: Final = "tcp://127.0.0.1:*"
 READERS: Final = 20
@@ -46,17 +47,20 @@ def main() -> int:
             for way in ("counted", "copied") if number % 2 else ("copied", "counted"):
                 subprocess.run([sys.executable, "-m", "benchmarks.unread", "--once", way], check=True)  # noqa: S603 - ourselves
         return 0
-    if options.once == "copied":
-        setattr(replies, "LARGE", sys.maxsize)  # noqa: B010 - a constant, for everybody but this comparison
+    replay = ReplayServerSettings() if options.once == "counted" else ReplayServerSettings(large_frame_bytes=sys.maxsize)
+    settings = PublisherSettings(replay=replay)
     print(
-        f"{options.once}: {READERS} who read nothing +{_growth()} MiB", *(_speed(*size) for size in SIZES), sep=", ", flush=True
+        f"{options.once}: {READERS} who read nothing +{_growth(settings)} MiB",
+        *(_speed(*size, settings) for size in SIZES),
+        sep=", ",
+        flush=True,
     )
     return 0
 
 
-def _publisher(steps: int, blocks: int, batches: int) -> ZmqEventPublisher:
+def _publisher(steps: int, blocks: int, batches: int, settings: PublisherSettings) -> ZmqEventPublisher:
     """That has published so many."""
-    publisher = ZmqEventPublisher(0, ANY, ANY, buffer_steps=steps, max_queue_size=0)
+    publisher = ZmqEventPublisher(0, ANY, ANY, buffer_steps=steps, max_queue_size=0, settings=settings)
     for number in range(batches):
         first = number * blocks
         tokens = [(first * 7 + at) % 128_000 for at in range(16 * blocks)]
@@ -66,9 +70,9 @@ def _publisher(steps: int, blocks: int, batches: int) -> ZmqEventPublisher:
     return publisher
 
 
-def _growth() -> int:
+def _growth(settings: PublisherSettings) -> int:
     """MiB, resident."""
-    publisher, context = _publisher(STEPS, 10, LIVE // 10), zmq.Context()
+    publisher, context = _publisher(STEPS, 10, LIVE // 10, settings), zmq.Context()
     before = _resident()
     readers = []
     for _ in range(READERS):
@@ -96,9 +100,9 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
-def _speed(blocks: int, batches: int) -> str:
+def _speed(blocks: int, batches: int, settings: PublisherSettings) -> str:
     """The quickest of several answers."""
-    publisher, context = _publisher(batches, blocks, batches), zmq.Context()
+    publisher, context = _publisher(batches, blocks, batches, settings), zmq.Context()
     best = float("inf")
     for _ in range(TIMES):
         with context.socket(zmq.DEALER) as reader:

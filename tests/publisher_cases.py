@@ -12,11 +12,13 @@ import pytest
 import zmq
 
 from kvevents.events import BlockStored, EventBatch
-from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 
 DEADLINE = 20.0
 """Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
 ANY = "tcp://127.0.0.1:*"
+QUICK = PublisherSettings(max_sleep=0.005, poll_interval=0.002)
+"""Settings with which a publisher polls often, so that no test waits long for the number of subscribers."""
 Socket = zmq.Socket[bytes]
 _opened: list[Socket] = []
 
@@ -30,13 +32,6 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         pause.wait(0.001)
 
 
-@pytest.fixture(autouse=True)
-def quick_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publishers that look around often, so that no test waits a quarter of a second for a count of subscribers."""
-    monkeypatch.setattr("kvevents.publisher.zmq.SLEEP", 0.005)
-    monkeypatch.setattr("kvevents.publisher.zmq.LOOK_EVERY", 0.002)
-
-
 @pytest.fixture(name="context")
 def consumers_context() -> Iterator[zmq.Context[Socket]]:
     """For consumers; ended with all its sockets, which live until then."""
@@ -48,8 +43,9 @@ def consumers_context() -> Iterator[zmq.Context[Socket]]:
 
 @contextmanager
 def publishing(*args: Any, **kwargs: Any) -> Iterator[ZmqEventPublisher]:
-    """A publisher on ports of the OS's choice, unless told otherwise."""
+    """Yield a publisher with `QUICK` settings, by default on a port that the OS chooses."""
     kwargs.setdefault("endpoint", ANY)
+    kwargs.setdefault("settings", QUICK)
     publisher = ZmqEventPublisher(*args, **kwargs)
     try:
         yield publisher

@@ -10,9 +10,9 @@ from typing import Any, Final, cast
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Applied, PrefixIndex
-from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.kept import Numbered
+from kvevents.publisher.compaction import SequencedPayload
+from kvevents.publisher.event_server import EventServer
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.stats import ReplayStats
 from kvevents.relay import Relay, RelayLimits, RelaySettings
 from kvevents.relay.journal import Disk, Journal
@@ -125,21 +125,23 @@ class Station(FakeEngine):
     def answer(self, connection: FakeConnection, start: int) -> None:
         self.requests.append(start)
         if self.is_up:
-            connection.answers.extend(replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.since(start))
+            connection.answers.extend(
+                replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.batches_from(start)
+            )
             connection.answers.append(replay_end_frames(with_topic=True))
 
 
-class FakeBroadcast:
+class FakeEventServer:
     """In the place of sockets. `step` may end the relay: it is told `keep` and `send`, each before it is done, and `sent`."""
 
-    endpoint, replay_endpoint, wants_cut, subscribers = "fake://relay", None, False, 0
+    endpoint, replay_endpoint, barrier_requested, subscribers = "fake://relay", None, False, 0
 
     def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]) -> None:
         self.incarnation = buffer.incarnation = incarnation
-        self.sent: list[Numbered] = []
+        self.sent: list[SequencedPayload] = []
         self._station, self._buffer, self._step = station, buffer, step
 
-    def send(self, batches: Sequence[Numbered]) -> None:
+    def send(self, batches: Sequence[SequencedPayload]) -> None:
         self._step("keep")
         self._buffer.extend(batches)
         for seq, payload in batches:
@@ -148,7 +150,7 @@ class FakeBroadcast:
             self._station.send_raw(live_frames(b"", seq, payload))
             self._step("sent")
 
-    def look_around(self) -> None:
+    def poll(self) -> None:
         """Nobody subscribes."""
 
     def replay_stats(self) -> ReplayStats:
@@ -202,7 +204,7 @@ class Consumer:
 
 
 class MemoryRelay(Relay):
-    """A relay that sends to a `FakeBroadcast`, and writes snapshots of its journal at once."""
+    """A relay that sends to a `FakeEventServer`, and writes snapshots of its journal at once."""
 
     def __init__(self, settings: RelaySettings, world: World, **options: Any) -> None:
         self._world = world
@@ -212,8 +214,8 @@ class MemoryRelay(Relay):
         folder = self.settings.journal
         return None if folder is None else open_journal(Path(folder), self.limits.journal, disk)
 
-    def _open_broadcast(self, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
-        return cast("Broadcast", self._world.make_broadcast(buffer, incarnation))
+    def _open_event_server(self, buffer: ReplayBuffer, incarnation: int) -> EventServer:
+        return cast("EventServer", self._world.make_event_server(buffer, incarnation))
 
 
 class World:
@@ -231,7 +233,7 @@ class World:
         self.station.buffer = ReplayBuffer(1)
         self.station.disconnect()
         self.relay: Relay
-        self.broadcast: FakeBroadcast
+        self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
         """Called before each step that a kill may come before: those of the disk, `keep` and `send`."""
         self.sent: Callable[[], None] = lambda: None
@@ -267,9 +269,9 @@ class World:
         made._engines = self._below._engines
         return made
 
-    def make_broadcast(self, buffer: ReplayBuffer, incarnation: int) -> FakeBroadcast:
-        self.broadcast = FakeBroadcast(self.station, buffer, incarnation, self._step)
-        return self.broadcast
+    def make_event_server(self, buffer: ReplayBuffer, incarnation: int) -> FakeEventServer:
+        self.event_server = FakeEventServer(self.station, buffer, incarnation, self._step)
+        return self.event_server
 
     def _step(self, name: str) -> None:
         if name == "sent":

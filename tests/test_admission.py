@@ -30,7 +30,6 @@ from publisher_cases import (  # noqa: F401 - the fixtures, used by being here
     numbers,
     open_consumer,
     publishing,
-    quick_publishers,
     read_reply,
     receive,
     wait_until,
@@ -295,7 +294,7 @@ def test_a_context_that_is_ended_by_others(context: Context) -> None:
 def test_a_forked_child_leaves_its_parents_desk_alone(context: Context) -> None:
     """What it closes there does not stop the thread here."""
     with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
-        kept = publisher._admission
+        kept = publisher._server.admission
         assert kept is not None
         child = os.fork()
         if child == 0:

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.bulk import bulk
-from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.event_socket import EventSocket
+from kvevents.publisher.event_server import EventServer, EventSocket
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.subscriber.zmq_transport import receive_batches
 from kvevents.wire.framing import encode_seq
 
@@ -118,26 +117,26 @@ def test_what_libzmq_refuses_to_read_is_raised() -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_stream_is_the_same_without_native_sending(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
     """Whoever has no native module, or another pyzmq, sends the same frames."""
+    server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     if not native:
-        monkeypatch.setattr("kvevents.publisher.event_socket.bulk", lambda: None)
-    broadcast = Broadcast("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
+        server._events._bulk = None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         consumer = context.socket(zmq.SUB)
         consumer.rcvtimeo = 5_000
         consumer.subscribe(b"")
-        consumer.connect(broadcast.endpoint)
-        while not broadcast.subscribers:
-            broadcast.look_around()
+        consumer.connect(server.endpoint)
+        while not server.subscribers:
+            server.poll()
         batches = [(seq, b"%d" % seq) for seq in (3, 4, 9)]
-        broadcast.send(batches)
+        server.send(batches)
         received = [consumer.recv_multipart() for _ in batches]
         assert received == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]
     finally:
         context.destroy(linger=0)
-        broadcast.close()
+        server.close()
 
 
 class _Half:
@@ -155,24 +154,24 @@ class _Half:
 
 def test_a_message_that_was_cut_short_is_finished() -> None:
     """Of what the native call did not send, pyzmq sends the rest, from the very frame on."""
-    broadcast = Broadcast("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
+    server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         consumer = context.socket(zmq.SUB)
         consumer.rcvtimeo = 5_000
         consumer.subscribe(b"")
-        consumer.connect(broadcast.endpoint)
-        while not broadcast.subscribers:
-            broadcast.look_around()
-        outlet = broadcast._events
+        consumer.connect(server.endpoint)
+        while not server.subscribers:
+            server.poll()
+        outlet = server._events
         assert isinstance(outlet, EventSocket)
         outlet._bulk = _Half(outlet)  # type: ignore[assignment]
         batches = [(seq, b"%d" % seq) for seq in range(3)]
-        broadcast.send(batches)
+        server.send(batches)
         assert [consumer.recv_multipart() for _ in batches] == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]
     finally:
         context.destroy(linger=0)
-        broadcast.close()
+        server.close()
 
 
 def test_it_is_found_in_what_is_loaded_only() -> None:

@@ -23,7 +23,6 @@ from kvevents.cli.sim.running import streams_line
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.results import LiveResult, StreamResult
 from kvevents.sim.sockets import HIGHEST_PORT
-from publisher_cases import quick_publishers  # noqa: F401 - a fixture for all tests here
 from service_cases import Service, serving, until
 from sim_cases import conversations, growing_conversations
 from test_cli import Ended, Program

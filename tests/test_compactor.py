@@ -1,4 +1,4 @@
-"""History collapsed into one batch: whoever applies it knows what one knows who saw every batch."""
+"""Compactor collapsed into one batch: whoever applies it knows what one knows who saw every batch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from index_cases import (
 from index_keys import Scope
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher import parts
-from kvevents.publisher.history import History
+from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.recording import live_batches, recorded_streams
 from kvevents.stream import Batch
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
@@ -45,8 +44,8 @@ CHUNKS = 2 * 24 * 1024
 histories = st.binary(min_size=300, max_size=2500)
 
 
-def history() -> History:
-    found = History.create()
+def history() -> Compactor:
+    found = Compactor.create()
     assert found is not None
     return found
 
@@ -58,27 +57,27 @@ def index_of(payloads: Sequence[bytes]) -> PrefixIndex:
     return index
 
 
-def folded(payloads: Sequence[bytes]) -> History:
+def folded(payloads: Sequence[bytes]) -> Compactor:
     found = history()
     for payload in payloads:
-        found.fold(payload)
+        found.append(payload)
     return found
 
 
-def said(kept: History, ts: float, rank: int | None = None) -> KVEventBatch | None:
+def said(kept: Compactor, ts: float, rank: int | None = None) -> KVEventBatch | None:
     """What is told, as one batch."""
-    told, batches = kept.told(), []
+    told, batches = kept.events(), []
 
     def keep(batch: KVEventBatch) -> bytes:
         batches.append(batch)
         return b""
 
     if told is not None:
-        parts.spelled(told, ts, rank, keep, 1 << 62)
+        encode_snapshot(told, ts, rank, keep, 1 << 62)
     return batches[0] if batches else None
 
 
-def collapsed(kept: History, dialect: Dialect | None = None) -> bytes | None:
+def collapsed(kept: Compactor, dialect: Dialect | None = None) -> bytes | None:
     batch = said(kept, 1.0)
     return None if batch is None else encode_batch(batch, dialect)
 
@@ -110,7 +109,7 @@ def check_cuts(
                 told += 1
                 same(index_of([*payloads[:at], *([b"\x92\x01\x90"] if not at else [])]), index_of([first]), prompts)
                 same(index_of(payloads), index_of([first, *payloads[at:]]), prompts)
-        kept.fold(payload)
+        kept.append(payload)
     return told
 
 
@@ -176,21 +175,21 @@ def test_what_is_spelled_natively_is_the_same_state(data: bytes, drawn: st.DataO
     cut = drawn.draw(st.integers(0, len(payloads)))
     kept, limit = folded(payloads[:cut]), drawn.draw(st.sampled_from([1, 150, 700, 1 << 20]))
     written = native(kept).payloads(limit, 2.0)
-    assert (written is None) == (kept.told() is None)
+    assert (written is None) == (kept.events() is None)
     if written is None:
         return
     again = history()
     for payload in written:
         assert len(payload) <= limit or alone(payload)
         native(again).fold(payload, own=True)
-    assert (again.live, again.lost) == (kept.live, kept.lost)
+    assert (again.live, again.unavailable_reason) == (kept.live, kept.unavailable_reason)
     if hashing == "opaque" and not stream.keyed:
-        assert again.told() == kept.told()
+        assert again.events() == kept.events()
     same(index_of([*payloads, b"\x92\x01\x90"]), index_of([*written, *payloads[cut:]]), [])
 
 
-def native(kept: History) -> Any:
-    return kept._compactor
+def native(kept: Compactor) -> Any:
+    return kept._native
 
 
 def alone(payload: bytes) -> bool:
@@ -218,11 +217,11 @@ def test_what_is_missed_is_noted_until_everything_is_cleared() -> None:
     kept = folded([payload_of(store([1], [1, 2], 2))])
     assert not native(kept).partial
     native(kept).miss()
-    kept.fold(payload_of(store([2], [3, 4], 2, 1), cleared(medium="CPU")))
+    kept.append(payload_of(store([2], [3, 4], 2, 1), cleared(medium="CPU")))
     assert (native(kept).partial, kept.live, len(native(kept).events())) == (True, 2, 1)
-    kept.lose("payloads")
+    kept.invalidate("payloads")
     assert native(kept).partial
-    kept.fold(payload_of(AllBlocksCleared(), store([3], [3, 4], 2)))
+    kept.append(payload_of(AllBlocksCleared(), store([3], [3, 4], 2)))
     assert (native(kept).partial, kept.live) == (False, 1)
     native(kept).miss()
     kept.clear()
@@ -241,9 +240,9 @@ def test_folding_many_is_folding_each(data: bytes) -> None:
     each, many = folded(payloads), history()
     cut = data[0] % (len(payloads) + 1)
     numbered = list(enumerate(payloads))
-    many.fold_many(numbered[:cut])
-    many.fold_many(numbered[cut:])
-    assert (each.live, each.lost, said(each, 1.0)) == (many.live, many.lost, said(many, 1.0))
+    many.extend(numbered[:cut])
+    many.extend(numbered[cut:])
+    assert (each.live, each.unavailable_reason, said(each, 1.0)) == (many.live, many.unavailable_reason, said(many, 1.0))
 
 
 def tomorrow(batch: Batch) -> bytes:
@@ -262,12 +261,12 @@ def test_memory_returns_to_the_baseline(data: bytes) -> None:
     _, _, batches = batches_of(choices)
     kept = folded([spelled(batch, 0) for batch in batches])
     for medium in ("gpu", "cpu", "disk", "TAPE"):
-        kept.fold(encode_batch(KVEventBatch(1.0, [cleared(medium=medium)])))
-    compactor: Any = kept._compactor
+        kept.append(encode_batch(KVEventBatch(1.0, [cleared(medium=medium)])))
+    compactor: Any = kept._native
     assert (compactor.live, compactor.nodes) == (0, 0)
-    assert kept.lost in {None, "digests"}
+    assert kept.unavailable_reason in {None, "digests"}
     assert compactor.bytes <= 4 * SLACK
-    kept.fold(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()])))
+    kept.append(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()])))
     assert compactor.bytes <= 2 * SLACK
     kept.clear()
     assert compactor.bytes <= SLACK
@@ -277,19 +276,19 @@ def test_memory_returns_to_the_baseline(data: bytes) -> None:
 def test_memory_is_that_of_what_is_live() -> None:
     """10,000 blocks come and go a hundred at a time, in another order, with copies on two tiers; in the end one is left."""
     kept, chooser = history(), random.Random(3)
-    kept.fold(payload_of(store([1], [1, 2], 2)))
+    kept.append(payload_of(store([1], [1, 2], 2)))
     one = kept.bytes
     live: list[int] = []
     for first in range(100, 10_100, 100):
         hashes = list(range(first, first + 100))
         tokens = [token for value in hashes for token in (value, value + 1)]
-        kept.fold(payload_of(store(hashes, tokens, 2), store(hashes, [], 0, medium="CPU")))
+        kept.append(payload_of(store(hashes, tokens, 2), store(hashes, [], 0, medium="CPU")))
         live += hashes
         gone = chooser.sample(live, 90)
-        kept.fold(payload_of(removal(*gone), removal(*gone, medium="CPU")))
+        kept.append(payload_of(removal(*gone), removal(*gone, medium="CPU")))
         live = sorted(set(live) - set(gone))
     assert kept.live == len(live) + 1
-    kept.fold(payload_of(removal(*live), removal(*live, medium="CPU")))
+    kept.append(payload_of(removal(*live), removal(*live, medium="CPU")))
     assert kept.live == 1
     assert kept.bytes <= one + CHUNKS + SLACK
 
@@ -320,7 +319,7 @@ def test_an_engines_history_is_exact_wherever_it_is_cut(windows: tuple[int | Non
     kept = history()
     whole = index_of(payloads)
     for at, payload in enumerate(payloads):
-        kept.fold(payload)
+        kept.append(payload)
         if at % 5:
             continue
         first = collapsed(kept, dialect)
@@ -337,7 +336,7 @@ def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
     dialect = next(row for row in dialects() if row.name == "vllm-0.30.0")
     kept, whole, before = history(), index_of(payloads), 0
     for at, payload in enumerate(payloads):
-        kept.fold(payload)
+        kept.append(payload)
         before += len(payload)
         if at % 60 == 0:
             first = collapsed(kept, dialect)
@@ -345,7 +344,7 @@ def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
             assert len(first) <= before + 200
             same(index_of(payloads[: at + 1]), index_of([first]), [])
             same(whole, index_of([first, *payloads[at + 1 :]]), [])
-    assert kept.lost is None
+    assert kept.unavailable_reason is None
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
@@ -353,7 +352,7 @@ def test_a_golden_payload_is_folded_and_told_again(golden: Golden) -> None:
     kept = folded([golden.payload])
     first = collapsed(kept)
     if first is None:
-        assert (kept.lost, "bytes_hashes" in golden.case) == ("digests", True)
+        assert (kept.unavailable_reason, "bytes_hashes" in golden.case) == ("digests", True)
         return
     same(index_of([golden.payload]), index_of([first]), [(list(range(100, 112)), Scope())])
 
@@ -423,8 +422,8 @@ def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: 
     chains, often, once, whole = Chains(random.Random(seed)), history(), history(), PrefixIndex()
     for seq in range(count):
         payload = chains.batch()
-        often.fold(payload)
-        once.fold(payload)
+        often.append(payload)
+        once.append(payload)
         whole.apply_payload(WORKER, 0, seq, payload)
         if seq % every == every - 1:
             first = collapsed(often)
@@ -436,7 +435,7 @@ def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: 
     assert once.live == whole.stats().blocks
     assert index_of([first]).digest(WORKER) == whole.digest(WORKER)
     for kept in (often, once):
-        kept.fold(payload_of(cleared(medium="GPU")))
+        kept.append(payload_of(cleared(medium="GPU")))
         assert (kept.live, native(kept).nodes) == (0, 0)
         assert kept.bytes <= 4 * SLACK
 
@@ -449,8 +448,8 @@ def test_a_chain_is_one_store_however_it_came() -> None:
     kept = history()
     for value in range(1, 200):
         event = store([value], [value % 100, 2], 2, value - 1 or None)
-        kept.fold(payload_of(event))
-        kept.fold(payload_of(store([value], [value % 100, 2], 2, value - 1 or None, medium="CPU")))
+        kept.append(payload_of(event))
+        kept.append(payload_of(store([value], [value % 100, 2], 2, value - 1 or None, medium="CPU")))
     batch = said(kept, 5.0, 3)
     assert batch is not None
     assert (batch.ts, batch.data_parallel_rank) == (5.0, 3)
@@ -496,16 +495,16 @@ def test_what_groups_count_for_is_told_without_blocks() -> None:
 def test_too_much_of_what_is_not_live_is_lost_until_a_clear() -> None:
     """Orphans above the limit: there is no snapshot, hardly any memory, and after a clear everything is as it should be."""
     kept = history()
-    kept.fold(payload_of(store(range(10, 65_600), [1] * 65_590, 1, 5)))
-    assert (kept.lost, said(kept, 1.0), kept.live) == ("orphans", None, 0)
-    assert repr(kept).startswith("<History lost: orphans, ")
-    kept.fold(payload_of(store([1], [1], 1)))
-    kept.fold(payload_of(AllBlocksCleared(), store([2], [2], 1)))
-    assert kept.lost is None
+    kept.append(payload_of(store(range(10, 65_600), [1] * 65_590, 1, 5)))
+    assert (kept.unavailable_reason, said(kept, 1.0), kept.live) == ("orphans", None, 0)
+    assert repr(kept).startswith("<Compactor unavailable: orphans, ")
+    kept.append(payload_of(store([1], [1], 1)))
+    kept.append(payload_of(AllBlocksCleared(), store([2], [2], 1)))
+    assert kept.unavailable_reason is None
     batch = said(kept, 1.0)
     assert batch is not None
     assert batch.events == [AllBlocksCleared(), store([2], [2], 1)]
-    assert repr(kept).startswith("<History 1 blocks, ")
+    assert repr(kept).startswith("<Compactor 1 blocks, ")
 
 
 def test_a_heartbeat_changes_nothing() -> None:
@@ -513,7 +512,7 @@ def test_a_heartbeat_changes_nothing() -> None:
     beat = BlockRemoved([], heartbeat=Heartbeat("0" * 32, 5.0))
     payload = payload_of(store([1], [1, 2], 2), beat)
     kept = history()
-    kept.fold(payload)
+    kept.append(payload)
     batch = said(kept, 1.0)
     assert batch is not None
     assert batch.events == [AllBlocksCleared(), store([1], [1, 2], 2)]
@@ -532,10 +531,10 @@ def test_blocks_of_keys_are_told_by_their_keys() -> None:
 @pytest.mark.parametrize("reason", ["batches", "payloads", "digests"])
 def test_a_history_with_holes_is_not_told_until_a_clear(reason: Any) -> None:
     kept = folded([payload_of(store([1], [1], 1))])
-    kept.lose(reason)
-    kept.fold(payload_of(store([2], [2], 1)))
-    assert (kept.lost, said(kept, 1.0)) == (reason, None)
-    kept.fold(payload_of(AllBlocksCleared(), store([3], [3], 1)))
+    kept.invalidate(reason)
+    kept.append(payload_of(store([2], [2], 1)))
+    assert (kept.unavailable_reason, said(kept, 1.0)) == (reason, None)
+    kept.append(payload_of(AllBlocksCleared(), store([3], [3], 1)))
     assert said(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared(), store([3], [3], 1)])
 
 
@@ -544,4 +543,4 @@ def test_without_the_native_module_there_is_no_history(monkeypatch: pytest.Monke
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    assert History.create() is None
+    assert Compactor.create() is None

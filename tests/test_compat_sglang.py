@@ -27,7 +27,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     dealer,
     held,
     numbers,
-    quick_publishers,
     read_reply,
     receive,
     subscribe,

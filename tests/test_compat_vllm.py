@@ -27,7 +27,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     held,
     numbers,
     open_consumer,
-    quick_publishers,
     read_reply,
     receive,
     subscribe,
@@ -307,11 +306,11 @@ def test_a_rank_alone_on_its_node_keeps_vllms_ports(monkeypatch: pytest.MonkeyPa
     class Opened(Exception):  # noqa: N818 - not an error: how far construction came
         pass
 
-    def broadcast(endpoint: str, replay_endpoint: str | None, **settings: Any) -> None:
+    def open_server(endpoint: str, replay_endpoint: str | None, **settings: Any) -> None:
         opened.append((endpoint, replay_endpoint))
         raise Opened
 
-    monkeypatch.setattr("kvevents.publisher.zmq.Broadcast", broadcast)
+    monkeypatch.setattr("kvevents.publisher.zmq_publisher.EventServer", open_server)
     with pytest.raises(Opened):
         vllm.ZmqEventPublisher(1, "tcp://*:5557", "tcp://*:5558")
     assert opened == [("tcp://*:5558", "tcp://*:5559")]

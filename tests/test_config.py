@@ -211,7 +211,7 @@ def test_a_zmq_publisher_from_json() -> None:
     config = KVEventsConfig.from_json(json.dumps({"publisher": "zmq", "buffer_steps": 3, **settings}))
     publisher = EventPublisherFactory.create(config, data_parallel_rank=2)
     assert isinstance(publisher, ZmqEventPublisher)
-    assert publisher._dp_rank == 2
+    assert publisher._data_parallel_rank == 2
     assert publisher._topic_bytes == b"t"
     assert publisher._dialect is dialect_for("sglang", "0.5.17")
     assert publisher._buffer._steps == 3

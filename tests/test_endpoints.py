@@ -24,7 +24,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     numbers,
     open_consumer,
     publishing,
-    quick_publishers,
     read_reply,
     receive,
     subscribe,

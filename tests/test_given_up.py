@@ -14,7 +14,7 @@ import zmq
 from kvevents.cli.asking import _request as request
 from kvevents.cli.asking import ask, dealers
 from kvevents.events import KVEventBatch
-from kvevents.publisher import ZmqEventPublisher, connecting
+from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Ask, Batch, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.testing import zmtp
@@ -149,11 +149,8 @@ def test_asking_a_peer_that_has_broken_the_protocol_waits_for_nothing(peer: Call
     assert not ask(endpoint, 0, silence=0.1, seconds=1).answered
 
 
-def test_a_publisher_that_connects_comes_back_to_who_listens(
-    peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_publisher_that_connects_comes_back_to_who_listens(peer: Callable[..., Peer]) -> None:
     """An engine that connects to a router outlives whatever listened at the router's address before."""
-    monkeypatch.setattr(connecting, "CONNECT_ANEW_SECONDS", 0.05)
     heard = threading.Event()
 
     def router(line: Line) -> None:
@@ -164,7 +161,7 @@ def test_a_publisher_that_connects_comes_back_to_who_listens(
         line.stays()
 
     endpoint = peer(another_socket, another_socket, router).endpoint
-    publisher = ZmqEventPublisher(endpoint=endpoint, bind=False)
+    publisher = ZmqEventPublisher(endpoint=endpoint, bind=False, settings=PublisherSettings(reconnect_delay=0.05))
     try:
         end = time.monotonic() + DEADLINE
         while not heard.wait(0.02):

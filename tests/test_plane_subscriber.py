@@ -26,8 +26,7 @@ from kvevents.plane.records import (
     encode_page,
 )
 from kvevents.plane.subscriber import MOST_BEHIND, LogSubscriber
-from kvevents.publisher.history import History
-from kvevents.publisher.parts import spelled
+from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import Doubt, Findings, Gap, Trust
 from kvevents.wire import Rejected, encode_batch
 from kvevents.wire.encode import batch_encoder
@@ -241,14 +240,14 @@ def test_a_report_of_a_stream_that_has_left_does_not_wait_for_it_to_come_back() 
 
 def snapshot_parts() -> list[bytes]:
     """As a publisher sends one that does not fit into a batch."""
-    history = History.create()
+    history = Compactor.create()
     assert history is not None
     for number in range(16):
         hashes, tokens = range(number * 100, number * 100 + 40), range(number * 1_000, number * 1_000 + 160)
-        history.fold(encode_batch(EventBatch(0.0, [BlockStored(list(hashes), None, list(tokens), 4)])))
-    held = history.told()
+        history.append(encode_batch(EventBatch(0.0, [BlockStored(list(hashes), None, list(tokens), 4)])))
+    held = history.events()
     assert held is not None
-    parts = spelled(held, 0.0, 0, batch_encoder(None), 6_000, 77)
+    parts = encode_snapshot(held, 0.0, 0, batch_encoder(None), 6_000, 77)
     assert parts is not None
     assert len(parts) > 2
     return parts

@@ -37,8 +37,7 @@ from kvevents.plane.records import (
 )
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.plane.writing import Composer
-from kvevents.publisher.history import History
-from kvevents.publisher.parts import spelled
+from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import Doubt, RawBatch, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
@@ -323,20 +322,20 @@ class Compacted(NamedTuple):
 
 
 def compacted() -> Compacted:
-    history, truth, first, digests = History.create(), PrefixIndex(), b"", set[str]()
+    history, truth, first, digests = Compactor.create(), PrefixIndex(), b"", set[str]()
     assert history is not None
     for number in range(REPRESENTED):
         hashes = list(range(number * 100, number * 100 + KNOWN))
         tokens = list(range(number * 1_000, number * 1_000 + KNOWN * BLOCK))
         payload = encode_batch(EventBatch(0.0, [BlockStored(hashes, None, tokens, BLOCK)]))
-        history.fold(payload)
+        history.append(payload)
         truth.apply(RawBatch(*KEY, 0, number, False, payload))
         first = first or payload
         if number in {0, REPRESENTED - 1}:
             digests.add(truth.digest(KEY))
-    held = history.told()
+    held = history.events()
     assert held is not None
-    parts = spelled(held, 0.0, 0, batch_encoder(None), 6_000, REPRESENTED - 1)
+    parts = encode_snapshot(held, 0.0, 0, batch_encoder(None), 6_000, REPRESENTED - 1)
     assert parts is not None
     assert len(parts) > 2
     assert min(map(len, parts)) > ROOM

@@ -13,8 +13,8 @@ import zmq
 
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from kvevents.publisher import EventPublisher, NullEventPublisher, PublisherStats, ZmqEventPublisher
-from kvevents.publisher.episode import QUIET, Episode
+from kvevents.publisher import EventPublisher, NullEventPublisher, PublisherSettings, PublisherStats, ZmqEventPublisher
+from kvevents.publisher.stats import LossLogger
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
@@ -26,8 +26,8 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     dealer,
     held,
     numbers,
+    open_consumer,
     publishing,
-    quick_publishers,
     read_reply,
     receive,
     subscribe,
@@ -170,18 +170,19 @@ def test_dropping_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len([record for record in caplog.records if "is full" in record.message]) == 1
 
 
-def test_an_episode_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
-    """A line at the first loss, one when there was none for `QUIET` seconds, and again from the start after that."""
-    episode = Episode(logging.getLogger("kvevents"), "losses")
+def test_a_run_of_drops_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    """A line at the first drop, one after `quiet_time` seconds without a drop, and the same again after that."""
+    quiet = 10.0
+    losses = LossLogger(logging.getLogger("kvevents"), "losses", quiet)
     with caplog.at_level(logging.WARNING):
-        for now, count in ((0.0, 0), (1.0, 3), (2.0, 3), (QUIET, 8), (2 * QUIET, 8), (2 * QUIET + 1, 8), (3 * QUIET + 2, 8)):
-            episode.watch(count, now)
+        for now, count in ((0.0, 0), (1.0, 3), (2.0, 3), (quiet, 8), (2 * quiet, 8), (2 * quiet + 1, 8), (3 * quiet + 2, 8)):
+            losses.update(count, now)
         assert [record.message for record in caplog.records] == [
-            "losses; consumers see a gap, further ones are counted",
-            "losses: over after 8 batches",
+            "losses; consumers see a gap; further drops are counted",
+            "losses: over after 8 dropped batches",
         ]
-        episode.watch(9, 100 * QUIET, "detail")
-        assert caplog.records[-1].message == "losses: detail; consumers see a gap, further ones are counted"
+        losses.update(9, 100 * quiet, "detail")
+        assert caplog.records[-1].message == "losses: detail; consumers see a gap; further drops are counted"
 
 
 def test_a_batch_without_bytes_burns_its_number(context: Context, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,15 +237,24 @@ def test_many_threads_may_publish(context: Context) -> None:
     assert all(times == sorted(set(times)) for times in order.values())
 
 
-def test_publish_wakes_a_sleeping_thread(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it sleeps, only `publish` can be what wakes it: its sleep is longer than the test may take."""
-    with publishing() as publisher:
-        subscriber = subscribe(context, publisher)
-        monkeypatch.setattr("kvevents.publisher.zmq.SLEEP", 10 * DEADLINE)
+def test_publish_wakes_a_sleeping_thread(context: Context) -> None:
+    """The thread sleeps longer than the test may take, so only `publish` can wake it."""
+    with publishing(settings=PublisherSettings(max_sleep=10 * DEADLINE, poll_interval=0.0)) as publisher:
+        subscriber = open_consumer(context, zmq.SUB)
+        subscriber.connect(publisher.endpoint)
+        subscriber.subscribe(b"")
+
+        def is_subscribed() -> bool:
+            publisher.publish(batch())  # the thread polls after each batch
+            return publisher.stats().subscribers == 1
+
+        wait_until(is_subscribed, "the subscription")
         for number in range(20):
-            wait_until(lambda: publisher._asleep, "the thread to sleep")
+            wait_until(lambda: publisher._is_asleep, "the thread to sleep")
+            seq = publisher.stats().next_seq
             publisher.publish(batch(number))
-            assert receive(subscriber)[0] == number
+            while receive(subscriber)[0] < seq:
+                pass
 
 
 def test_stats_account_for_every_batch(context: Context) -> None:

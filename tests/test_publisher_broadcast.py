@@ -14,8 +14,8 @@ from kvevents import Source, Subscriber
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import ReplayBuffer
+from kvevents.publisher.event_server import EventServer
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.wire import encode_batch
 from publisher_cases import (  # noqa: F401 - a fixture, used by being here
     ANY,
@@ -31,12 +31,12 @@ Context = zmq.Context[Socket]
 
 
 @contextmanager
-def broadcasting(buffer: ReplayBuffer, replay: str | None = ANY, **settings: Any) -> Iterator[Broadcast]:
-    broadcast = Broadcast(ANY, replay, buffer=buffer, **settings)
+def serving(buffer: ReplayBuffer, replay: str | None = ANY, **settings: Any) -> Iterator[EventServer]:
+    server = EventServer(ANY, replay, buffer=buffer, **settings)
     try:
-        yield broadcast
+        yield server
     finally:
-        broadcast.close(0.0)
+        server.close(0.0)
 
 
 def payloads(seed: int, count: int) -> list[bytes]:
@@ -47,20 +47,20 @@ def payloads(seed: int, count: int) -> list[bytes]:
 
 def test_payloads_go_out_as_they_are_under_the_callers_numbers(context: Context) -> None:
     """From any number on, and are kept first."""
-    buffer = ReplayBuffer.collapsing(10)
-    with broadcasting(buffer, topic="kv") as broadcast:
+    buffer = ReplayBuffer.compacting(10)
+    with serving(buffer, topic="kv") as server:
         subscriber = open_consumer(context, zmq.SUB)
-        subscriber.connect(broadcast.endpoint)
+        subscriber.connect(server.endpoint)
         subscriber.subscribe(b"k")
 
         def subscribed() -> bool:
-            broadcast.look_around()
-            return broadcast.subscribers == 1
+            server.poll()
+            return server.subscribers == 1
 
         wait_until(subscribed, "the subscription")
         batches = list(enumerate(payloads(0, 3), 7_000))
-        broadcast.send(batches)
-        assert buffer.since(0) == batches
+        server.send(batches)
+        assert buffer.batches_from(0) == batches
         for seq, payload in batches:
             assert subscriber.recv_multipart() == [b"kv", seq.to_bytes(8, "big"), payload]
 
@@ -68,24 +68,24 @@ def test_payloads_go_out_as_they_are_under_the_callers_numbers(context: Context)
 def test_a_subscriber_is_exact_with_a_stream_that_goes_on_in_another_life() -> None:
     """The buffer is filled from what was collapsed before anybody can ask; live batches follow."""
     sent = list(enumerate(payloads(1, 60), 500))
-    first = ReplayBuffer.collapsing(5)
+    first = ReplayBuffer.compacting(5)
     first.extend(sent[:40])
-    collapsed = first.collapse()
+    collapsed = first.compacted_history()
     assert collapsed is not None
-    second = ReplayBuffer.collapsing(5)
-    second.resume(*collapsed, [batch for batch in sent[:40] if batch[0] > collapsed.number], rank=0)
+    second = ReplayBuffer.compacting(5)
+    second.restore(*collapsed, [batch for batch in sent[:40] if batch[0] > collapsed.last_seq], rank=0)
     index, expected = PrefixIndex(), PrefixIndex()
     for batch in sent:
         expected.apply_payload(WORKER, 0, *batch)
-    with broadcasting(second) as broadcast:
-        source = Source(broadcast.endpoint, broadcast.replay_endpoint, name="engine")
+    with serving(second) as server:
+        source = Source(server.endpoint, server.replay_endpoint, name="engine")
         with Subscriber(source, decode=False) as subscriber:
             left = iter(sent[40:])
 
             def there() -> bool:
-                broadcast.look_around()
-                if broadcast.subscribers:
-                    broadcast.send([batch for batch in [next(left, None)] if batch is not None])
+                server.poll()
+                if server.subscribers:
+                    server.send([batch for batch in [next(left, None)] if batch is not None])
                 for delivery in subscriber.receive_many(timeout=0.01):
                     findings = index.apply(delivery).findings
                     if findings is not None:
@@ -98,41 +98,41 @@ def test_a_subscriber_is_exact_with_a_stream_that_goes_on_in_another_life() -> N
 
 def test_a_barrier_is_wanted_and_sent_by_the_caller(context: Context) -> None:
     """Under the caller's number; without such an endpoint nobody wants one, and it is a batch like any other."""
-    with broadcasting(ReplayBuffer.collapsing(10), snapshot_endpoint=ANY, rank=3, incarnation=11) as broadcast:
-        broadcast.send(list(enumerate(payloads(2, 3))))
-        assert not broadcast.wants_cut
+    with serving(ReplayBuffer.compacting(10), snapshot_endpoint=ANY, rank=3, incarnation=11) as server:
+        server.send(list(enumerate(payloads(2, 3))))
+        assert not server.barrier_requested
         reader = open_consumer(context, zmq.DEALER)
-        assert broadcast.snapshot_endpoint is not None
-        reader.connect(broadcast.snapshot_endpoint)
+        assert server.snapshot_endpoint is not None
+        reader.connect(server.snapshot_endpoint)
         reader.send_multipart([b"", b"snapshot-v1"])
-        wait_until(lambda: broadcast.wants_cut, "a request")
-        broadcast.cut(4, encode_batch(KVEventBatch(0.0, [], 3)))
+        wait_until(lambda: server.barrier_requested, "a request")
+        server.send_barrier(4, encode_batch(KVEventBatch(0.0, [], 3)))
         assert reader.recv_multipart()[1] == b"header"
-        assert broadcast.snapshot_stats().requests == 1
-    buffer = ReplayBuffer.collapsing(10)
-    with broadcasting(buffer) as broadcast:
-        assert not broadcast.wants_cut
-        broadcast.cut(0, b"payload")
-        assert buffer.since(0) == [(0, b"payload")]
+        assert server.snapshot_stats().requests == 1
+    buffer = ReplayBuffer.compacting(10)
+    with serving(buffer) as server:
+        assert not server.barrier_requested
+        server.send_barrier(0, b"payload")
+        assert buffer.batches_from(0) == [(0, b"payload")]
 
 
 def test_closing_is_bounded_and_may_be_repeated() -> None:
     """Everything flushed is said, once; the ports are free afterwards, and the threads gone."""
     threads = threading.active_count()
-    broadcast = Broadcast(ANY, ANY, buffer=ReplayBuffer.collapsing(10), snapshot_endpoint=ANY)
-    ends = broadcast.endpoint, broadcast.replay_endpoint
-    broadcast.send([(0, b"payload")])
-    assert broadcast.close(DEADLINE) is True
-    assert broadcast.close(DEADLINE) is None
+    server = EventServer(ANY, ANY, buffer=ReplayBuffer.compacting(10), snapshot_endpoint=ANY)
+    ends = server.endpoint, server.replay_endpoint
+    server.send([(0, b"payload")])
+    assert server.close(DEADLINE) is True
+    assert server.close(DEADLINE) is None
     assert threading.active_count() == threads
     with pytest.raises(EndpointError):
-        Broadcast("tcp://127.0.0.1:1:2", buffer=ReplayBuffer(0))
+        EventServer("tcp://127.0.0.1:1:2", buffer=ReplayBuffer(0))
     assert threading.active_count() == threads
-    Broadcast(*ends, buffer=ReplayBuffer(0)).close(0.0)
+    EventServer(*ends, buffer=ReplayBuffer(0)).close(0.0)
 
 
 def test_a_given_context_is_left_alone(context: Context) -> None:
     """Its owner ends it, and flushes."""
-    broadcast = Broadcast(ANY, ANY, buffer=ReplayBuffer(1), context=context)
-    assert broadcast.close(DEADLINE) is None
+    server = EventServer(ANY, ANY, buffer=ReplayBuffer(1), context=context)
+    assert server.close(DEADLINE) is None
     assert not context.closed

@@ -13,48 +13,59 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.buffer import GROUP, GROUPS, PIECE_BYTES, Collapsed, ReplayBuffer
-from kvevents.publisher.history import History
-from kvevents.publisher.kept import Numbered
-from kvevents.publisher.parts import MAX_PARTS
+from kvevents.publisher.compaction import MAX_SNAPSHOT_PARTS, Compactor, SequencedPayload
+from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
+from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.stream import Batch, Source, Stream
 from kvevents.wire import decode_batch, encode_batch
 from kvevents.wire.framing import live_frames, replay_batch_frames, replay_end_frames
 from publisher_engine import WORKER, Engine
 
 NOTHING = f"{0:032x}"
+DEFAULTS = ReplayBufferSettings()
+GROUP, GROUPS = DEFAULTS.group_size, DEFAULTS.min_groups
+MAX_BYTES = 4_000
+"""Bytes of some ten batches."""
+FEW_BYTES = ReplayBufferSettings(max_bytes=MAX_BYTES)
+
+
+def limited(limit: int | None) -> ReplayBufferSettings:
+    """Settings with this limit of snapshot payloads; the default one for None."""
+    return DEFAULTS if limit is None else ReplayBufferSettings(max_payload_bytes=limit)
 
 
 def digest(index: PrefixIndex) -> str:
     return index.digest(WORKER) if index.workers() else NOTHING
 
 
-def indexed(batches: list[Numbered]) -> str:
+def indexed(batches: list[SequencedPayload]) -> str:
     index = PrefixIndex()
     for seq, payload in batches:
         index.apply_payload(WORKER, 0, seq, payload)
     return digest(index)
 
 
-def numbers(batches: list[Numbered]) -> list[int]:
+def numbers(batches: list[SequencedPayload]) -> list[int]:
     return [seq for seq, _ in batches]
 
 
 class Sent:
     """Everything that was sent, what it leaves resident after each number, and the buffer under test."""
 
-    def __init__(self, seed: int, steps: int, limit: int | None = None, holes: float = 0.0) -> None:
+    def __init__(
+        self, seed: int, steps: int, limit: int | None = None, holes: float = 0.0, buffer: ReplayBufferSettings | None = None
+    ) -> None:
         self._random = random.Random(seed)
         self._engine = Engine(seed)
         self._holes = holes
-        self.buffer = ReplayBuffer.collapsing(steps, limit=limit)
-        self.batches: list[Numbered] = []
+        self.buffer = ReplayBuffer.compacting(steps, settings=buffer or limited(limit))
+        self.batches: list[SequencedPayload] = []
         self.digests: list[str] = []
         self.whole: list[bool] = []
         """By number: what is resident, and whether nothing is missing since the last clear."""
         self._index = PrefixIndex()
 
-    def publish(self) -> Numbered | None:
+    def publish(self) -> SequencedPayload | None:
         """One more number; None where no batch has it."""
         number = len(self.digests)
         if self._random.random() < self._holes:
@@ -84,14 +95,14 @@ class Consumer:
         self._sent = sent
         self._random = random.Random(seed)
         self._loss = loss
-        self._live: deque[Numbered] = deque()
+        self._live: deque[SequencedPayload] = deque()
         self._reply: deque[list[bytes]] = deque()
         self._now = 0.0
         self._up = False
         self.stream = Stream(Source("tcp://a:1", "tcp://a:2", name="engine"))
         self.index = PrefixIndex()
 
-    def hear(self, batch: Numbered) -> None:
+    def hear(self, batch: SequencedPayload) -> None:
         if self._up:
             self._live.append(batch)
 
@@ -134,7 +145,7 @@ class Consumer:
         if ask is not None:
             if ask.fresh:
                 self._reply.clear()
-            self._reply.extend(replay_batch_frames(b"", *batch) for batch in self._sent.buffer.since(ask.start))
+            self._reply.extend(replay_batch_frames(b"", *batch) for batch in self._sent.buffer.batches_from(ask.start))
             self._reply.append(replay_end_frames(with_topic=True))
         for delivery in self.stream.deliveries():
             findings = self.index.apply(delivery).findings
@@ -189,49 +200,42 @@ def test_who_is_left_in_peace_becomes_exact(seed: int, limit: int | None) -> Non
 # --- many bytes
 
 
-@pytest.fixture(name="few_bytes")
-def few_bytes_kept(monkeypatch: pytest.MonkeyPatch) -> int:
-    """What is kept at most, in bytes: some ten batches."""
-    monkeypatch.setattr("kvevents.publisher.buffer.KEPT_BYTES", 4_000)
-    return 4_000
-
-
-def test_many_bytes_leave_before_many_batches(few_bytes: int) -> None:
+def test_many_bytes_leave_before_many_batches() -> None:
     """However many batches may be kept: what leaves is in the snapshot, and whoever asks from anywhere has all there is."""
-    sent = Sent(3, 10_000)
+    sent = Sent(3, 10_000, buffer=FEW_BYTES)
     most = 0
     for _ in range(300):
         sent.publish()
         count, size = sent.buffer.size()
-        assert size <= few_bytes or count == 1
+        assert size <= MAX_BYTES or count == 1
         assert size == sum(len(payload) for _, payload in sent.batches[-count:])
         most = max(most, count)
-        reply = sent.buffer.since(0)
+        reply = sent.buffer.batches_from(0)
         assert indexed(reply) == sent.digests[-1]
         assert reply[-count:] == sent.batches[-count:]
     assert 5 < most < 100
 
 
-def test_the_newest_batch_is_kept_however_large(few_bytes: int) -> None:
+def test_the_newest_batch_is_kept_however_large() -> None:
     """Replay goes by its number; what came before has left."""
-    buffer = ReplayBuffer.collapsing(100)
-    large = encode_batch(KVEventBatch(0.0, [BlockStored([2], None, list(range(few_bytes)), few_bytes, medium="GPU")]))
+    buffer = ReplayBuffer.compacting(100, settings=FEW_BYTES)
+    large = encode_batch(KVEventBatch(0.0, [BlockStored([2], None, list(range(MAX_BYTES)), MAX_BYTES, medium="GPU")]))
     batches = [*Sent(3, 100).publish_many(5).batches, (5, large)]
     buffer.extend(batches)
     assert buffer.size() == (1, len(large))
-    assert buffer.since(5) == [(5, large)]
-    assert indexed(buffer.since(0)) == indexed(batches)
+    assert buffer.batches_from(5) == [(5, large)]
+    assert indexed(buffer.batches_from(0)) == indexed(batches)
 
 
-def test_without_a_history_all_are_kept(few_bytes: int) -> None:
+def test_without_a_history_all_are_kept() -> None:
     """As engines do, nobody could have what leaves; nor where the history cannot be told."""
     sent = Sent(3, 100).publish_many(100)
-    plain = ReplayBuffer(100)
+    plain = ReplayBuffer(100, settings=FEW_BYTES)
     plain.extend(sent.batches)
-    assert plain.since(0) == sent.batches
-    assert plain.size()[1] > few_bytes
-    lost = ReplayBuffer.collapsing(100)
-    lost.resume(3, [b"no batch"], False, sent.batches[4:])
+    assert plain.batches_from(0) == sent.batches
+    assert plain.size()[1] > MAX_BYTES
+    lost = ReplayBuffer.compacting(100, settings=FEW_BYTES)
+    lost.restore(3, [b"no batch"], False, sent.batches[4:])
     assert len(lost) == 96
 
 
@@ -242,35 +246,35 @@ def test_what_is_missing_is_behind_the_snapshot() -> None:
     """The snapshot ends before the number that was never sent, and another content of its last batch follows."""
     sent = Sent(0, 2).publish_many(4)
     batches = [(seq + (seq > 1), payload) for seq, payload in sent.batches]  # nobody has number 2
-    buffer = ReplayBuffer.collapsing(1)
+    buffer = ReplayBuffer.compacting(1)
     buffer.extend(batches)
-    assert numbers(buffer.since(0)) == [1, 3, 4]
-    assert numbers(buffer.since(1)) == [1, 3, 4]
-    assert numbers(buffer.since(2)) == [4]
-    assert numbers(buffer.since(3)) == [4]
-    stand_in = decode_batch(buffer.since(0)[1][1]).batch
+    assert numbers(buffer.batches_from(0)) == [1, 3, 4]
+    assert numbers(buffer.batches_from(1)) == [1, 3, 4]
+    assert numbers(buffer.batches_from(2)) == [4]
+    assert numbers(buffer.batches_from(3)) == [4]
+    stand_in = decode_batch(buffer.batches_from(0)[1][1]).batch
     assert (stand_in.events, stand_in.data_parallel_rank) == ([], 3)
-    assert indexed(buffer.since(0)) == sent.digests[-1]
+    assert indexed(buffer.batches_from(0)) == sent.digests[-1]
 
 
 def test_where_the_first_number_is_missing_there_is_no_place_for_a_snapshot() -> None:
     """Who asks gets what is kept, and statistics say why that is all."""
-    buffer = ReplayBuffer.collapsing(1)
+    buffer = ReplayBuffer.compacting(1)
     buffer.extend([(seq + 1, payload) for seq, payload in Sent(0, 2).publish_many(4).batches])
-    assert numbers(buffer.since(0)) == [4]
+    assert numbers(buffer.batches_from(0)) == [4]
     history = buffer.history_stats()
     assert history is not None
-    assert (history.partial, history.lost) == (True, "batches")
+    assert (history.partial, history.unavailable_reason) == (True, "batches")
 
 
 def test_numbers_may_begin_anywhere() -> None:
     """With a clear in the first batch nothing is missing, whatever its number."""
     clear = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()], 3))
     batches = [(1000, clear), *((1001 + seq, payload) for seq, payload in Sent(1, 2).publish_many(6).batches)]
-    buffer = ReplayBuffer.collapsing(2)
+    buffer = ReplayBuffer.compacting(2)
     buffer.extend(batches)
-    assert numbers(buffer.since(0)) == [1004, 1005, 1006]
-    assert indexed(buffer.since(0)) == indexed(batches)
+    assert numbers(buffer.batches_from(0)) == [1004, 1005, 1006]
+    assert indexed(buffer.batches_from(0)) == indexed(batches)
 
 
 # --- more than one batch
@@ -279,7 +283,7 @@ def test_numbers_may_begin_anywhere() -> None:
 def test_a_large_snapshot_is_several_batches_for_those_who_ask_from_before_all_of_them() -> None:
     """They end with the number of the last one they stand for; each is small enough; only the first one has a clear."""
     sent = Sent(2, 3, limit=600).publish_many(60)
-    reply = sent.buffer.since(0)
+    reply = sent.buffer.batches_from(0)
     first = reply[0][0]
     parts = [batch for batch in reply if batch[0] < 57]
     assert len(parts) > 1
@@ -289,18 +293,18 @@ def test_a_large_snapshot_is_several_batches_for_those_who_ask_from_before_all_o
     assert clears == [True] + [False] * (len(parts) - 1)
     assert indexed(reply) == sent.digests[-1]
     for start in range(60):
-        found = sent.buffer.since(start)
+        found = sent.buffer.batches_from(start)
         assert found == (reply if start < first else sent.batches[max(start, 57) :])
 
 
 def test_two_snapshots_share_no_number() -> None:
     """Until the next one can have numbers of its own the last one is sent, and then what has left the buffer since."""
     sent = Sent(2, 3, limit=600).publish_many(60)
-    before = sent.buffer.since(0)
+    before = sent.buffer.batches_from(0)
     parts = {seq: payload for seq, payload in before if seq < 57}
-    for _ in range(3 * MAX_PARTS):
+    for _ in range(3 * MAX_SNAPSHOT_PARTS):
         sent.publish()
-        reply = sent.buffer.since(0)
+        reply = sent.buffer.batches_from(0)
         assert indexed(reply) == sent.digests[-1]
         assert numbers(reply) == list(range(reply[0][0], len(sent.digests)))
         shared = [batch for batch in reply if batch[0] in parts]
@@ -313,15 +317,15 @@ def test_two_snapshots_share_no_number() -> None:
 def test_without_numbers_for_all_its_batches_there_is_no_snapshot() -> None:
     """Two batches need a number each, and one before them from which to ask; there is one when more batches have left."""
     blocks = BlockStored(list(range(1, 401)), None, list(range(1_600)), 4, medium="GPU")
-    buffer = ReplayBuffer.collapsing(1, limit=2_000)
+    buffer = ReplayBuffer.compacting(1, settings=limited(2_000))
     payloads = [encode_batch(KVEventBatch(0.0, [blocks])), *[encode_batch(KVEventBatch(0.0, []))] * 20]
     buffer.extend(list(enumerate(payloads[:2])))
-    assert numbers(buffer.since(0)) == [1]
+    assert numbers(buffer.batches_from(0)) == [1]
     history = buffer.history_stats()
     assert history is not None
-    assert history.lost == "oversized"
+    assert history.unavailable_reason == "oversized"
     buffer.extend(list(enumerate(payloads))[2:])
-    reply = buffer.since(0)
+    reply = buffer.batches_from(0)
     assert reply[0][0] > 0
     assert indexed(reply) == indexed(list(enumerate(payloads)))
 
@@ -335,19 +339,19 @@ def test_without_numbers_for_all_its_batches_there_is_no_snapshot() -> None:
 def test_another_buffer_goes_on(limit: int | None, missing: bool, seed: int, more: int) -> None:
     """With what the first one had collapsed and the batches since, it answers as the first one would have."""
     sent = Sent(seed, 4, limit, holes=0.1 if missing else 0.0).publish_many(30)
-    collapsed = sent.buffer.collapse()
+    collapsed = sent.buffer.compacted_history()
     assert collapsed is not None
     sent.publish_many(more)
-    other = ReplayBuffer.collapsing(4, limit=limit)
-    other.resume(*collapsed, [batch for batch in sent.batches if batch[0] > collapsed.number], rank=3)
+    other = ReplayBuffer.compacting(4, settings=limited(limit))
+    other.restore(*collapsed, [batch for batch in sent.batches if batch[0] > collapsed.last_seq], rank=3)
     assert other.size() == sent.buffer.size()
     mine, theirs = other.history_stats(), sent.buffer.history_stats()
     assert mine is not None
     assert theirs is not None
     assert (mine.batches, mine.blocks, mine.partial) == (theirs.batches, theirs.blocks, theirs.partial)
-    reply = other.since(0)
+    reply = other.batches_from(0)
     assert reply[-len(other) :] == sent.batches[-len(other) :]
-    if mine.lost is None and numbers(reply)[0] < sent.batches[-len(other)][0]:
+    if mine.unavailable_reason is None and numbers(reply)[0] < sent.batches[-len(other)][0]:
         assert indexed(reply) == sent.digests[-1]
         assert {decode_batch(payload).batch.data_parallel_rank for _, payload in reply} == {3}
 
@@ -355,30 +359,30 @@ def test_another_buffer_goes_on(limit: int | None, missing: bool, seed: int, mor
 def test_a_snapshot_has_the_time_of_the_last_batch_in_either_life() -> None:
     """Also right after the second one began, when only its state is known."""
     sent = Sent(0, 2).publish_many(9)
-    collapsed = sent.buffer.collapse()
+    collapsed = sent.buffer.compacted_history()
     assert collapsed is not None
-    assert collapsed.number == 6
-    other = ReplayBuffer.collapsing(2)
-    other.resume(*collapsed, sent.batches[7:], rank=3)
+    assert collapsed.last_seq == 6
+    other = ReplayBuffer.compacting(2)
+    other.restore(*collapsed, sent.batches[7:], rank=3)
     for buffer in (sent.buffer, other):
-        batch = decode_batch(buffer.since(0)[0][1]).batch
+        batch = decode_batch(buffer.batches_from(0)[0][1]).batch
         assert (batch.ts, batch.data_parallel_rank) == (6.0, 3)
 
 
 def test_nothing_collapses_where_nothing_has_left() -> None:
-    assert Sent(0, 10).publish_many(5).buffer.collapse() is None
-    assert ReplayBuffer(0).collapse() is None
+    assert Sent(0, 10).publish_many(5).buffer.compacted_history() is None
+    assert ReplayBuffer(0).compacted_history() is None
 
 
 def test_any_thread_may_collapse_while_another_one_sends() -> None:
     """Each time what it gets is the state after the number it gets."""
     sent = Sent(5, 3)
     ended = threading.Event()
-    found: list[Collapsed] = []
+    found: list[CompactedHistory] = []
 
     def collapse() -> None:
         while not ended.is_set() or not found:
-            collapsed = sent.buffer.collapse()
+            collapsed = sent.buffer.compacted_history()
             if collapsed is not None:
                 found.append(collapsed)
 
@@ -389,28 +393,28 @@ def test_any_thread_may_collapse_while_another_one_sends() -> None:
     thread.join(20.0)
     assert found
     for collapsed in found[:: max(1, len(found) // 20)]:
-        other = ReplayBuffer.collapsing(1)
-        other.resume(*collapsed, [(collapsed.number + 1, encode_batch(KVEventBatch(0.0, [])))])
-        assert indexed(other.since(0)) == sent.digests[collapsed.number]
+        other = ReplayBuffer.compacting(1)
+        other.restore(*collapsed, [(collapsed.last_seq + 1, encode_batch(KVEventBatch(0.0, [])))])
+        assert indexed(other.batches_from(0)) == sent.digests[collapsed.last_seq]
 
 
 class Folds:
     """What was folded at once, by which thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._found: list[tuple[threading.Thread, list[Numbered]]] = []
+        self._found: list[tuple[threading.Thread, list[SequencedPayload]]] = []
         self._changed = threading.Condition()
-        fold = History.fold_many
+        fold = Compactor.extend
 
-        def noting(history: History, batches: list[Numbered]) -> None:
+        def noting(history: Compactor, batches: list[SequencedPayload]) -> None:
             fold(history, batches)
             with self._changed:
                 self._found.append((threading.current_thread(), batches))
                 self._changed.notify()
 
-        monkeypatch.setattr(History, "fold_many", noting)
+        monkeypatch.setattr(Compactor, "extend", noting)
 
-    def take(self, count: int) -> list[tuple[threading.Thread, list[Numbered]]]:
+    def take(self, count: int) -> list[tuple[threading.Thread, list[SequencedPayload]]]:
         """Those that together are so many batches, once they are folded."""
         with self._changed:
             assert self._changed.wait_for(lambda: sum(len(batches) for _, batches in self._found) >= count, 20.0)
@@ -423,7 +427,7 @@ class Folds:
 def test_the_compaction_thread_folds_in_small_pieces(monkeypatch: pytest.MonkeyPatch, waiting: int, in_pieces: bool) -> None:
     """So that who sends does not wait long for a CPU; but not where it would be further behind after each pause."""
     folds, steps, numbers = Folds(monkeypatch), GROUP * GROUPS, itertools.count()
-    buffer = ReplayBuffer.collapsing(steps)
+    buffer = ReplayBuffer.compacting(steps)
     thread = threading.Thread(target=buffer.compact_until_stopped, daemon=True)
     events: list[KVEvent] = [BlockStored(list(range(100)), None, list(range(200)), 2)]
     payload = encode_batch(KVEventBatch(1.0, events))
@@ -441,7 +445,7 @@ def test_the_compaction_thread_folds_in_small_pieces(monkeypatch: pytest.MonkeyP
     sizes = [sum(len(payload) for _, payload in batches) for _, batches in folds.take(waiting)]
     assert len(buffer) == steps
     assert (len(sizes) > 1) is in_pieces
-    assert (max(sizes) <= PIECE_BYTES) is in_pieces
+    assert (max(sizes) <= DEFAULTS.compaction_bytes) is in_pieces
     buffer.stop_compacting()
     thread.join(20.0)
     assert not thread.is_alive()
@@ -465,6 +469,6 @@ def test_batches_leave_in_groups(steps: int) -> None:
         assert stats is not None
         assert stats.batches + kept == number + 1
     assert max(sizes) == most
-    found = sent.buffer.since(0)
+    found = sent.buffer.batches_from(0)
     assert indexed(found) == sent.digests[-1]
     assert numbers(found) == list(range(found[0][0], len(sent.digests)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import zmq
 from kvevents import Source, Subscriber
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.pace import LONGEST, LOOK, SHORTEST, Pace
+from kvevents.publisher.queue import NapPlanner
+from kvevents.publisher.replay_buffer import ReplayBuffer
+from kvevents.publisher.settings import NapSettings, ReplayServerSettings
 from kvevents.wire import encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
+    QUICK,
     Socket,
     ask,
     batch,
@@ -24,7 +27,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     dealer,
     numbers,
     publishing,
-    quick_publishers,
     read_reply,
     receive,
     subscribe,
@@ -32,6 +34,9 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
 )
 
 Context = zmq.Context[Socket]
+NAPS = NapSettings()
+SETTINGS = replace(QUICK, error_delay=0.001, replay=ReplayServerSettings(error_delay=0.001))
+"""Short delays after exceptions."""
 
 
 class Panic(BaseException):
@@ -46,20 +51,14 @@ def drained(publisher: ZmqEventPublisher) -> bool:
     return publisher.stats().queued == 0
 
 
-@pytest.fixture(autouse=True)
-def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvevents.publisher.zmq.ERROR_PAUSE", 0.001)
-    monkeypatch.setattr("kvevents.publisher.replies.ERROR_PAUSE", 0.001)
-
-
 def test_a_burst_that_cannot_be_sent_is_a_gap(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged and counted, the next batch has the next number, and both are published."""
-    with publishing(replay_endpoint=ANY) as publisher:
+    with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         with monkeypatch.context() as patch:
-            patch.setattr(publisher._broadcast._events, "send", failing)
+            patch.setattr(publisher._server._events, "send", failing)
             publisher.publish(batch(0))
             wait_until(lambda: publisher.stats().dropped["send_failed"] == 1, "the batch to be dropped")
         publisher.publish(batch(1))
@@ -78,7 +77,7 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
 
 def test_a_replay_buffer_that_fails_leaves_live_batches_alone(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are sent live; replay has what came since, and no snapshot stands for what it forgot."""
-    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=2) as publisher:
         subscriber = subscribe(context, publisher)
         for number in range(5):
             publisher.publish(batch(number))
@@ -99,16 +98,16 @@ def test_a_replay_buffer_that_fails_leaves_live_batches_alone(context: Context, 
         stats = publisher.stats()
         assert stats.failures == {"replay_buffer": 1}
         assert stats.history is not None
-        assert stats.history.lost == "batches"
+        assert stats.history.unavailable_reason == "batches"
 
 
-@pytest.mark.parametrize("part", ["fold_many", "told"])
+@pytest.mark.parametrize("part", ["extend", "events"])
 def test_compaction_that_fails_is_switched_off(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
     """No snapshot is sent any more, so that history is truncated and never wrong; said once in the log, and in statistics."""
-    with publishing(replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
-        history = publisher._buffer._history
+    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
+        history = publisher._buffer._compactor
         assert history is not None
         monkeypatch.setattr(history, part, failing)
         for number in range(100):
@@ -121,7 +120,7 @@ def test_compaction_that_fails_is_switched_off(
         stats = publisher.stats()
         assert (stats.published, stats.failures) == (100, {"compaction": 1})
         assert stats.history is not None
-        assert stats.history.lost == "failed: Panic: injected"
+        assert stats.history.unavailable_reason == "failed: Panic: injected"
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine")) as subscriber:
 
             def knows_all_there_is() -> bool:
@@ -134,10 +133,10 @@ def test_compaction_that_fails_is_switched_off(
 
 def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches go on; a digest of a mirror that has missed one is never sent."""
-    with publishing(replay_endpoint=ANY, heartbeat=0.001) as publisher:
+    with publishing(settings=SETTINGS, replay_endpoint=ANY, heartbeat=0.001) as publisher:
         subscriber = subscribe(context, publisher)
-        assert publisher._resident is not None
-        monkeypatch.setattr(publisher._resident, "apply", failing)
+        assert publisher._digest_tracker is not None
+        monkeypatch.setattr(publisher._digest_tracker, "apply", failing)
         publisher.publish(batch(0))
         wait_until(lambda: publisher.stats().failures == {"heartbeat": 1}, "heartbeats to be switched off")
         sent = publisher.stats().heartbeats
@@ -153,13 +152,13 @@ def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: py
 
 def test_an_answer_that_fails_is_given_up_and_the_next_one_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay thread survives a request that it cannot answer, and a message that it cannot spell."""
-    with publishing(replay_endpoint=ANY) as publisher:
-        server = publisher._broadcast._replay
+    with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
+        server = publisher._server._replay
         assert server is not None
         publisher.publish(batch(0))
         wait_until(lambda: drained(publisher), "the batch to be published")
         replay = dealer(context, publisher)
-        for count, part in enumerate(("_answer", "_spelled"), 1):
+        for count, part in enumerate(("_reply_to", "_frames_of"), 1):
             with monkeypatch.context() as patch:
                 patch.setattr(server, part, failing)
                 ask(replay, 0)
@@ -189,7 +188,7 @@ class Wordless(Broken):
 @pytest.mark.parametrize("make", [lambda: None, object, dict, lambda: 7, Broken, Wordless, lambda: EventBatch(0.0, [object()])])
 def test_what_is_no_batch_burns_a_number(context: Context, make: Callable[[], Any]) -> None:
     """`publish` does not raise for it; it is counted, and the next batch is sent behind the gap."""
-    with publishing() as publisher:
+    with publishing(settings=SETTINGS) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(make())
         wait_until(lambda: publisher.stats().dropped["encode_failed"] == 1, "it to be counted")
@@ -202,26 +201,26 @@ def test_what_is_no_batch_burns_a_number(context: Context, make: Callable[[], An
 
 def test_foreign_events_end_compaction_until_a_clear_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """What an event of a user's own type means for the cache is unknown: no snapshot can stand for it."""
-    with publishing(replay_endpoint=ANY, buffer_steps=1) as publisher:
+    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=1) as publisher:
         publisher.publish(EventBatch(0.0, [{"type": "Mine"}]))
         for number in range(5):
             publisher.publish(batch(number))
         wait_until(lambda: "no snapshot of older history: payloads" in caplog.text, "a line in the log")
         history = publisher.stats().history
         assert history is not None
-        assert history.lost == "payloads"
+        assert history.unavailable_reason == "payloads"
 
 
 def test_a_buffer_of_no_steps_has_its_snapshot() -> None:
     """With compaction and `buffer_steps=0` everything has left the buffer, and is sent as a snapshot all the same."""
-    buffer = ReplayBuffer.collapsing(0)
+    buffer = ReplayBuffer.compacting(0)
     for number in range(5):
         stored = BlockStored([number + 1], number or None, [1] * 16, 16)
         buffer.extend([(number, encode_batch(EventBatch(1.0, [stored])))])
-    assert numbers(buffer.since(0)) == [4]
-    assert numbers(buffer.since(4)) == [4]
-    assert buffer.since(5) == []
-    with publishing(replay_endpoint=ANY, buffer_steps=0) as publisher:
+    assert numbers(buffer.batches_from(0)) == [4]
+    assert numbers(buffer.batches_from(4)) == [4]
+    assert buffer.batches_from(5) == []
+    with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=0) as publisher:
         publisher.publish(batch(0))
         wait_until(lambda: publisher.stats().buffered_batches == 1, "the newest batch, which is kept")
 
@@ -231,20 +230,20 @@ def test_a_buffer_of_no_steps_has_its_snapshot() -> None:
 
 def test_a_steady_pace_is_foreseen() -> None:
     """The first look is shortly before the next batch, and the looks go on until it must have come."""
-    pace = Pace()
+    planner = NapPlanner(NAPS)
     for number in range(100):
-        pace.found(number * 0.002)
-    naps = pace.naps(99 * 0.002)
-    assert 0.002 - 3 * LOOK < naps[0] < 0.002
+        planner.record_arrival(number * 0.002)
+    naps = planner.plan(99 * 0.002)
+    assert 0.002 - 3 * NAPS.min_look_interval < naps[0] < 0.002
     assert sum(naps) > 0.002
 
 
 def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
     """A timer that is late each time by more than the pace allows for would otherwise lead to later and later looks."""
-    pace, now, came = Pace(), 0.0, 0.0
+    planner, now, came = NapPlanner(NAPS), 0.0, 0.0
     waits = []
     for _ in range(1_000):
-        naps = pace.naps(now) or [max(0.0, came - now)]
+        naps = planner.plan(now) or [max(0.0, came - now)]
         looks = 0
         for nap in naps:
             now += nap + 0.00006
@@ -253,7 +252,7 @@ def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
                 break
         now = max(now, came)
         waits.append(now - came)
-        pace.found(now, at_first_look=len(naps) > 1 and looks == 1)
+        planner.record_arrival(now, at_first_look=len(naps) > 1 and looks == 1)
         while came <= now:
             came += 0.002
     assert max(waits[100:]) < 0.0006
@@ -264,16 +263,16 @@ def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
 )
 def test_what_cannot_be_foreseen_is_waited_for_asleep(times: list[float]) -> None:
     """So that `publish` wakes the thread, and no batch waits for a look."""
-    pace = Pace()
+    planner = NapPlanner(NAPS)
     for time in times:
-        pace.found(time)
-    assert pace.naps(times[-1]) == []
+        planner.record_arrival(time)
+    assert planner.plan(times[-1]) == []
 
 
 def test_however_quickly_batches_come_naps_have_a_length() -> None:
     """Or looking would keep a CPU busy."""
-    pace = Pace()
+    planner = NapPlanner(NAPS)
     for number in range(100):
-        pace.found(number * 1e-5)
-    assert pace.naps(99e-5)[0] >= SHORTEST
-    assert LONGEST > SHORTEST
+        planner.record_arrival(number * 1e-5)
+    assert planner.plan(99e-5)[0] >= NAPS.min_nap
+    assert NAPS.max_interval > NAPS.min_nap

@@ -1,9 +1,10 @@
-"""History that is older than the replay buffer, over real sockets: whoever asks for it is exact."""
+"""Compactor that is older than the replay buffer, over real sockets: whoever asks for it is exact."""
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,15 +20,16 @@ from kvevents.errors import MissingDependencyError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
-from kvevents.publisher import buffer as buffers
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.history import History
+from kvevents.publisher.compaction import Compactor
+from kvevents.publisher.replay_buffer import ReplayBuffer
+from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.stream import Doubt, RawBatch
 from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     DEADLINE,
+    QUICK,
     Socket,
     ask,
     batch,
@@ -35,7 +37,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     dealer,
     numbers,
     publishing,
-    quick_publishers,
     read_reply,
     wait_until,
 )
@@ -96,7 +97,7 @@ def test_whoever_asks_from_before_the_buffer_gets_a_snapshot_first(context: Cont
                 assert indexed(reply).digest(WORKER) == index_of(batches).digest(WORKER)
         history = publisher.stats().history
         assert history is not None
-        assert (history.batches, history.lost) == (180, None)
+        assert (history.batches, history.unavailable_reason) == (180, None)
         assert 0 < history.blocks <= 12
 
 
@@ -170,7 +171,7 @@ def test_where_a_batch_was_never_sent_a_joiner_knows_the_rest_and_that_it_is_not
         assert numbers(read_reply(replay)) == [2, 6, 7, 8]
         history = publisher.stats().history
         assert history is not None
-        assert (history.partial, history.lost) == (True, None)
+        assert (history.partial, history.unavailable_reason) == (True, None)
         index = PrefixIndex()
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
             follow(subscriber, index, 8, "DEGRADED")
@@ -203,18 +204,17 @@ def test_who_comes_back_after_something_was_lost_has_its_state_replaced() -> Non
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
-def test_a_snapshot_that_nobody_would_read_is_not_sent(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_nobody_would_read_is_not_sent(context: Context) -> None:
     """Larger than subscribers take: they hear of what is kept, and statistics say why."""
-    limits = type("Limits", (), {"max_payload_bytes": 10})
-    monkeypatch.setattr(buffers, "DEFAULT_WIRE_LIMITS", limits)
-    with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
+    settings = replace(QUICK, buffer=ReplayBufferSettings(max_payload_bytes=10))
+    with publishing(replay_endpoint=ANY, buffer_steps=2, settings=settings) as publisher:
         fill(publisher, Engine(), 10)
         replay = dealer(context, publisher)
         ask(replay, 0)
         assert numbers(read_reply(replay)) == [8, 9]
         history = publisher.stats().history
         assert history is not None
-        assert history.lost == "oversized"
+        assert history.unavailable_reason == "oversized"
 
 
 # --- on and off
@@ -299,7 +299,7 @@ def test_without_the_native_module_it_is_off_unless_asked_for(monkeypatch: pytes
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(0, 2**16), st.data())
 def test_any_question_at_any_time_has_an_exact_answer(steps: int, bursts: list[int], seed: int, drawn: st.DataObject) -> None:
     """Bursts into a buffer, and questions between them: what is answered leads to the state of one who saw everything."""
-    history = History.create()
+    history = Compactor.create()
     assert history is not None
     buffer, engine = ReplayBuffer(steps, history, encode_batch), Engine(seed)
     batches: list[KVEventBatch] = []
@@ -308,7 +308,7 @@ def test_any_question_at_any_time_has_an_exact_answer(steps: int, bursts: list[i
         buffer.extend([(seq, encode_batch(batch)) for seq, batch in enumerate(fresh, len(batches))])
         batches += fresh
         start = drawn.draw(st.integers(0, len(batches)))
-        reply = buffer.since(start)
+        reply = buffer.batches_from(start)
         oldest = max(0, len(batches) - steps)
         assert numbers(reply) == list(range(max(start, oldest) if start >= oldest else oldest - 1, len(batches)))
         if start < oldest:

@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ClosedError
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.intake import BURST, QueuedPublisher
+from kvevents.publisher.queue import QueuedPublisher
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from publisher_cases import DEADLINE, batch, wait_until
+
+BURST = 64
 
 
 class Plain(QueuedPublisher):
     """Takes batches out when told to."""
 
     def __init__(self, max_queue_size: int) -> None:
-        super().__init__(0, max_queue_size)
+        super().__init__(0, max_queue_size, BURST)
         self.faults: list[int] = []
 
     def take(self) -> list[tuple[int, Any]]:
@@ -31,12 +33,12 @@ class Plain(QueuedPublisher):
             raise ValueError("every fifth has no bytes")
         return str(int(made.ts)).encode()
 
-    def _unencodable(self, seq: int, error: BaseException) -> None:
+    def _on_encode_failure(self, seq: int, error: BaseException) -> None:
         assert "fifth" in str(error)
         self.faults.append(seq)
 
     def shutdown(self) -> None:
-        self._close_intake()
+        self._close_queue()
 
 
 @given(steps=st.lists(st.integers(0, 12) | st.none(), max_size=40), size=st.integers(1, 10))
@@ -48,9 +50,9 @@ def test_a_batchs_number_is_its_place_in_the_calls(steps: list[int | None], size
     taken: list[tuple[int, bytes]] = []
     for step in steps:
         for _ in range(step or 0):
-            before = publisher._refused
+            before = publisher._dropped_full
             publisher.publish(batch(called))
-            if publisher._refused > before:
+            if publisher._dropped_full > before:
                 refused.add(called)
             else:
                 waiting += 1
@@ -58,13 +60,13 @@ def test_a_batchs_number_is_its_place_in_the_calls(steps: list[int | None], size
         if step is None:
             taken += publisher.take()
             waiting = 0
-        assert publisher._numbers() == (called, called - len(refused))
+        assert publisher._next_seq_and_accepted() == (called, called - len(refused))
     while publisher._queue:
         taken += publisher.take()
     unencodable = {number for number in range(called) if number % 5 == 3} - refused
     assert taken == [(number, str(number).encode()) for number in range(called) if number not in refused | unencodable]
     assert set(publisher.faults) == unencodable
-    assert publisher._numbers() == (called, called - len(refused))
+    assert publisher._next_seq_and_accepted() == (called, called - len(refused))
 
 
 def test_a_burst_is_bounded() -> None:
@@ -79,7 +81,7 @@ def test_sleeping_ends_with_a_batch_a_close_or_the_time() -> None:
     """Each of the three."""
     publisher = Plain(1)
     publisher._sleep(0.001)
-    assert not publisher._asleep
+    assert not publisher._is_asleep
     publisher.publish(batch(0))
     publisher._sleep(DEADLINE)  # returns at once: there is something to do
     publisher.take()
@@ -87,7 +89,7 @@ def test_sleeping_ends_with_a_batch_a_close_or_the_time() -> None:
     for wake in wakes:
         sleeper = threading.Thread(target=publisher._sleep, args=(10 * DEADLINE,))
         sleeper.start()
-        wait_until(lambda: publisher._asleep, "it to sleep")
+        wait_until(lambda: publisher._is_asleep, "it to sleep")
         wake()
         sleeper.join(DEADLINE)
         assert not sleeper.is_alive()
@@ -117,5 +119,5 @@ def test_a_replay_buffer_against_a_list(numbers: set[int], steps: int, start: in
     for position in range(0, len(batches), 7):
         buffer.extend(batches[position : position + 7])
     kept = batches[-steps:] if steps else []
-    assert buffer.since(start) == [item for item in kept if item[0] >= start]
+    assert buffer.batches_from(start) == [item for item in kept if item[0] >= start]
     assert buffer.size() == (len(kept), len(kept)) == (len(buffer), len(kept))

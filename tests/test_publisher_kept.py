@@ -5,24 +5,25 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.publisher.kept import PIECE, Kept, Numbered
+from kvevents.publisher.compaction import SequencedPayload
+from kvevents.publisher.replay_buffer import CHUNK, ChunkedDeque
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from([0, 1, 2, PIECE - 1, PIECE, 3 * PIECE]), st.integers(0, 3), st.floats(0.0, 1.0)), max_size=30
+    st.tuples(st.sampled_from([0, 1, 2, CHUNK - 1, CHUNK, 3 * CHUNK]), st.integers(0, 3), st.floats(0.0, 1.0)), max_size=30
 )
 """How many are added, how many numbers are left out before each, and which part is taken out then."""
 
 
 @given(STEPS)
 def test_pieces_are_one_list(steps: list[tuple[int, int, float]]) -> None:
-    kept, model, number = Kept(), list[Numbered](), 0
+    kept, model, number = ChunkedDeque(), list[SequencedPayload](), 0
     for count, holes, part in steps:
         burst = [(number := number + 1 + holes, b"x" * (number % 7)) for _ in range(count)]
         kept.extend(burst)
         model += burst
         taken = int(part * len(model))
         if taken:
-            assert kept.take(taken) == model[:taken]
+            assert kept.popleft_many(taken) == model[:taken]
             del model[:taken]
         assert list(kept) == model
         assert len(kept) == len(model)
@@ -34,11 +35,11 @@ def test_pieces_are_one_list(steps: list[tuple[int, int, float]]) -> None:
             assert within == 1 or sum(len(payload) for _, payload in model[:within]) <= size
             assert within == len(model) or sum(len(payload) for _, payload in model[: within + 1]) > size
         for start in {0, first, first + 1, (first + number) // 2, number, number + 1}:
-            assert kept.since(start) == [batch for batch in model if batch[0] >= start]
+            assert kept.batches_from(start) == [batch for batch in model if batch[0] >= start]
 
 
 def test_what_was_added_is_not_the_callers_list() -> None:
-    kept, burst = Kept(), [(number, b"") for number in range(PIECE)]
+    kept, burst = ChunkedDeque(), [(number, b"") for number in range(CHUNK)]
     kept.extend(burst)
     burst.clear()
-    assert [number for number, _ in kept] == list(range(PIECE))
+    assert [number for number, _ in kept] == list(range(CHUNK))

@@ -31,7 +31,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     last_endpoint,
     open_consumer,
     publishing,
-    quick_publishers,
     receive,
     subscribe,
     wait_until,
@@ -78,18 +77,18 @@ def test_shutdown_may_be_repeated() -> None:
 def test_an_interrupted_shutdown_is_finished_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of `shutdown`: a second call, as at interpreter exit, ends the threads and closes the context."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
-    threads = [publisher._thread, publisher._compaction, *publisher._broadcast._threads]
+    threads = [publisher._thread, publisher._compaction, *publisher._server._threads]
 
     def interrupted(timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    for thread in (publisher._thread, publisher._broadcast._threads[0]):
+    for thread in (publisher._thread, publisher._server._threads[0]):
         with monkeypatch.context() as patch:
             patch.setattr(thread, "join", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 publisher.shutdown()
     assert publisher.shutdown().flushed is True
-    assert publisher._broadcast._context.closed
+    assert publisher._server._context.closed
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -108,7 +107,7 @@ def test_what_could_not_be_sent_is_said(caplog: pytest.LogCaptureFixture) -> Non
     assert len([record for record in caplog.records if "unsent=6" in record.message]) == 1
     publisher._thread.join(DEADLINE)
     assert not publisher._thread.is_alive()
-    publisher._broadcast._context.term()
+    publisher._server._context.term()
 
 
 def test_a_subscriber_that_does_not_read_is_not_waited_for(context: Context) -> None:
@@ -143,7 +142,7 @@ def test_replies_in_progress_are_cut_at_the_deadline(context: Context) -> None:
     began = time.monotonic()
     report = publisher.shutdown(timeout=0.05)
     assert time.monotonic() - began < 0.05 + SLACK
-    assert report.replays_cut == 1
+    assert report.replays_unfinished == 1
     assert publisher.stats().replay.abandoned == 1
 
 
@@ -162,7 +161,7 @@ def test_a_context_ended_by_others_ends_the_publisher_and_not_the_engine(caplog:
     for _ in range(3):
         publisher.publish(batch())
     assert publisher.stats().dropped["ended"] == 3
-    assert caplog.text.count("what is published from now on is dropped: its ZeroMQ context was terminated") == 1
+    assert caplog.text.count("the publisher has ended and drops all further batches: its ZeroMQ context was terminated") == 1
     report = publisher.shutdown()
     assert (report.sent, report.dropped) == (0, 3)
     with pytest.raises(ClosedError):
@@ -203,8 +202,8 @@ def _in_child(publisher: ZmqEventPublisher) -> list[str]:
     publisher.publish(batch())
     if publisher.stats().dropped["ended"] != 1:
         faults.append("publish did not count")
-    if f"it belongs to process {os.getppid()}" not in publisher._why_ended:
-        faults.append(f"publish said: {publisher._why_ended}")
+    if f"it belongs to process {os.getppid()}" not in publisher._end_reason:
+        faults.append(f"publish said: {publisher._end_reason}")
     if publisher.shutdown() != publisher.shutdown():
         faults.append("shutdown changed its mind")
     if "closed" not in repr(publisher):
@@ -226,7 +225,7 @@ def test_a_forked_child_has_no_publisher(context: Context) -> None:
         publisher.publish(batch(0))
         reading, writing = os.pipe()
         # In the middle of the slow way: locks are held that nobody will release in the child.
-        with publisher._lock, publisher._buffer._lock:
+        with publisher._lock, publisher._buffer._buffer_lock:
             child = os.fork()
             if child == 0:
                 status = 1
@@ -318,5 +317,5 @@ print("leaving", flush=True)
             assert payload == encode_batch(expected)
         assert [number for number, _ in found] == list(range(len(found)))
         said = child.stdout.read()
-        assert said == "" if len(found) == 40 else "replays_cut=1" in said
+        assert said == "" if len(found) == 40 else "replays_unfinished=1" in said
     assert child.returncode == 0

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.history import History
-from kvevents.publisher.parts import MAX_PARTS, spelled
+from kvevents.publisher.compaction import MAX_SNAPSHOT_PARTS, Compactor, encode_snapshot
 from kvevents.wire import decode_batch, dialects, encode_batch
 from publisher_engine import WORKER, Engine
 
@@ -26,10 +25,10 @@ def digest(payloads: list[bytes]) -> str:
     return index.digest(WORKER)
 
 
-def folded(payloads: list[bytes]) -> History:
-    history = History.create()
+def folded(payloads: list[bytes]) -> Compactor:
+    history = Compactor.create()
     assert history is not None
-    history.fold_many(list(enumerate(payloads)))
+    history.extend(list(enumerate(payloads)))
     return history
 
 
@@ -47,12 +46,12 @@ def test_every_part_fits_and_all_of_them_are_what_was_told(dialect: object, seed
         return encode_batch(batch, dialect)  # type: ignore[arg-type]
 
     payloads = batches_of(seed, count)
-    told = folded(payloads).told()
+    told = folded(payloads).events()
     assert told is not None
-    parts = spelled(told, 1.0, 0, encode, limit, incarnation=7)
+    parts = encode_snapshot(told, 1.0, 0, encode, limit, incarnation=7)
     if parts is None:
         return
-    assert len(parts) <= MAX_PARTS
+    assert len(parts) <= MAX_SNAPSHOT_PARTS
     assert max(map(len, parts)) <= limit
     if payloads:
         assert digest(parts) == digest(payloads)
@@ -79,9 +78,9 @@ def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
 def test_a_chain_longer_than_a_batch_is_cut_between_blocks(pairs: bool, extra: bool) -> None:
     """Blocks keep their tokens, parents, pairs and extra keys, so that an index has the same keys for them."""
     payload = encode_batch(KVEventBatch(1.0, long_chain(100, pairs=pairs, extra=extra), 0))
-    told = folded([payload]).told()
+    told = folded([payload]).events()
     assert told is not None
-    parts = spelled(told, 1.0, 0, encode_batch, 2_000)
+    parts = encode_snapshot(told, 1.0, 0, encode_batch, 2_000)
     assert parts is not None
     assert len(parts) > 1
     assert max(map(len, parts)) <= 2_000
@@ -91,9 +90,9 @@ def test_a_chain_longer_than_a_batch_is_cut_between_blocks(pairs: bool, extra: b
 def test_a_cut_of_keyed_blocks_cuts_their_keys() -> None:
     keyed = BlockStored(list(range(1, 1001)), None, [], 16, block_keys=list(range(2**63, 2**63 + 1000)))
     payloads = [encode_batch(KVEventBatch(1.0, [keyed], 0))]
-    told = folded(payloads).told()
+    told = folded(payloads).events()
     assert told is not None
-    parts = spelled(told, 1.0, 0, encode_batch, 5_000, incarnation=7)
+    parts = encode_snapshot(told, 1.0, 0, encode_batch, 5_000, incarnation=7)
     assert parts is not None
     assert len(parts) > 1
     assert digest(parts) == digest(payloads)
@@ -101,7 +100,7 @@ def test_a_cut_of_keyed_blocks_cuts_their_keys() -> None:
 
 def test_there_is_an_end_to_how_many() -> None:
     """And a block that takes more than a batch by itself cannot be told at all."""
-    told = folded([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).told()
+    told = folded([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
     assert told is not None
-    assert spelled(told, 1.0, 0, encode_batch, 700) is None
-    assert spelled(told, 1.0, 0, encode_batch, 20) is None
+    assert encode_snapshot(told, 1.0, 0, encode_batch, 700) is None
+    assert encode_snapshot(told, 1.0, 0, encode_batch, 20) is None

@@ -16,14 +16,13 @@ from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
-from kvevents.publisher.resident import Resident
+from kvevents.publisher.compaction import DigestTracker
 from kvevents.wire import decode_batch, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     Socket,
     consumers_context,
     publishing,
-    quick_publishers,
     receive,
     subscribe,
     wait_until,
@@ -43,7 +42,7 @@ def heartbeat_of(payload: bytes) -> Heartbeat | None:
 @given(st.integers(0, 2**16), st.lists(st.integers(1, 20), min_size=1, max_size=5))
 def test_the_digest_is_an_indexs(seed: int, bursts: list[int]) -> None:
     """Of the same payloads, in whatever bursts they are taken."""
-    engine, resident, index = Engine(seed), Resident.create(), PrefixIndex()
+    engine, resident, index = Engine(seed), DigestTracker.create(), PrefixIndex()
     number = 0
     for burst in bursts:
         batches = [(number + at, encode_batch(KVEventBatch(1.0, engine.events(), 0))) for at in range(burst)]
@@ -59,7 +58,7 @@ def test_payloads_that_only_python_reads_count_as_well() -> None:
     engine = Engine(1)
     plain = [encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(3)]
     beat = encode_batch(KVEventBatch(1.0, [BlockRemoved([], heartbeat=Heartbeat("0" * 32, 1.0))], 0))
-    resident, index = Resident.create(), PrefixIndex()
+    resident, index = DigestTracker.create(), PrefixIndex()
     payloads = [plain[0], beat, plain[1], beat, beat, plain[2]]
     resident.apply(list(enumerate(payloads)))
     for seq, payload in enumerate(payloads):
@@ -69,7 +68,7 @@ def test_payloads_that_only_python_reads_count_as_well() -> None:
 
 def test_trust_is_gone_with_a_number_and_back_with_a_clear() -> None:
     """Also where the missing number is the newest one; the digest is of what was sent all the same."""
-    resident = Resident.create()
+    resident = DigestTracker.create()
     assert resident.heartbeat(0, 1.0, 5) == Heartbeat("0" * 32, 1.0, incarnation=5)
     payload = encode_batch(KVEventBatch(1.0, Engine().events(), 0))
     resident.apply([(0, payload)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,15 +17,15 @@ from kvevents.errors import ConfigError, EndpointError, MissingDependencyError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
-from kvevents.publisher import snapshot_v1 as served
+from kvevents.publisher.settings import SnapshotServerSettings
 from kvevents.wire import decode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
+    QUICK,
     Socket,
     consumers_context,
     open_consumer,
     publishing,
-    quick_publishers,
     subscribe,
     wait_until,
 )
@@ -33,9 +35,12 @@ Context = zmq.Context[Socket]
 REQUEST = [b"", b"snapshot-v1"]
 
 
-@pytest.fixture(autouse=True)
-def frequent_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "CUT_EVERY", 0.0)
+def serving(
+    *args: Any, snapshots: SnapshotServerSettings | None = None, **kwargs: Any
+) -> AbstractContextManager[ZmqEventPublisher]:
+    """A publisher that serves snapshots as often as they are requested."""
+    settings = replace(QUICK, snapshots=replace(snapshots or SnapshotServerSettings(), min_interval=0.0))
+    return publishing(*args, snapshot_endpoint=ANY, settings=settings, **kwargs)
 
 
 def fill(publisher: ZmqEventPublisher, engine: Engine, count: int) -> None:
@@ -50,7 +55,7 @@ def dealer(context: Context, publisher: ZmqEventPublisher) -> Socket:
     return socket
 
 
-def read(socket: Socket) -> tuple[list[Any], list[Any]]:
+def read(socket: Socket, limit: int = 8_192) -> tuple[list[Any], list[Any]]:
     """Header and records, each reply checked as the draft's consumer does."""
     kinds: list[bytes] = []
     payloads: list[bytes] = []
@@ -63,7 +68,7 @@ def read(socket: Socket) -> tuple[list[Any], list[Any]]:
     assert payloads[-1] == b""
     header = msgspec.msgpack.decode(payloads[0])
     chunks = [msgspec.msgpack.decode(payload) for payload in payloads[1:-1]]
-    assert all(len(chunk) <= served.RECORDS_PER_CHUNK for chunk in chunks)
+    assert all(len(chunk) <= limit for chunk in chunks)
     records = [record for chunk in chunks for record in chunk]
     assert header[6] == len(records)
     return header, records
@@ -76,7 +81,9 @@ class Router:
         self._live = subscribe(context, publisher)
         asking = dealer(context, publisher)
         asking.send_multipart(REQUEST)
-        (version, epoch, self.rank, resume, barrier, barrier_id, _), records = read(asking)
+        (version, epoch, self.rank, resume, barrier, barrier_id, _), records = read(
+            asking, publisher._settings.snapshots.records_per_chunk
+        )
         assert (version, resume) == (1, barrier + 1)
         self._epoch = b"\0sgl-kv-epoch=" + epoch.encode()
         while True:
@@ -111,13 +118,10 @@ class Router:
 
 @pytest.mark.parametrize("steps", [3, 10_000])
 @pytest.mark.parametrize("chunk", [1, 5, 8_192])
-def test_a_consumer_of_the_draft_comes_out_exact(
-    context: Context, monkeypatch: pytest.MonkeyPatch, steps: int, chunk: int
-) -> None:
+def test_a_consumer_of_the_draft_comes_out_exact(context: Context, steps: int, chunk: int) -> None:
     """Whether history has left the buffer or not, and however many chunks there are."""
-    monkeypatch.setattr(served, "RECORDS_PER_CHUNK", chunk)
     engine = Engine(4)
-    with publishing(2, snapshot_endpoint=ANY, buffer_steps=steps) as publisher:
+    with serving(2, snapshots=SnapshotServerSettings(records_per_chunk=chunk), buffer_steps=steps) as publisher:
         fill(publisher, engine, 40)
         router = Router(context, publisher)
         assert router.rank == 2
@@ -130,7 +134,7 @@ def test_a_consumer_of_the_draft_comes_out_exact(
 
 def test_several_at_once_share_one_cut(context: Context) -> None:
     """Who asks while another one waits gets the same snapshot, and one barrier is enough."""
-    with publishing(snapshot_endpoint=ANY) as publisher:
+    with serving() as publisher:
         fill(publisher, Engine(), 10)
         readers = [dealer(context, publisher) for _ in range(5)]
         for reader in readers:
@@ -151,7 +155,7 @@ def test_only_what_device_memory_holds_is_told(context: Context) -> None:
         BlockStored([9], None, list(range(50, 54)), 4, medium="CPU"),
         BlockRemoved([1], "GPU"),
     ]
-    with publishing(snapshot_endpoint=ANY) as publisher:
+    with serving() as publisher:
         publisher.publish(KVEventBatch(0.0, events))
         wait_until(lambda: publisher.stats().queued == 0, "what was published")
         reader = dealer(context, publisher)
@@ -161,7 +165,7 @@ def test_only_what_device_memory_holds_is_told(context: Context) -> None:
 
 def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
     """With a reason, until everything is cleared."""
-    with publishing(snapshot_endpoint=ANY) as publisher:
+    with serving() as publisher:
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
         fill(publisher, Engine(), 3)
         wait_until(lambda: publisher.stats().queued == 0, "what was published")
@@ -169,7 +173,7 @@ def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
         reader.send_multipart(REQUEST)
         _, kind, reason = reader.recv_multipart()
         assert kind == b"error"
-        assert b"not known until everything is cleared" in reason
+        assert b"unknown until the cache is cleared" in reason
         publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
         wait_until(lambda: publisher.stats().queued == 0, "the clear")
         reader.send_multipart(REQUEST)
@@ -179,7 +183,7 @@ def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
 @pytest.mark.parametrize("request_frames", [[b"", b"snapshot-v2"], [b"x", b"snapshot-v1"], [b"snapshot-v1"], [b"", b"", b""]])
 def test_another_request_is_refused(context: Context, request_frames: list[bytes]) -> None:
     """With an error, as by the draft's provider, and no barrier."""
-    with publishing(snapshot_endpoint=ANY) as publisher:
+    with serving() as publisher:
         reader = dealer(context, publisher)
         reader.send_multipart(request_frames)
         assert reader.recv_multipart() == [b"", b"error", b"invalid snapshot-v1 request"]
@@ -204,19 +208,25 @@ def large(publisher: ZmqEventPublisher) -> None:
     wait_until(lambda: publisher.stats().queued == 0, "all to be published")
 
 
-def test_who_does_not_read_is_given_up_and_others_are_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile a limited number of snapshots is in memory; who would need one more is told to come again."""
-    monkeypatch.setattr(served, "MAX_CUTS", 1)
-    with publishing(snapshot_endpoint=ANY) as publisher:
+def test_the_number_of_snapshots_in_memory_is_limited(context: Context) -> None:
+    """A request that would need one more is answered with an error."""
+    with serving(snapshots=SnapshotServerSettings(max_snapshots=1)) as publisher:
         large(publisher)
         stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().snapshots.active, "the answer to begin")
         reader = dealer(context, publisher)
         reader.send_multipart(REQUEST)
         assert reader.recv_multipart() == [b"", b"error", b"snapshot provider busy"]
-        monkeypatch.setattr(served, "ANSWER_TIMEOUT", 0.05)
-        wait_until(lambda: publisher.stats().snapshots.abandoned, "the first one to be given up")
-        monkeypatch.setattr(served, "ANSWER_TIMEOUT", 30.0)
+        publisher.shutdown(timeout=0.0)
+
+
+def test_a_reply_that_is_not_read_is_abandoned_and_others_are_served(context: Context) -> None:
+    """With one snapshot allowed in memory, the next request is served when the first reply is abandoned."""
+    with serving(snapshots=SnapshotServerSettings(max_snapshots=1, reply_timeout=0.05)) as publisher:
+        large(publisher)
+        stalled_reader(context, publisher)
+        wait_until(lambda: publisher.stats().snapshots.abandoned, "the first reply to be abandoned")
+        reader = dealer(context, publisher)
         reader.send_multipart(REQUEST)
         assert reader.recv_multipart()[1] == b"header"
         publisher.shutdown(timeout=0.0)
@@ -224,19 +234,19 @@ def test_who_does_not_read_is_given_up_and_others_are_served(context: Context, m
 
 def test_asking_again_and_again_is_refused(context: Context) -> None:
     """Nobody has several snapshots kept for him."""
-    with publishing(snapshot_endpoint=ANY) as publisher:
+    with serving() as publisher:
         large(publisher)
         reader = stalled_reader(context, publisher)
         for _ in range(10):
             reader.send_multipart(REQUEST)
         wait_until(lambda: publisher.stats().snapshots.refused == 10, "all to be refused")
         wait_until(lambda: publisher.stats().snapshots.active, "the answer to begin")
-        assert publisher.shutdown(timeout=0.1).replays_cut == 1
+        assert publisher.shutdown(timeout=0.1).replays_unfinished == 1
 
 
 def test_subscribers_that_know_nothing_of_it_stay_exact() -> None:
     """Ours: barriers are batches without events, under topics that begin as before."""
-    with publishing(replay_endpoint=ANY, snapshot_endpoint=ANY, topic="kv") as publisher:
+    with serving(replay_endpoint=ANY, topic="kv") as publisher:
         engine, index = Engine(9), PrefixIndex()
         source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine", topic="kv")
         with Subscriber(source, decode=False) as subscriber, zmq.Context() as context:
@@ -270,7 +280,7 @@ def test_it_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         ZmqEventPublisher(0, ANY, snapshot_endpoint=ANY, compact=False)
     with pytest.raises(ConfigError, match="snapshot_endpoint is 'here'"):
         KVEventsConfig(snapshot_endpoint="here")
-    with publishing(snapshot_endpoint=ANY) as publisher, pytest.raises(EndpointError, match="snapshot socket"):
+    with serving() as publisher, pytest.raises(EndpointError, match="snapshot socket"):
         ZmqEventPublisher(0, ANY, ANY, snapshot_endpoint=publisher.snapshot_endpoint)
 
     def missing(name: str) -> Any:

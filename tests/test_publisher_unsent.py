@@ -1,4 +1,4 @@
-"""`kvevents.publisher.unsent`: which large frames ZeroMQ still holds. `test_replay_server` has it on real connections."""
+"""`InFlightFrames`: which large frames ZeroMQ still holds. `test_replay_server` tests it on real connections."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import os
 import pytest
 import zmq
 
-from kvevents.publisher import unsent
-from kvevents.publisher.unsent import LARGE, Unsent
+from kvevents.publisher import replay_server
+from kvevents.publisher.replay_server import InFlightFrames
+from kvevents.publisher.settings import RouterSettings
 from publisher_cases import wait_until
 
+LARGE = 16 * 1024
 FRAME = bytes(LARGE)
+SETTINGS = RouterSettings(in_flight_bytes=2 * LARGE, total_in_flight_bytes=3 * LARGE)
+"""Room for two frames of one consumer, and for three of all."""
 
 
 class Held:
     """Frames that somebody holds, as ZeroMQ does until they have left."""
 
     def __init__(self) -> None:
-        self.books = Unsent()
+        self.frames = InFlightFrames(SETTINGS)
         self._frames: list[zmq.Frame] = []
 
     def send(self, identity: bytes) -> None:
-        frame = self.books.counted(identity, FRAME)
+        frame = self.frames.track(identity, FRAME)
         assert isinstance(frame, zmq.Frame)
         assert frame.bytes == FRAME
         self._frames.append(frame)
@@ -36,49 +40,46 @@ class Held:
 
 
 @pytest.fixture(name="held")
-def frames_held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    """With room for two of one consumer, and three of all."""
-    monkeypatch.setattr("kvevents.publisher.unsent.UNSENT_BYTES", 2 * LARGE)
-    monkeypatch.setattr("kvevents.publisher.unsent.UNSENT_BYTES_IN_ALL", 3 * LARGE)
+def held_frames() -> Held:
     return Held()
 
 
 def test_a_consumer_has_room_for_so_many_bytes(held: Held) -> None:
     """Until some of them have left."""
     for _ in range(2):
-        assert held.books.has_room(b"a", LARGE)
+        assert held.frames.has_room(b"a", LARGE)
         held.send(b"a")
-    assert not held.books.has_room(b"a", LARGE)
-    assert (held.books.of(b"a"), held.books.size) == (2 * LARGE, 2 * LARGE)
+    assert not held.frames.has_room(b"a", LARGE)
+    assert (held.frames.bytes_of(b"a"), held.frames.size) == (2 * LARGE, 2 * LARGE)
     held.leave(0)
-    assert held.books.has_room(b"a", LARGE)
-    assert not held.books.has_room(b"a", LARGE + 1)
+    assert held.frames.has_room(b"a", LARGE)
+    assert not held.frames.has_room(b"a", LARGE + 1)
     held.leave(0)
-    assert held.books.has_room(b"a", 100 * LARGE)
-    assert (held.books.of(b"a"), held.books.size) == (0, 0)
+    assert held.frames.has_room(b"a", 100 * LARGE)
+    assert (held.frames.bytes_of(b"a"), held.frames.size) == (0, 0)
 
 
 def test_all_have_room_for_so_many_bytes_and_each_for_one_frame(held: Held) -> None:
     """Whatever others have left unread, who has nothing on its way may be sent one."""
     for identity in (b"a", b"a", b"b"):
-        assert held.books.has_room(identity, LARGE)
+        assert held.frames.has_room(identity, LARGE)
         held.send(identity)
-    assert not held.books.has_room(b"b", LARGE)
-    assert held.books.has_room(b"c", 100 * LARGE)
+    assert not held.frames.has_room(b"b", LARGE)
+    assert held.frames.has_room(b"c", 100 * LARGE)
     held.leave(0)
-    assert not held.books.has_room(b"b", LARGE)
-    held.books.look()
-    assert held.books.has_room(b"b", LARGE)
+    assert not held.frames.has_room(b"b", LARGE)
+    held.frames.poll()
+    assert held.frames.has_room(b"b", LARGE)
 
 
 def test_to_wait_has_an_end(held: Held) -> None:
     """With a frame that nobody lets go, and with none."""
     held.send(b"a")
-    held.books.wait(0.0)
-    assert held.books.size == LARGE
+    held.frames.wait(0.0)
+    assert held.frames.size == LARGE
     held.leave(0)
-    held.books.wait(float("inf"))
-    assert held.books.size == 0
+    held.frames.wait(float("inf"))
+    assert held.frames.size == 0
 
 
 def test_where_no_thread_can_begin_frames_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,15 +89,15 @@ def test_where_no_thread_can_begin_frames_are_copied(monkeypatch: pytest.MonkeyP
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(zmq, "Frame", refuse)
-    books = Unsent()
-    assert books.counted(b"a", FRAME) is FRAME
-    assert books.size == 0
+    frames = InFlightFrames(SETTINGS)
+    assert frames.track(b"a", FRAME) is FRAME
+    assert frames.size == 0
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
     """Whoever made a frame at that moment."""
-    with unsent._lock:
+    with replay_server._frame_lock:
         child = os.fork()
         if child == 0:
-            os._exit(0 if unsent._lock.acquire(blocking=False) else 1)
+            os._exit(0 if replay_server._frame_lock.acquire(blocking=False) else 1)
         assert os.waitpid(child, 0)[1] == 0

@@ -17,8 +17,7 @@ from kvevents.config import resolve_dialect
 from kvevents.errors import ClosedError, ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import block_keys
-from kvevents.publisher.history import History
-from kvevents.publisher.parts import spelled
+from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.relay import RelayLimits, RelaySettings
 from kvevents.relay.checkpoints import _incarnation_after
 from kvevents.stream import Gap, RawBatch, Reset, Source
@@ -67,8 +66,8 @@ def test_payloads_go_on_as_they_came_behind_a_clear(made: World) -> None:
         made.upstream.engine.publish_payload(payload)
     made.begin()
     made.turn(3)
-    told = [payload for _, payload in made.broadcast.sent if b"heartbeat" not in payload]
-    assert [number for number, _ in made.broadcast.sent] == list(range(len(made.broadcast.sent)))
+    told = [payload for _, payload in made.event_server.sent if b"heartbeat" not in payload]
+    assert [number for number, _ in made.event_server.sent] == list(range(len(made.event_server.sent)))
     assert decode_batch(told[0]).batch.events == [AllBlocksCleared()]
     assert told[1:] == payloads
 
@@ -435,14 +434,14 @@ def test_a_relay_that_is_back_says_so_before_it_has_caught_up(made: World) -> No
 def test_a_batch_that_is_too_large_without_its_heartbeat_is_several(made: World) -> None:
     """A part of a snapshot has a heartbeat; spelled anew without it, it may have more bytes than before."""
     limit = 6_000
-    history, encode = History.create(), batch_encoder(resolve_dialect("vllm-0.22"))
+    history, encode = Compactor.create(), batch_encoder(resolve_dialect("vllm-0.22"))
     assert history is not None
     for number in range(60):
         stored = BlockStored(
             [number * 100 + at for at in range(40)], None, list(range(number * 1000, number * 1000 + 160)), SIZE
         )
-        history.fold(encode_batch(KVEventBatch(0.0, [stored])))
-    parts = spelled(history.told() or [], 0.0, 0, encode, limit, 77)
+        history.append(encode_batch(KVEventBatch(0.0, [stored])))
+    parts = encode_snapshot(history.events() or [], 0.0, 0, encode, limit, 77)
     assert parts is not None
     assert len(parts) > 1
     engine = made.upstream.engine
@@ -465,7 +464,7 @@ def test_an_upstreams_digest_is_compared_and_its_heartbeats_go_no_further(made: 
     made.upstream.say(BlockRemoved([], heartbeat=wrong))
     made.settle()
     assert made.relay.status().divergences >= 1
-    told = [event for _, payload in made.broadcast.sent for event in decode_batch(payload).batch.events]
+    told = [event for _, payload in made.event_server.sent for event in decode_batch(payload).batch.events]
     assert wrong not in [event.heartbeat for event in told if isinstance(event, BlockRemoved)]
     assert consumer.trust.name != "EXACT"
     assert consumer.held == made.truth
@@ -485,7 +484,7 @@ def test_what_the_relay_says_itself_is_spelled_as_its_stream_is(made: World, rel
     made.kill()
     made.begin(buffer_steps=3)
     made.settle()
-    spelled = [payload for _, payload in made.relay._buffer.since(0)]
+    spelled = [payload for _, payload in made.relay._buffer.batches_from(0)]
     events = [event for payload in spelled for event in msgspec.msgpack.decode(payload)[1]]
     assert len(events) > 3
     assert {type(event) for event in events} == {list if row.events == "array" else dict}
@@ -747,9 +746,9 @@ def test_what_cannot_be_told_keeps_the_journal_in_memory(made: World) -> None:
     disk.full = True
     made.upstream.store(20)
     made.settle()
-    history = made.relay._buffer._history
+    history = made.relay._buffer._compactor
     assert history is not None
-    history.lose("payloads")
+    history.invalidate("payloads")
     disk.full = False
     made.clock.advance(60)
     made.settle()
@@ -870,7 +869,7 @@ def prompt(blocks: int = 3) -> list[int]:
 
 def told_of(made: World, tmp_path: Path) -> bytes:
     """Everything that anybody can read: what was sent, what is replayed, and what is on the disk."""
-    sent = [payload for _, payload in [*made.broadcast.sent, *made.relay._buffer.since(0)]]
+    sent = [payload for _, payload in [*made.event_server.sent, *made.relay._buffer.batches_from(0)]]
     files = [path.read_bytes() for path in (tmp_path / "journal").iterdir() if path.is_file()]
     return b"".join((*sent, *files))
 

@@ -160,7 +160,7 @@ def test_keys_on_both_sides(tmp_path: Path) -> None:
         ):
             until(relay, lambda: known.digest == truth.digest and publisher.stats().subscribers, known, unknown)
             truth.say()
-            until(relay, lambda: known.is_exact(truth.digest) and relay._broadcast.connections_refused, known, unknown)
+            until(relay, lambda: known.is_exact(truth.digest) and relay._event_server.connections_refused, known, unknown)
             assert unknown.subscriber.trust().name == "CONNECTING"
             assert not unknown.digest
 
@@ -171,8 +171,8 @@ def test_the_draft_of_placement_snapshots_is_answered() -> None:
         with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as asking:
             until(relay, lambda: relay.status().blocks == 2)
             asking.linger = 0
-            assert relay._broadcast.snapshot_endpoint is not None
-            asking.connect(relay._broadcast.snapshot_endpoint)
+            assert relay._event_server.snapshot_endpoint is not None
+            asking.connect(relay._event_server.snapshot_endpoint)
             asking.send_multipart([b"", b"snapshot-v1"])
             until(relay, lambda: asking.poll(0))
             _, kind, header = asking.recv_multipart()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import zmq
 
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.publisher.replay import MAX_WAITING_REQUESTS
+from kvevents.publisher.settings import ReplayServerSettings
 from kvevents.wire import END_SEQ, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
+    QUICK,
     Socket,
     ask,
     batch,
@@ -18,7 +23,6 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     numbers,
     open_consumer,
     publishing,
-    quick_publishers,
     read_reply,
     receive,
     subscribe,
@@ -26,6 +30,11 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
 )
 
 Context = zmq.Context[Socket]
+
+
+def replaying(**settings: Any) -> AbstractContextManager[ZmqEventPublisher]:
+    """A publisher with replay and these settings of its replay server."""
+    return publishing(replay_endpoint=ANY, settings=replace(QUICK, replay=ReplayServerSettings(**settings)))
 
 
 def fill(publisher: ZmqEventPublisher, count: int, blocks: int = 1) -> None:
@@ -103,7 +112,7 @@ def test_a_slow_reader_gets_everything_while_live_batches_go_on(context: Context
         assert numbers(read_reply(slow)) == list(range(10_000))
         wait_until(lambda: publisher.stats().replay.finished == 2, "both to be counted")
         stats = publisher.stats().replay
-        assert (stats.requests, stats.batches, stats.active, stats.abandoned, stats.gone) == (2, 20_000, 0, 0, 0)
+        assert (stats.requests, stats.batches, stats.active, stats.abandoned, stats.disconnected) == (2, 20_000, 0, 0, 0)
 
 
 def test_a_reader_that_goes_is_forgotten(context: Context) -> None:
@@ -113,23 +122,20 @@ def test_a_reader_that_goes_is_forgotten(context: Context) -> None:
         leaving = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.active, "the reply to begin")
         leaving.close()
-        wait_until(lambda: publisher.stats().replay.gone == 1, "the reader to be missed")
+        wait_until(lambda: publisher.stats().replay.disconnected == 1, "the reader to be missed")
         assert publisher.stats().replay.active == 0
         replay = dealer(context, publisher)
         ask(replay, 4_990)
         assert numbers(read_reply(replay)) == list(range(4_990, 5_000))
 
 
-def test_a_reader_that_stands_still_too_long_is_given_up(
-    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After `REPLAY_STALL_TIMEOUT` without progress: counted, told, and its batches are let go."""
-    monkeypatch.setattr("kvevents.publisher.replay.REPLAY_STALL_TIMEOUT", 0.05)
-    with publishing(replay_endpoint=ANY) as publisher:
+def test_a_reader_that_stands_still_too_long_is_given_up(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """After `progress_timeout` without progress the reply is counted, logged and released."""
+    with replaying(progress_timeout=0.05) as publisher:
         fill(publisher, 5_000, blocks=64)
         stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reader to be given up")
-        wait_until(lambda: "gave up a replay" in caplog.text, "a line in the log")
+        wait_until(lambda: "abandoned a replay reply" in caplog.text, "a line in the log")
         assert publisher.stats().replay.active == 0
 
 
@@ -188,22 +194,23 @@ def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> Non
 
 
 def test_a_flood_of_requests_is_refused_beyond_a_number(context: Context) -> None:
-    """While its first reply goes on, `MAX_WAITING_REQUESTS` wait, the rest is counted; what waits is answered."""
+    """While its first reply is in progress, `max_waiting_requests` wait and are answered; further ones are counted."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
         flooding = stalled_reader(context, publisher)
         for _ in range(50):
             ask(flooding, 5_000)
         wait_until(lambda: publisher.stats().replay.requests == 51, "all requests to be read")
-        assert publisher.stats().replay.refused == 50 - MAX_WAITING_REQUESTS
+        assert publisher.stats().replay.refused == 50 - ReplayServerSettings().max_waiting_requests
         assert numbers(read_reply(flooding)) == list(range(5_000))
-        assert [read_reply(flooding) for _ in range(MAX_WAITING_REQUESTS)] == [[]] * MAX_WAITING_REQUESTS
+        assert [read_reply(flooding) for _ in range(ReplayServerSettings().max_waiting_requests)] == [
+            []
+        ] * ReplayServerSettings().max_waiting_requests
 
 
-def test_readers_beyond_the_limit_wait_their_turn(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_beyond_the_limit_wait_their_turn(context: Context) -> None:
     """With two replies allowed at once and both standing still, two more readers wait in ZeroMQ and lose nothing."""
-    monkeypatch.setattr("kvevents.publisher.replay.MAX_REPLAY_SESSIONS", 2)
-    with publishing(replay_endpoint=ANY) as publisher:
+    with replaying(max_sessions=2) as publisher:
         fill(publisher, 5_000, blocks=64)
         readers = [stalled_reader(context, publisher) for _ in range(4)]
         wait_until(lambda: publisher.stats().replay.active == 2, "two replies to begin")
@@ -270,15 +277,9 @@ def heavy(publisher: ZmqEventPublisher, count: int) -> int:
     return publisher.stats().buffered_bytes // count
 
 
-def few_bytes(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    for name, limit in limits.items():
-        monkeypatch.setattr(f"kvevents.publisher.unsent.{name.upper()}", limit)
-
-
-def test_large_batches_wait_for_a_reader_by_their_bytes(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_wait_for_a_reader_by_their_bytes(context: Context) -> None:
     """250 of them are fewer than a pipe takes, and yet only so many bytes are handed over: the rest waits for its reader."""
-    few_bytes(monkeypatch, unsent_bytes=1_000_000)
-    with publishing(replay_endpoint=ANY) as publisher:
+    with replaying(in_flight_bytes=1_000_000) as publisher:
         size = heavy(publisher, 250)
         reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.deferred > 10, "the pipe to be full")
@@ -291,10 +292,9 @@ def test_large_batches_wait_for_a_reader_by_their_bytes(context: Context, monkey
         wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "all to have left")
 
 
-def test_one_message_goes_however_large(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_message_goes_however_large(context: Context) -> None:
     """One at a time, where each is more than all limits."""
-    few_bytes(monkeypatch, unsent_bytes=1, unsent_bytes_in_all=1)
-    with publishing(replay_endpoint=ANY) as publisher:
+    with replaying(in_flight_bytes=1, total_in_flight_bytes=1) as publisher:
         heavy(publisher, 20)
         readers = [dealer(context, publisher) for _ in range(3)]
         for reader in readers:
@@ -302,10 +302,9 @@ def test_one_message_goes_however_large(context: Context, monkeypatch: pytest.Mo
         assert [numbers(read_reply(reader)) for reader in readers] == [list(range(20))] * 3
 
 
-def test_nobody_waits_for_those_who_do_not_read(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_those_who_do_not_read(context: Context) -> None:
     """With all bytes taken by readers that stand still, another one gets everything; so do they when they go on."""
-    few_bytes(monkeypatch, unsent_bytes=1_000_000, unsent_bytes_in_all=2_000_000)
-    with publishing(replay_endpoint=ANY) as publisher:
+    with replaying(in_flight_bytes=1_000_000, total_in_flight_bytes=2_000_000) as publisher:
         size = heavy(publisher, 100)
         readers = [stalled_reader(context, publisher) for _ in range(6)]
         wait_until(
@@ -318,13 +317,10 @@ def test_nobody_waits_for_those_who_do_not_read(context: Context, monkeypatch: p
         assert [numbers(read_reply(reader)) for reader in readers] == [list(range(100))] * 6
 
 
-def test_what_is_held_for_a_reader_that_stands_still_is_let_go(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_for_a_reader_that_stands_still_is_let_go(context: Context) -> None:
     """Its reply is given up, and its connection, which takes nothing, ends: ZeroMQ holds nothing for it any more."""
-    few_bytes(monkeypatch, unsent_bytes=1_000_000)
-    monkeypatch.setattr("kvevents.publisher.replay.REPLAY_STALL_TIMEOUT", 0.05)
-    monkeypatch.setattr("kvevents.publisher.replies.SLOWEST", 100_000_000)
-    monkeypatch.setattr("kvevents.publisher.broadcast.UNREAD_TIMEOUT", 0.5)
-    with publishing(replay_endpoint=ANY) as publisher:
+    limits: dict[str, Any] = {"in_flight_bytes": 1_000_000, "min_read_rate": 100_000_000}
+    with replaying(progress_timeout=0.05, unread_timeout=0.5, **limits) as publisher:
         heavy(publisher, 100)
         reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.abandoned == 1, "the reader to be given up")
@@ -335,11 +331,9 @@ def test_what_is_held_for_a_reader_that_stands_still_is_let_go(context: Context,
         assert not reader.closed
 
 
-def test_a_large_message_may_take_its_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_message_may_take_its_time(context: Context) -> None:
     """While one is on its way, its reader is not given up before it could have had it on a slow connection."""
-    few_bytes(monkeypatch, unsent_bytes=1_000_000)
-    monkeypatch.setattr("kvevents.publisher.replay.REPLAY_STALL_TIMEOUT", 0.01)
-    with publishing(replay_endpoint=ANY) as publisher:
+    with replaying(in_flight_bytes=1_000_000, progress_timeout=0.01) as publisher:
         heavy(publisher, 100)
         reader = stalled_reader(context, publisher)
         wait_until(lambda: publisher.stats().replay.deferred > 50, "several turns without progress")

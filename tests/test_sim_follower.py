@@ -24,10 +24,7 @@ from kvevents.sim.sockets import Sockets
 from kvevents.stream import Doubt, Findings, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import Sink
 from kvevents.wire.encode import batch_encoder
-from publisher_cases import (
-    quick_publishers,  # noqa: F401 - a fixture for all tests here
-    wait_until,
-)
+from publisher_cases import wait_until
 
 WORKER = ("engine-0", 0)
 BORN = (100.0, 200.0)

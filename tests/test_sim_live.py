@@ -25,10 +25,7 @@ from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import RawBatch
-from publisher_cases import (
-    quick_publishers,  # noqa: F401 - a fixture for all tests here
-    wait_until,
-)
+from publisher_cases import wait_until
 from sim_cases import conversations, request
 
 SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}

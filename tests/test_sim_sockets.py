@@ -23,10 +23,7 @@ from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch
 from kvevents.wire.encode import batch_encoder
 from ports import quiet_port
-from publisher_cases import (
-    quick_publishers,  # noqa: F401 - a fixture for all tests here
-    wait_until,
-)
+from publisher_cases import wait_until
 from test_sim_live import openings
 
 TWO = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)

@@ -101,8 +101,8 @@ def _words(status: RelayStatus) -> dict[str, str]:
         words["journal"] = (
             f"{status.journal.state} ({status.journal.reason})" if status.journal.reason else status.journal.state
         )
-    if status.history is not None and status.history.lost:
-        words["history"] = f"lost: {status.history.lost}"
+    if status.history is not None and status.history.unavailable_reason:
+        words["history"] = f"lost: {status.history.unavailable_reason}"
     return words
 
 

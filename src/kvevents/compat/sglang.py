@@ -154,9 +154,9 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         # Spelled out again, since a call more would cost as much as all of this.
         try:
             if events.attn_dp_rank is None:
-                events.attn_dp_rank = self._dp_rank
+                events.attn_dp_rank = self._data_parallel_rank
         except AttributeError:
-            self._annotate(events)
+            self._set_attention_rank(events)
         queue = self._queue
         if len(queue) >= self._limit:
             self._publish_slowly(events)
@@ -172,11 +172,11 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         if endpoint is None:
             return None
         topic = self._topic_bytes.decode()
-        source = {"dp_rank": self._dp_rank, "endpoint": endpoint, "topic": topic, "block_size": block_size}
+        source = {"dp_rank": self._data_parallel_rank, "endpoint": endpoint, "topic": topic, "block_size": block_size}
         replay_endpoint = _reachable(self._local_replay_endpoint)
         return source if replay_endpoint is None else {**source, "replay_endpoint": replay_endpoint}
 
-    def _refuse_collision(self, endpoint: str, replay_endpoint: str | None) -> None:
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
         """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in SGLang."""
 
 

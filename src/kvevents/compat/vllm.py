@@ -210,7 +210,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         config = super().get_publisher_config()
         return KVEventsConfig(**{field.name: getattr(config, field.name) for field in fields(KVEventsConfig)})
 
-    def _refuse_collision(self, endpoint: str, replay_endpoint: str | None) -> None:
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
         """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in vLLM."""
 
 

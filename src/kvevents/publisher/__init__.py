@@ -1,15 +1,17 @@
-"""Publishing KV cache events."""
+"""Publishes KV cache events."""
 
-from kvevents.publisher.base import EventPublisher
+from kvevents.publisher.base import EventPublisher, NullEventPublisher
 from kvevents.publisher.factory import EventPublisherFactory
-from kvevents.publisher.null import NullEventPublisher
-from kvevents.publisher.stats import PublisherStats, ReplayStats, ShutdownReport
-from kvevents.publisher.zmq import ZmqEventPublisher
+from kvevents.publisher.settings import PublisherSettings
+from kvevents.publisher.stats import HistoryStats, PublisherStats, ReplayStats, ShutdownReport
+from kvevents.publisher.zmq_publisher import ZmqEventPublisher
 
 __all__ = [
     "EventPublisher",
     "EventPublisherFactory",
+    "HistoryStats",
     "NullEventPublisher",
+    "PublisherSettings",
     "PublisherStats",
     "ReplayStats",
     "ShutdownReport",

@@ -1,4 +1,4 @@
-"""Publishers by name."""
+"""Creates publishers by name."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import ClassVar, Final
 
 from kvevents.config import KVEventsConfig
 from kvevents.errors import ConfigError
-from kvevents.publisher.base import EventPublisher
-from kvevents.publisher.null import NullEventPublisher
-from kvevents.publisher.zmq import ZmqEventPublisher
+from kvevents.publisher.base import EventPublisher, NullEventPublisher
+from kvevents.publisher.zmq_publisher import ZmqEventPublisher
 
-_ENGINES_OWN: Final = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-_OURS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "heartbeat", "snapshot_endpoint")
+_ENGINE_FIELDS: Final = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
+_OWN_FIELDS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "heartbeat", "snapshot_endpoint")
 
 
 class PublisherRegistry:
-    """Constructors by name; the factory of each surface (ours, vLLM's, SGLang's) has one of its own."""
+    """Constructors by name. The factories of kvevents, of vLLM's surface and of SGLang's each have a registry of their own."""
 
     _registry: ClassVar[dict[str, Callable[..., EventPublisher]]]
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Add a publisher. `ctor` is called with the rank and the fields of the configuration, by name.
+        """Add a publisher. `ctor` gets the rank and the fields of the configuration as keyword arguments.
 
-        Raises KeyError when the name is taken.
+        Raises KeyError if the name is registered.
         """
         if name in cls._registry:
             raise KeyError(f"publisher '{name}' already registered")
@@ -44,19 +43,19 @@ class PublisherRegistry:
 
 
 class EventPublisherFactory(PublisherRegistry):
-    """Makes the publisher that a configuration asks for."""
+    """Creates the publisher that a configuration names."""
 
     _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
-        """The publisher for one rank; a `NullEventPublisher` without a configuration or when events are not enabled.
+        """Return the publisher for one rank; a `NullEventPublisher` without a configuration or if events are not enabled.
 
-        Raises ValueError for a name that is not registered, and whatever the publisher raises.
+        Raises ValueError for a name that is not registered, and what the publisher raises.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher in {None, "null"}:
             return NullEventPublisher(data_parallel_rank)
-        settings = {name: getattr(config, name) for name in _ENGINES_OWN}
-        # Ours only when set: a publisher written for an engine does not know them.
-        settings |= {name: getattr(config, name) for name in _OURS if getattr(config, name) is not None}
+        settings = {name: getattr(config, name) for name in _ENGINE_FIELDS}
+        # Our own fields only if they are set: a publisher written for an engine does not know them.
+        settings |= {name: getattr(config, name) for name in _OWN_FIELDS if getattr(config, name) is not None}
         return cls._constructor(config.publisher or "")(data_parallel_rank=data_parallel_rank, **settings)

@@ -1,51 +1,58 @@
-"""What a publisher tells about itself."""
+"""Statistics of a publisher, and the logs of its failures and losses."""
 
 from __future__ import annotations
 
+import logging
+from time import monotonic
+from typing import Final
+
 import msgspec
+import zmq
+
+_TERMINATED: Final = {zmq.ETERM, zmq.ENOTSOCK}
 
 
 class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a server of replies, since it started."""
+    """Counters of a reply server since its start."""
 
     requests: int = 0
     batches: int = 0
     """Batches sent in replies."""
     active: int = 0
-    """Replies being sent now."""
+    """Replies in progress."""
     finished: int = 0
     abandoned: int = 0
-    """Replies given up because the consumer read nothing for `REPLAY_STALL_TIMEOUT`, or because of a shutdown."""
-    gone: int = 0
+    """Replies given up because the consumer made no progress in time, or because of a shutdown."""
+    disconnected: int = 0
     """Replies that ended because the consumer disconnected."""
     malformed: int = 0
-    """Requests without a meaning."""
+    """Requests that could not be parsed."""
     refused: int = 0
-    """Requests beyond `MAX_WAITING_REQUESTS` of one consumer."""
+    """Requests beyond `max_waiting_requests` of one consumer."""
     deferred: int = 0
-    """Looks that found no room for a large message: `UNSENT_BYTES` of one consumer, or `UNSENT_BYTES_IN_ALL`, had not left."""
+    """Times that a large message had to wait because `in_flight_bytes` or `total_in_flight_bytes` was reached."""
     unsent_bytes: int = 0
-    """Of large messages that were sent and have not left yet."""
+    """Bytes of large messages that ZeroMQ holds and has not sent yet."""
 
 
 class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What older batches than those buffered are collapsed into."""
+    """State of the compacted history of all batches that have left the replay buffer."""
 
     batches: int = 0
-    """Numbers that it stands for: those from 0 to this, without it."""
+    """How many numbers (0 to this - 1) are compacted into the history."""
     blocks: int = 0
-    """Live in it."""
+    """Live blocks in the history."""
     bytes: int = 0
-    """Memory, about."""
+    """Approximate memory."""
     partial: bool = False
-    """Whether a number is missing from it since the stream was cleared last. Who gets its snapshot sees a gap."""
-    lost: str | None = None
-    """Why there is no snapshot, for most reasons until the stream is cleared; None when there is one. After `failed: ...`
-    compaction is switched off for the publisher's life."""
+    """Whether a number is missing from the history since the stream was last cleared. Consumers of its snapshot see a gap."""
+    unavailable_reason: str | None = None
+    """Why there is no snapshot, in most cases until the stream is cleared; None if there is one. After `failed: ...` compaction
+    is switched off until the process restarts."""
 
 
 class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start.
+    """Counters of a publisher since its start.
 
     `accepted` is the sum of `published`, `queued`, `dropped["encode_failed"]` and `dropped["send_failed"]`.
     """
@@ -53,45 +60,98 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int = 0
     published: int = 0
     queued: int = 0
-    """Accepted and not yet published."""
+    """Batches accepted and not yet published."""
     dropped: dict[str, int] = {}
-    """By reason: `queue_full` (never accepted, its number burnt), `encode_failed` (accepted, then without bytes), `send_failed`
-    (accepted; an exception prevented sending), `ended` (published after the publisher had ended without `shutdown()`, or in a
-    forked child; without a number)."""
+    """Dropped batches by reason: `queue_full` (never accepted, its number is a gap), `encode_failed` and `send_failed`
+    (accepted, then an exception prevented encoding or sending), `ended` (published after the publisher had ended without
+    `shutdown()`, or in a forked child; these have no number)."""
     failures: dict[str, int] = {}
-    """Exceptions by the part of the publisher that raised them, each logged. `compaction` and `heartbeat` are switched off by
-    their first one; `replay_buffer` forgets what it held; after one in `thread`, `replay` or `snapshot` that thread goes on."""
+    """Exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are switched off
+    by their first exception. After one in `replay_buffer` the buffer is empty. After one in `thread`, `replay` or `snapshot`
+    that thread continues."""
     next_seq: int = 0
-    """Number that the next batch gets."""
+    """Number of the next batch."""
     buffered_batches: int = 0
     buffered_bytes: int = 0
-    """What a replay from 0 would send."""
+    """Payload bytes that a replay from 0 would send, without the snapshot."""
     history: HistoryStats | None = None
-    """None where history is not compacted."""
+    """None if history is not compacted."""
     heartbeats: int = 0
-    """Batches of the publisher's own that say what is resident. They have numbers and count nowhere else, as barriers do."""
+    """Heartbeats sent. They have numbers and, like barriers, count in no other counter."""
     subscribers: int = 0
     """Subscriptions on the event socket; a consumer with two topics counts twice."""
     replay: ReplayStats = ReplayStats()
     snapshots: ReplayStats = ReplayStats()
-    """Of placement snapshots; `batches` are messages there."""
+    """Counters of the placement snapshot server; its `batches` are messages."""
 
 
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of everything that was accepted."""
+    """What happened to everything that a publisher accepted."""
 
     sent: int = 0
-    """Batches handed to ZeroMQ during the publisher's life."""
+    """Batches handed to ZeroMQ since the start."""
     unsent: int = 0
-    """Accepted batches that were still queued when time was up, or when the publisher ended without `shutdown()`."""
+    """Accepted batches still queued when the time was up, or when the publisher ended without `shutdown()`."""
     dropped: int = 0
-    """Batches dropped for any reason during the publisher's life."""
-    replays_cut: int = 0
-    """Replay replies that were not finished."""
+    """Batches dropped for any reason since the start."""
+    replays_unfinished: int = 0
+    """Replies that were not finished."""
     flushed: bool | None = None
-    """Whether ZeroMQ got rid of every frame in time; None when the context is shared and nobody waited for it."""
+    """Whether ZeroMQ sent every frame in time; None if the context is shared and the publisher did not wait for it."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that was accepted is known to be lost."""
-        return not self.unsent and not self.replays_cut and self.flushed is not False
+        """Whether no accepted batch and no reply is known to be lost."""
+        return not self.unsent and not self.replays_unfinished and self.flushed is not False
+
+
+class FailureLog:
+    """Counts and logs the exceptions that a publisher survives, by part. Each part is used by one thread."""
+
+    def __init__(self, logger: logging.Logger, label: str, log_interval: float) -> None:
+        self._logger = logger
+        self._label = label
+        self._log_interval = log_interval
+        self._counts: dict[str, int] = {}
+        self._logged_at: dict[str, float] = {}
+
+    def record(self, part: str, error: BaseException, consequence: str) -> None:
+        """Count an exception. Log it with its traceback if none of this part was logged in the last `log_interval` seconds."""
+        self._counts[part] = self._counts.get(part, 0) + 1
+        now = monotonic()
+        if part not in self._logged_at or now - self._logged_at[part] > self._log_interval:
+            self._logged_at[part] = now
+            self._logger.error("%s: %s failed: %r; %s", self._label, part, error, consequence, exc_info=error)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of exceptions by part; parts without exceptions are left out."""
+        return dict(self._counts)
+
+
+class LossLogger:
+    """Logs the first batch of a run of dropped batches, and their number when the run is over."""
+
+    def __init__(self, logger: logging.Logger, what: str, quiet_time: float) -> None:
+        """`quiet_time` is the number of seconds without a further drop after which a run is over."""
+        self._logger = logger
+        self._what = what
+        self._quiet_time = quiet_time
+        self._count_before_run = self._count = 0
+        self._changed_at = 0.0
+
+    def update(self, count: int, now: float, detail: str = "") -> None:
+        """Compare the counter with its last value; `now` is in monotonic seconds."""
+        if count != self._count:
+            if self._count_before_run == self._count:
+                self._logger.warning(
+                    "%s%s; consumers see a gap; further drops are counted", self._what, f": {detail}" if detail else ""
+                )
+            self._count, self._changed_at = count, now
+        elif self._count_before_run != self._count and now - self._changed_at > self._quiet_time:
+            self._logger.warning("%s: over after %d dropped batches", self._what, self._count - self._count_before_run)
+            self._count_before_run = self._count
+
+
+def is_context_terminated(error: BaseException) -> bool:
+    """Whether the error says that the ZeroMQ context was terminated, or the socket closed with it."""
+    return isinstance(error, zmq.ZMQError) and error.errno in _TERMINATED

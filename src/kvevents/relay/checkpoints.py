@@ -18,7 +18,7 @@ import msgspec
 
 from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import Applied
-from kvevents.publisher.buffer import Collapsed, ReplayBuffer
+from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.encoding import DialectEncoder, encode_parts
 from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
 from kvevents.relay.ownership import UpstreamBlocks
@@ -146,16 +146,16 @@ class CheckpointWriter:
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
         """Replace the files of the journal by a snapshot: the history of the buffer as one state, then the buffer's batches."""
         last = self._sequencer.next_number - 1
-        found = self._buffer.collapsed_at(last)
+        found = self._buffer.history_up_to(last)
         if found is None:
             return
-        collapsed, tail = found
-        if collapsed is None and (journal.state == "disk" or self._has_history()):
+        history, tail = found
+        if history is None and (journal.state == "disk" or self._has_history()):
             return
-        number = -1 if collapsed is None else collapsed.number
-        parts = snapshot_parts(collapsed, last, self._transform.blocks())
+        number = -1 if history is None else history.last_seq
+        parts = snapshot_parts(history, last, self._transform.blocks())
         self.take(statuses)  # the tail has no upstreams, so the checkpoints must be as of its end
-        journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=collapsed is not None and collapsed.partial)
+        journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
 
     def _has_history(self) -> bool:
         """Return whether batches have left the buffer."""
@@ -163,10 +163,10 @@ class CheckpointWriter:
         return history is None or history.batches > 0
 
 
-def snapshot_parts(collapsed: Collapsed | None, number: int, blocks: Mapping[int, UpstreamBlocks]) -> list[bytes]:
+def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[int, UpstreamBlocks]) -> list[bytes]:
     """Return a snapshot for the journal: the state of the buffer's history, and whose blocks are whose as of `number`."""
     ownership = [Ownership(number), *(Ownership(number, [(at, piece)]) for at, each in blocks.items() for piece in each.dump())]
-    payloads = [] if collapsed is None else collapsed.payloads
+    payloads = [] if history is None else history.payloads
     return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(each) for each in ownership)]
 
 
@@ -336,7 +336,7 @@ def _fill(
     streams = [state, *received.values()]
     with ThreadPoolExecutor(max(1, len(streams))) as pool:
         applying = [pool.submit(stream.apply, parts) for stream in streams]
-        buffer.resume(recovered.snapshot_number, parts, recovered.partial, rank=settings.upstreams[0].rank)
+        buffer.restore(recovered.snapshot_number, parts, recovered.partial, rank=settings.upstreams[0].rank)
         batches = recovered.batches()
         while chunk := list(islice(batches, _BATCHES_PER_READ)):
             _wait_for(applying)

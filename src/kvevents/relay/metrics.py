@@ -34,7 +34,7 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[RelayStatus], float | None]]]] = {
     ),
     "history_lost": (
         "1 while the relay cannot send a snapshot of its history.",
-        lambda status: float(status.history is None or status.history.lost is not None),
+        lambda status: float(status.history is None or status.history.unavailable_reason is not None),
     ),
     "journal_bytes": (
         "Bytes of the journal's snapshot and logs.",

@@ -38,9 +38,9 @@ from kvevents.endpoints import should_bind
 from kvevents.errors import ClosedError
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.history import History
+from kvevents.publisher.compaction import Compactor
+from kvevents.publisher.event_server import EventServer
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.checkpoints import CheckpointWriter, restore
 from kvevents.relay.encoding import DialectEncoder, encode_parts
 from kvevents.relay.journal import Disk, Journal, JournalStats
@@ -117,13 +117,13 @@ class Relay:
             settings.resolved_dialect, fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
         )
         received = received_streams(settings, index)
-        self._buffer = ReplayBuffer(settings.buffer_steps, History.create(), encoder.encode)
+        self._buffer = ReplayBuffer(settings.buffer_steps, Compactor.create(), encoder.encode)
         self._restored = restored = restore(settings, self._journal, self._buffer, self._state, received, encoder)
         # After the buffer has its history: consumers can request replay at once.
-        self._broadcast = self._open_broadcast(self._buffer, restored.incarnation)
-        undo.callback(self._broadcast.close, 0.0)
+        self._event_server = self._open_event_server(self._buffer, restored.incarnation)
+        undo.callback(self._event_server.close, 0.0)
         self._sequencer = Sequencer(
-            self._broadcast, self._state, self._journal, encoder, restored.next_number, settings.heartbeat
+            self._event_server, self._state, self._journal, encoder, restored.next_number, settings.heartbeat
         )
         self._transform: PassThrough | Transform = PassThrough(self._sequencer, self._report)
         if settings.changes_payloads:
@@ -174,10 +174,10 @@ class Relay:
     def _open_journal(self, disk: Disk | None) -> Journal | None:
         return None if self.settings.journal is None else Journal(self.settings.journal, self.limits.journal, disk=disk)
 
-    def _open_broadcast(self, buffer: ReplayBuffer, incarnation: int) -> Broadcast:
+    def _open_event_server(self, buffer: ReplayBuffer, incarnation: int) -> EventServer:
         settings = self.settings
         dialect = settings.resolved_dialect
-        return Broadcast(
+        return EventServer(
             settings.endpoint,
             settings.replay_endpoint,
             buffer=buffer,
@@ -196,12 +196,12 @@ class Relay:
     @property
     def endpoint(self) -> str:
         """Where consumers on this host subscribe."""
-        return self._broadcast.endpoint
+        return self._event_server.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
         """Where consumers on this host request replay."""
-        return self._broadcast.replay_endpoint
+        return self._event_server.replay_endpoint
 
     def trust(self) -> Trust:
         """Return the lowest trust of the upstreams."""
@@ -226,11 +226,11 @@ class Relay:
             blocks=self._state.blocks,
             digest=self._state.digest(),
             divergences=self._divergences,
-            subscribers=self._broadcast.subscribers,
+            subscribers=self._event_server.subscribers,
             buffered_batches=batches,
             buffered_bytes=size,
             history=self._buffer.history_stats(),
-            replay=self._broadcast.replay_stats(),
+            replay=self._event_server.replay_stats(),
             journal=last_turn.journal,
             upstreams=last_turn.upstreams,
         )
@@ -270,8 +270,8 @@ class Relay:
         self._is_maintenance_due = False
         self._maintain_at = now + self.limits.maintenance_interval
         self._update_last_turn()
-        self._broadcast.look_around()
-        if self._broadcast.wants_cut:
+        self._event_server.poll()
+        if self._event_server.barrier_requested:
             self._sequencer.send_barrier(self._rank)
         self._clear_if_empty()
         self._heartbeats.send_if_due(self.trust(), now)
@@ -406,7 +406,7 @@ class Relay:
         if not self._is_interrupted:
             self._checkpoints.take(self._last_turn.upstreams)
         self._upstreams.close()
-        self._broadcast.close(self.limits.close_timeout)
+        self._event_server.close(self.limits.close_timeout)
         if self._journal is not None:
             self._journal.close()
 

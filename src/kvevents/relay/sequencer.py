@@ -12,9 +12,9 @@ from typing import Final
 from kvevents.errors import UnknownSourceError
 from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied, PrefixIndex
-from kvevents.publisher.broadcast import Broadcast
-from kvevents.publisher.buffer import ReplayBuffer
-from kvevents.publisher.kept import Numbered
+from kvevents.publisher.compaction import SequencedPayload
+from kvevents.publisher.event_server import EventServer
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.encoding import DialectEncoder, loses_events, without_heartbeats
 from kvevents.relay.journal import Batches, Journal, Origin
 from kvevents.stream import Findings, RawBatch, Reset, Trust
@@ -76,7 +76,7 @@ class Sequencer:
 
     def __init__(
         self,
-        broadcast: Broadcast,
+        event_server: EventServer,
         state: IndexedStream,
         journal: Journal | None,
         encoder: DialectEncoder,
@@ -89,7 +89,7 @@ class Sequencer:
         self.heartbeats = 0
         """Heartbeats sent."""
         self.batches_since_heartbeat = 0
-        self._broadcast: Final = broadcast
+        self._event_server: Final = event_server
         self._state: Final = state
         self._journal: Final = journal
         self.encoder: Final = encoder
@@ -141,7 +141,7 @@ class Sequencer:
         """Send a heartbeat with the digest of what consumers hold."""
         self.heartbeats += 1
         reason = trust.reason[:_MAX_REASON]
-        heartbeat = Heartbeat(self._state.digest(), self._heartbeat, trust.name, reason, self._broadcast.incarnation)
+        heartbeat = Heartbeat(self._state.digest(), self._heartbeat, trust.name, reason, self._event_server.incarnation)
         self.send_events([BlockRemoved([], heartbeat=heartbeat)], rank)
         self.batches_since_heartbeat = 0
 
@@ -149,7 +149,7 @@ class Sequencer:
         """Send an empty batch as the barrier of a placement snapshot."""
         payload = self.encoder.encode(KVEventBatch(time.time(), [], rank))
         self._append(Batches(self.next_number, [OWN_UPSTREAM], [0], [0], [payload]))
-        self._broadcast.cut(self.next_number, payload)
+        self._event_server.send_barrier(self.next_number, payload)
         self.next_number += 1
         self.batches_since_heartbeat += 1
         self._is_newest_unseen = False
@@ -193,8 +193,8 @@ class Sequencer:
         if not payloads:
             return
         self._append(Batches(self.next_number, upstreams, incarnations, seqs, list(payloads)))
-        numbered: list[Numbered] = list(enumerate(payloads, self.next_number))
-        self._broadcast.send(numbered)
+        numbered: list[SequencedPayload] = list(enumerate(payloads, self.next_number))
+        self._event_server.send(numbered)
         self.next_number += len(payloads)
         self.batches_since_heartbeat += len(payloads)
         self._is_newest_unseen = False
@@ -247,7 +247,7 @@ class HeartbeatSchedule:
         learns the trust in the same answer.
         """
         half = max(1, len(self._buffer) // 2)
-        return bool(self._sent and self._buffer.has_left and self._sequencer.batches_since_heartbeat >= half)
+        return bool(self._sent and self._buffer.has_evicted and self._sequencer.batches_since_heartbeat >= half)
 
     def _delay(self, trust: Trust) -> float:
         """Least time in seconds between the last heartbeat and one with this trust."""

@@ -1,4 +1,4 @@
-//! The class behind `kvevents.publisher.history`.
+//! The class behind `kvevents.publisher.compaction`.
 
 use std::ptr::null_mut;
 use std::slice;

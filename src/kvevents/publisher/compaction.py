@@ -1,0 +1,382 @@
+"""Compaction of batches that have left the replay buffer, snapshots of the result, and digests of a stream.
+
+`Compactor` keeps what is still live of a stream's old batches. `encode_snapshot` encodes its events as batches that subscribers
+can read. `DigestTracker` computes the digest that heartbeats carry.
+
+A snapshot that is larger than one payload has several parts. A consumer needs all of them, in a row. But live batches may have
+had the same numbers, and a consumer may hold some of those. So each part ends with a heartbeat whose digest covers all parts up
+to this one, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part sees a wrong digest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from kvevents.config import MAX_HEARTBEAT
+from kvevents.errors import MissingDependencyError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.stream import RawBatch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
+from kvevents.wire.respelling import respelled
+
+SequencedPayload: TypeAlias = tuple[int, bytes]
+"""A batch as it is sent: its number and its payload."""
+Encode: TypeAlias = Callable[[Any], bytes]
+"""Encodes a batch."""
+EventTuple: TypeAlias = tuple[Any, ...]
+"""An event as `_native.Compactor.events` returns it: its kind, its block hashes, then the other fields of that kind."""
+InvalidReason: TypeAlias = Literal["batches", "payloads", "digests"]
+"""Why a history is unknown: batches were never seen, payloads cannot be read, or hashes cannot be represented as numbers."""
+
+_NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
+
+# --- the compactor -----------------------------------------------------------------------------------------------------------
+
+
+class _NativeCompactor(Protocol):
+    """`_native.Compactor`. It is loaded at run time only, so that publishers work without the native module."""
+
+    def fold(self, payload: bytes, own: bool = False) -> None: ...
+    def fold_many(self, batches: list[SequencedPayload]) -> None: ...
+    def events(self) -> list[EventTuple] | None: ...
+    def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
+    def miss(self) -> None: ...
+    def lose(self, reason: str) -> None: ...
+    def clear(self) -> None: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def lost(self) -> str | None: ...
+    @property
+    def partial(self) -> bool: ...
+
+
+class Compactor:
+    """Takes the payloads of one stream, oldest first, and keeps only what is still live.
+
+    `events` returns its state as a clear followed by stores that rebuild every chain: a consumer that applies them knows the
+    same as one that saw every batch. Blocks that nobody can key by tokens are left out: blocks of groups of an unknown kind,
+    and stores whose lengths disagree.
+    """
+
+    def __init__(self, native: _NativeCompactor) -> None:
+        self._native = native
+
+    @classmethod
+    def create(cls) -> Compactor | None:
+        """Return an empty compactor, or None if the native module is not installed."""
+        try:
+            native = importlib.import_module("kvevents._native")
+        except ImportError:
+            return None
+        return cls(native.Compactor(_NATIVE_LIMITS))
+
+    def append(self, payload: bytes) -> None:
+        """Apply the next payload, as it was sent."""
+        self._native.fold(payload)
+
+    def extend(self, batches: list[SequencedPayload]) -> None:
+        """Apply the payloads of consecutive batches. Releases the interpreter lock if that takes long."""
+        self._native.fold_many(batches)
+
+    def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
+        """Load what `payloads` returned in another process. Other input makes the history unavailable."""
+        for payload in payloads:
+            self._native.fold(payload, own=True)
+        if partial:
+            self.mark_gap()
+
+    def events(self) -> list[EventTuple] | None:
+        """Return events that rebuild the state; None if the history is unavailable, or if no order of events can express it.
+
+        The latter needs equal hashes under different parents, stored repeatedly; it ends when they are removed.
+        """
+        return None if self.unavailable_reason else self._native.events()
+
+    def payloads(self, limit: int, ts: float) -> list[bytes] | None:
+        """Return the state as payloads for `restore`, of at most `limit` bytes unless a single block is larger.
+
+        None if the history is unavailable. Releases the interpreter lock.
+        """
+        return None if self.unavailable_reason else self._native.payloads(limit, ts)
+
+    def mark_gap(self) -> None:
+        """Note that a batch at this position was never sent; `partial` is True until the stream is cleared."""
+        self._native.miss()
+
+    def invalidate(self, reason: InvalidReason) -> None:
+        """Make the history unavailable until the stream is cleared."""
+        self._native.lose(reason)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._native.clear()
+
+    @property
+    def unavailable_reason(self) -> str | None:
+        """The limit that was exceeded, or an `InvalidReason`; None if the history is available."""
+        return self._native.lost
+
+    @property
+    def partial(self) -> bool:
+        """Whether a batch is missing since the stream was last cleared."""
+        return self._native.partial
+
+    @property
+    def live(self) -> int:
+        """Blocks with at least one copy."""
+        return self._native.live
+
+    @property
+    def bytes(self) -> int:
+        """Approximate heap memory."""
+        return self._native.bytes
+
+    def __repr__(self) -> str:
+        state = f"unavailable: {self.unavailable_reason}" if self.unavailable_reason else f"{self.live} blocks"
+        return f"<Compactor {state}, {self.bytes} bytes>"
+
+
+# --- the digest of a stream --------------------------------------------------------------------------------------------------
+
+_STREAM: Final = "own"
+_INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
+"""All other limits are the defaults of `kvevents.index.IndexLimits`, since the digest depends on which blocks they reject."""
+_EMPTY_DIGEST: Final = f"{0:032x}"
+_APPLIED, _CLEARED = "applied", "cleared"
+_OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
+"""What the native index returns for a batch."""
+
+
+class DigestTracker:
+    """Applies a stream as the index of a consumer does, and computes its digest.
+
+    `index` is a subclass of `_native.NativeIndex`. It is loaded at run time only, so that publishers work without the native
+    module.
+    """
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+        self._last_seq = -1
+        self._missing: int | None = None
+        """The newest number that was never sent, since the stream was last cleared."""
+
+    @classmethod
+    def create(cls) -> DigestTracker:
+        """Return a tracker of a stream without batches. Raises `MissingDependencyError` without the native module."""
+        try:
+            native = importlib.import_module("kvevents._native")
+        except ImportError as error:
+            raise MissingDependencyError(
+                "heartbeat needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
+            ) from error
+        # An index that drops the findings of a payload, such as the publisher's own heartbeats.
+        index: Any = type("DigestIndex", (native.NativeIndex,), {"_found": lambda _self, outcome, *_found: outcome})
+        return cls(index(_NATIVE_LIMITS, None, _INDEX_LIMITS, _OUTCOMES))
+
+    def apply(self, batches: Sequence[SequencedPayload]) -> None:
+        """Apply batches as they were sent. Releases the interpreter lock."""
+        raw = [RawBatch(_STREAM, 0, 0, seq, False, payload) for seq, payload in batches]
+        done = 0
+        while done < len(raw):
+            outcomes = self._index._apply_many(raw[done:])  # noqa: SLF001 - the native module's, as in kvevents.index
+            if done + len(outcomes) < len(raw):
+                outcomes.append(self._apply_tolerant(raw[done + len(outcomes)]))
+            for each, outcome in zip(raw[done:], outcomes, strict=False):
+                self._note(each.seq, outcome)
+            done += len(outcomes)
+
+    def _apply_tolerant(self, batch: RawBatch) -> Any:
+        """Apply a payload that only the tolerant decoder can read."""
+        payload = respelled(decode_batch(batch.payload).batch.events)
+        return self._index._apply(_STREAM, 0, 0, batch.seq, payload)  # noqa: SLF001 - the native module's
+
+    def _note(self, seq: int, outcome: Any) -> None:
+        if seq != self._last_seq + 1:
+            self._missing = seq - 1
+        if outcome == _CLEARED:
+            self._missing = None
+        self._last_seq = seq
+
+    def digest(self) -> str:
+        """Return what `kvevents.index.PrefixIndex.digest` returns for a consumer that applied the same batches."""
+        digest = self._index._digest(_STREAM, 0)  # noqa: SLF001 - the native module's
+        return _EMPTY_DIGEST if digest is None else f"{digest:032x}"
+
+    def heartbeat(self, number: int, interval: float, incarnation: int) -> Heartbeat:
+        """Return the heartbeat for the batch `number`, which is sent next. `interval` is in seconds."""
+        missing = number - 1 if number != self._last_seq + 1 else self._missing
+        if missing is None:
+            return Heartbeat(self.digest(), interval, incarnation=incarnation)
+        reason = f"number {missing} was never sent: it was dropped, or could not be encoded"
+        return Heartbeat(self.digest(), interval, "DEGRADED", reason, incarnation)
+
+
+# --- snapshots ---------------------------------------------------------------------------------------------------------------
+
+MAX_SNAPSHOT_PARTS: Final = 16
+"""Batches of one snapshot. At 32 MiB each they hold some six million blocks of 16 tokens; all are in memory at once."""
+_EVENTS_PER_PART: Final = 8
+"""An event that would fill more than this fraction of a part is split, so that parts can be filled evenly."""
+_FIXED_EVENT_BYTES: Final = 400
+"""Upper bound for an event without its hashes, tokens and names."""
+_ARRAY_HEADER_BYTES: Final = 16
+"""Bytes by which the array headers of a batch may grow with its content."""
+_NOT_LAST_PART: Final = "its snapshot is several batches, of which this is not the last one"
+
+_EncodeEvents = Callable[[list[KVEvent]], bytes]
+
+
+def encode_snapshot(
+    events: list[EventTuple], ts: float, rank: int | None, encode: Encode, limit: int, incarnation: int = 0
+) -> list[bytes] | None:
+    """Return the payloads of a snapshot, each of at most `limit` bytes. The first one begins with a clear.
+
+    Nearly always there is one. `incarnation` is the sender's, as in its heartbeats. Returns None if more than
+    `MAX_SNAPSHOT_PARTS` would be needed, or if a single block takes more than a payload holds.
+    """
+
+    def encode_events(found: list[KVEvent]) -> bytes:
+        return encode(KVEventBatch(ts, found, rank))
+
+    if sum(map(_max_size, events)) + _FIXED_EVENT_BYTES <= limit:
+        return [encode_events([AllBlocksCleared(), *map(_to_event, events)])]
+    parts = _join(_group(events, encode_events, limit), encode_events, incarnation)
+    return parts if parts is not None and all(len(part) <= limit for part in parts) else None
+
+
+def _join(groups: Iterable[list[KVEvent]], encode_events: _EncodeEvents, incarnation: int) -> list[bytes] | None:
+    """Encode each group as a part. If there are several, append the digest after each part, and whether it is the last."""
+    tracker = DigestTracker.create()
+    parts: list[bytes] = []
+    pending: list[KVEvent] = []
+    for number, group in enumerate(groups):
+        if number == MAX_SNAPSHOT_PARTS:
+            return None
+        if pending:
+            parts.append(encode_events([*pending, _part_heartbeat("DEGRADED", tracker, incarnation)]))
+        tracker.apply([(number, encode_events(group))])
+        pending = group
+    return [*parts, encode_events([*pending, _part_heartbeat("EXACT", tracker, incarnation)] if parts else pending)]
+
+
+def _part_heartbeat(trust: str, tracker: DigestTracker, incarnation: int) -> BlockRemoved:
+    reason = "" if trust == "EXACT" else _NOT_LAST_PART
+    return BlockRemoved([], heartbeat=Heartbeat(tracker.digest(), MAX_HEARTBEAT, trust, reason, incarnation))
+
+
+def _group(events: list[EventTuple], encode_events: _EncodeEvents, limit: int) -> Iterator[list[KVEvent]]:
+    """Yield groups of events that each fill a part. Large events are split, since encoding one would block the process."""
+    clear = AllBlocksCleared()
+    group: list[KVEvent] = [clear]
+    bare = len(encode_events([]))
+    longest = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
+    empty = bare + _ARRAY_HEADER_BYTES + len(encode_events([BlockRemoved([], heartbeat=longest)])) - bare
+    size = empty + len(encode_events([clear])) - bare
+    for piece in (piece for event in events for piece in _split(event, limit // _EVENTS_PER_PART)):
+        event = _to_event(piece)
+        added = len(encode_events([event])) - bare
+        if size + added > limit and len(group) > 1:
+            yield group
+            group, size = [], empty
+        group.append(event)
+        size += added
+    yield group
+
+
+def _max_size(event: EventTuple) -> int:
+    """Upper bound of the event's bytes in any dialect."""
+    kind, hashes, *values = event
+    tokens = len(values[1]) * 3 // 2 if kind == "stored" else 0
+    names = sum(4 * len(value) for value in values if isinstance(value, str))
+    extra = 2 * len(values[_EXTRA]) if kind == "stored" and values[_EXTRA] is not None else 0
+    # A keyed store has a key for each hash.
+    return _FIXED_EVENT_BYTES + 18 * len(hashes) + tokens + names + extra
+
+
+def _split(event: EventTuple, room: int) -> Iterable[EventTuple]:
+    """Return the event as several of at most `room` bytes each, unless a single block takes more."""
+    size, count = _max_size(event), len(event[1])
+    if size <= room or count < 2:
+        return (event,)
+    step = max(1, count * room // size)
+    return _SPLITTERS[event[0]](event, step)
+
+
+def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
+    kind, hashes, parent, tokens, pairs, *others = event
+    each = len(tokens) // len(hashes)
+    extra = None if others[_EXTRA - 3] is None else _decode(others[_EXTRA - 3])
+    keys = others[-1]
+    for start in range(0, len(hashes), step):
+        stop = start + step
+        others[-1] = None if keys is None else keys[start:stop]
+        if extra is not None:
+            others[_EXTRA - 3] = _encode(extra[start:stop])
+        yield (kind, hashes[start:stop], parent, tokens[start * each : stop * each], pairs, *others)
+        # Stores without tokens are copies of blocks that already have a place in a chain.
+        parent = hashes[min(stop, len(hashes)) - 1] if tokens else parent
+
+
+def _split_removed(event: EventTuple, step: int) -> Iterator[EventTuple]:
+    kind, hashes, *others = event
+    for start in range(0, len(hashes), step):
+        yield (kind, hashes[start : start + step], *others)
+
+
+_SPLITTERS: Final[dict[str, Callable[[EventTuple, int], Iterator[EventTuple]]]] = {
+    "stored": _split_stored,
+    "removed": _split_removed,
+}
+_STORED_FIELDS: Final = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "pairs",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "cache_salt",
+    "block_keys",
+)
+_REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
+_EXTRA: Final = _STORED_FIELDS.index("extra_keys") - 1
+"""Index of the extra keys among the fields after the hashes."""
+
+_decode: Final = msgspec.msgpack.decode
+_encode: Final = msgspec.msgpack.encode
+
+
+def _to_event(event: EventTuple) -> KVEvent:
+    return _CONSTRUCTORS[event[0]](*event[1:])
+
+
+def _stored(*values: Any) -> BlockStored:
+    fields = dict(zip(_STORED_FIELDS, values, strict=True))
+    numbers = array("I", fields["token_ids"]).tolist()
+    fields["token_ids"] = list(zip(numbers[::2], numbers[1::2], strict=True)) if fields.pop("pairs") else numbers
+    if fields["extra_keys"] is not None:
+        fields["extra_keys"] = _decode(fields["extra_keys"])
+    return BlockStored(**fields)
+
+
+def _removed(*values: Any) -> BlockRemoved:
+    return BlockRemoved(**dict(zip(_REMOVED_FIELDS, values, strict=True)))
+
+
+_CONSTRUCTORS: Final[dict[str, Callable[..., KVEvent]]] = {"stored": _stored, "removed": _removed}

@@ -1,0 +1,497 @@
+"""The batches that can be replayed, and the snapshot that stands for older ones.
+
+Theory of operation. Batches that leave the buffer are compacted. A consumer that requests replay from before the buffer gets a
+snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:
+
+- No number is missing: the snapshot ends with the number of the last batch it contains. A snapshot larger than one payload has
+  several parts (see `compaction`). A consumer must receive all parts or none, and it may hold live batches of the same numbers.
+  So only a request from before the first part gets the snapshot, and the numbers of two snapshots never overlap: until a new
+  snapshot can have its own numbers, the last one is sent together with the batches evicted since.
+- A number was never sent: the snapshot ends just before that number. Every consumer sees a gap behind the clear, so none takes
+  the state for complete. An empty batch follows with the number of the last batch that the snapshot contains. A consumer that
+  holds that batch itself, and would apply it twice, sees two contents under one number and starts over.
+
+Sending never waits for compaction. `compact_until_stopped` is the body of a thread that evicts and compacts batches; meanwhile
+`extend` only appends. Without that thread, or if its backlog is too large, `extend` compacts, which bounds memory. The thread
+compacts small pieces with pauses in between, so that a publisher thread on the same CPU waits for one piece at most.
+
+If compaction raises any exception, it is switched off, since the compactor may have applied half a batch. From then on the
+buffer keeps `steps` batches and sends no snapshot, and a late consumer sees that its history is truncated.
+
+Locks, outermost first: `_snapshot_lock` (one snapshot is built at a time), `_history_lock` (the compactor, and what was
+evicted), `_buffer_lock` (the buffered batches).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain, takewhile
+from operator import itemgetter
+from typing import Final, NamedTuple, Self
+
+from kvevents.events import KVEventBatch
+from kvevents.publisher.compaction import (
+    MAX_SNAPSHOT_PARTS,
+    Compactor,
+    Encode,
+    EventTuple,
+    SequencedPayload,
+    encode_snapshot,
+)
+from kvevents.publisher.settings import ReplayBufferSettings
+from kvevents.publisher.stats import HistoryStats
+from kvevents.wire import decode_batch
+from kvevents.wire.dialects import Dialect
+from kvevents.wire.encode import batch_encoder
+
+logger = logging.getLogger(__name__)
+
+CHUNK: Final = 64
+"""Batches of a chunk of a `ChunkedDeque`. A burst stays together, so that work per chunk costs each batch little."""
+_MAX_REASON: Final = 200
+"""Characters of an `unavailable_reason`."""
+_DEFAULTS: Final = ReplayBufferSettings()
+
+_seq_of = itemgetter(0)
+_payload_of = itemgetter(1)
+
+
+class ChunkedDeque:
+    """Batches with rising numbers, oldest first, stored in chunks."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[list[SequencedPayload]] = deque()
+        self._sizes: deque[int] = deque()
+        """Payload bytes of each chunk."""
+        self._count = 0
+        self.bytes = 0
+        """Payload bytes of all batches."""
+
+    def extend(self, batches: Sequence[SequencedPayload]) -> None:
+        """Append batches with higher numbers."""
+        if not batches:
+            return
+        size = _bytes_of(batches)
+        if self._chunks and len(self._chunks[-1]) + len(batches) <= CHUNK:
+            self._chunks[-1] += batches
+            self._sizes[-1] += size
+        else:
+            self._chunks.append(list(batches))
+            self._sizes.append(size)
+        self._count += len(batches)
+        self.bytes += size
+
+    def popleft_many(self, count: int) -> list[SequencedPayload]:
+        """Remove and return the `count` oldest batches; there must be that many."""
+        taken, size = self._chunks.popleft(), self._sizes.popleft()
+        while len(taken) < count:
+            taken += self._chunks.popleft()
+            size += self._sizes.popleft()
+        if len(taken) > count:
+            rest = taken[count:]
+            del taken[count:]
+            rest_size = _bytes_of(rest)
+            self._chunks.appendleft(rest)
+            self._sizes.appendleft(rest_size)
+            size -= rest_size
+        self._count -= count
+        self.bytes -= size
+        return taken
+
+    def count_within(self, size: int) -> int:
+        """Return how many of the oldest batches have at most `size` bytes together, at least 1. Must not be empty."""
+        sizes = accumulate(len(payload) for _, payload in self)
+        return max(1, sum(1 for _ in takewhile(lambda total: total <= size, sizes)))
+
+    def batches_from(self, start: int) -> list[SequencedPayload]:
+        """Return the batches numbered `start` or higher."""
+        chunks = list(takewhile(lambda chunk: chunk[-1][0] >= start, reversed(self._chunks)))
+        found = list(chain.from_iterable(reversed(chunks)))
+        return found[bisect_left(found, start, key=_seq_of) :]
+
+    @property
+    def newest(self) -> int:
+        """Number of the last batch. Must not be empty."""
+        return self._chunks[-1][-1][0]
+
+    def __iter__(self) -> Iterator[SequencedPayload]:
+        return chain.from_iterable(self._chunks)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _bytes_of(batches: Sequence[SequencedPayload]) -> int:
+    return sum(map(len, map(_payload_of, batches)))
+
+
+class CompactedHistory(NamedTuple):
+    """What has left a buffer, in the form that `ReplayBuffer.restore` takes."""
+
+    last_seq: int
+    """Number of the last batch it contains."""
+    payloads: list[bytes]
+    """State of the compactor; not for consumers."""
+    partial: bool = False
+    """Whether a number up to `last_seq` was never sent, since the stream was last cleared."""
+
+
+class _Snapshot(NamedTuple):
+    """Batches that stand for everything up to a number."""
+
+    last_seq: int
+    """Number of the last batch it contains."""
+    batches: list[SequencedPayload]
+    latest_start: int
+    """Requests from above this number get none of it."""
+    has_parts: bool
+    """Whether it has several parts, under the numbers of batches that were sent."""
+
+
+class _SnapshotInput(NamedTuple):
+    """What a snapshot is built from."""
+
+    last_seq: int
+    last_payload: bytes
+    missing: int | None
+    events: list[EventTuple] | None
+    """None if no new snapshot is needed, or the history is unavailable."""
+    recently_evicted: list[SequencedPayload]
+
+
+class ReplayBuffer:
+    """The last `steps` published batches, in order. Numbers rise but may have gaps.
+
+    With a `compactor`, evicted batches are compacted into a snapshot: a clear, and stores that rebuild what was live. `encode`
+    encodes it. Batches are then evicted in groups: the buffer holds up to `settings.group_size` more than `steps`, but at most
+    a sixteenth of `steps`; and fewer if they have more than `settings.max_bytes`.
+
+    One thread calls `extend` and one thread calls `batches_from`; all other methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        compactor: Compactor | None = None,
+        encode: Encode | None = None,
+        *,
+        settings: ReplayBufferSettings = _DEFAULTS,
+    ) -> None:
+        self._steps = steps
+        self._settings = settings
+        self._tolerance = 0 if compactor is None else min(settings.group_size - 1, steps // settings.min_groups)
+        self._buffered = ChunkedDeque()
+        self._make_locks()
+        self._compactor = compactor
+        self._history_stats = None if compactor is None else HistoryStats()
+        self._has_thread = self._is_stopped = False
+        self._compaction_failed = False
+        self._encode = encode
+        self._rank: int | None = None
+        self.incarnation = 0
+        """The sender's incarnation, as in its heartbeats; the parts of a snapshot carry it too."""
+        self._last_evicted: SequencedPayload = (-1, b"")
+        self._missing: int | None = None
+        """The newest evicted number that was never sent, since the stream was last cleared."""
+        self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS)
+        self._snapshot: _Snapshot | None = None
+        self._snapshot_failure: str | None = None
+        """Why the last snapshot could not be built."""
+
+    @classmethod
+    def compacting(
+        cls,
+        steps: int,
+        dialect: Dialect | None = None,
+        *,
+        settings: ReplayBufferSettings = _DEFAULTS,
+    ) -> Self:
+        """Return a buffer with snapshots in `dialect`; without compaction if the native module is not installed."""
+        return cls(steps, Compactor.create(), batch_encoder(dialect), settings=settings)
+
+    def extend(self, batches: Sequence[SequencedPayload]) -> None:
+        """Add batches and evict the oldest. Call this before sending them live, so that every batch seen can be requested."""
+        with self._buffer_lock:
+            self._buffered.extend(batches)
+            excess = self._count_excess(self._tolerance)
+        if excess and (not self._has_thread or excess > self._settings.max_backlog):
+            with self._history_lock:
+                self._evict()
+        elif excess:
+            self._work.set()
+
+    def compact_until_stopped(self) -> None:
+        """Evict and compact batches until `stop_compacting`; the body of a thread beside the one that calls `extend`."""
+        self._has_thread = True
+        try:
+            while not self._is_stopped:
+                self._work.wait()
+                self._work.clear()
+                self._compact_in_pieces()
+        except BaseException:
+            logger.exception("the compaction thread failed; the publisher thread compacts from now on")
+        finally:
+            self._has_thread = False
+
+    def _compact_in_pieces(self) -> None:
+        """Compact the current excess; all of it at once if it is so large that pauses would let it grow."""
+        settings = self._settings
+        with self._buffer_lock:
+            left = self._count_excess(self._tolerance)
+        while left > 0 and not self._is_stopped:
+            max_bytes = settings.compaction_bytes if left <= 2 * settings.group_size else None
+            with self._history_lock:
+                evicted = self._evict(exactly=True, max_bytes=max_bytes)
+            # A replay request may have evicted some of it meanwhile.
+            left = left - evicted if evicted else 0
+            if left > 0:
+                self._pause.wait(settings.compaction_pause)
+
+    def stop_compacting(self) -> None:
+        """End `compact_until_stopped`; `extend` compacts from now on. Returns at once."""
+        self._has_thread, self._is_stopped = False, True
+        self._work.set()
+        self._pause.set()
+
+    def _count_excess(self, tolerance: int) -> int:
+        """Return how many of the oldest batches to evict now; 0 unless they are more than `tolerance`."""
+        buffered = self._buffered
+        excess = len(buffered) - self._steps
+        excess = excess if excess > tolerance else 0
+        stats = self._history_stats
+        if stats is not None and stats.unavailable_reason is None and buffered.bytes > self._settings.max_bytes:
+            excess = max(excess, self._count_excess_bytes())
+        return excess
+
+    def _count_excess_bytes(self) -> int:
+        """Return how many of the oldest batches to evict to free some bytes; never the newest, whose number replay needs."""
+        allowed = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
+        left = accumulate(self._buffered, lambda left, batch: left - len(batch[1]), initial=self._buffered.bytes)
+        return min(sum(1 for _ in takewhile(lambda left: left > allowed, left)), len(self._buffered) - 1)
+
+    def _evict(self, *, exactly: bool = False, max_bytes: int | None = None) -> int:
+        """Evict and compact the excess; return the number of batches. The caller holds `_history_lock`.
+
+        With `exactly` it does not wait for a group of batches. `max_bytes` limits the payload bytes, but at least one batch is
+        evicted.
+        """
+        with self._buffer_lock:
+            excess = self._count_excess(0 if exactly else self._tolerance)
+            if excess and max_bytes is not None:
+                excess = min(excess, self._buffered.count_within(max_bytes))
+            evicted = self._buffered.popleft_many(excess) if excess else []
+        if evicted and self._compactor is not None:
+            with self._disabling_compaction_on_error():
+                self._compact(self._compactor, evicted)
+        return len(evicted)
+
+    @contextmanager
+    def _disabling_compaction_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        # A panic of native code is a BaseException.
+        except BaseException as error:
+            with self._history_lock:
+                self._compactor = self._snapshot = None
+                self._recently_evicted.clear()
+                self._compaction_failed = True
+                reason = f"failed: {type(error).__name__}: {error}"[:_MAX_REASON]
+                self._history_stats = HistoryStats(batches=self._last_evicted[0] + 1, unavailable_reason=reason)
+            logger.exception("compaction failed and is switched off; replay begins with the oldest buffered batch from now on")
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+
+    def _compact(self, compactor: Compactor, batches: list[SequencedPayload]) -> None:
+        if batches[-1][0] - self._last_evicted[0] == len(batches):  # no number is missing
+            compactor.extend(batches)
+            self._last_evicted = batches[-1]
+        else:
+            for seq, payload in batches:
+                if seq != self._last_evicted[0] + 1:
+                    compactor.mark_gap()
+                    self._missing = seq - 1
+                compactor.append(payload)
+                self._last_evicted = (seq, payload)
+        if self._missing is not None and not compactor.partial:
+            self._missing = None
+        self._recently_evicted.extend(batches)
+        self._update_stats()
+
+    def batches_from(self, start: int) -> list[SequencedPayload]:
+        """Return the buffered batches numbered `start` or higher.
+
+        If `start` is older than the buffer: the snapshot of everything before the buffer and all buffered batches; without a
+        snapshot, the last `steps` batches.
+        """
+        with self._snapshot_lock:
+            with self._history_lock:
+                self._evict(exactly=True)
+                with self._buffer_lock:
+                    found = self._buffered.batches_from(start) if self._buffered else []
+                    newest = self._buffered.newest if self._buffered else self._last_evicted[0]
+                is_older = start <= self._last_evicted[0]
+                source = self._snapshot_input() if is_older and start <= newest else None
+            prefix = [] if source is None else self._prefix_for(start, source)
+        if prefix or not is_older:
+            return prefix + found
+        return found[-self._steps :] if self._steps else []
+
+    # --- snapshots. They are encoded outside of the inner locks: 50,000 blocks take a tenth of a second.
+
+    def _snapshot_input(self) -> _SnapshotInput | None:
+        compactor, snapshot = self._compactor, self._snapshot
+        if compactor is None:
+            return None
+        seq, payload = self._last_evicted
+        # A snapshot of n parts is reused for n more batches: a new one could not have its own numbers before.
+        is_current = snapshot is not None and seq - snapshot.last_seq < (len(snapshot.batches) if snapshot.has_parts else 1)
+        found = None
+        with self._disabling_compaction_on_error():
+            events = None if is_current else compactor.events()
+            found = _SnapshotInput(seq, payload, self._missing, events, list(self._recently_evicted))
+        return found  # noqa: RET504 - None after an exception
+
+    def _prefix_for(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
+        """Return what precedes the buffered batches in a reply from `start`. A snapshot is encoded once for all requests."""
+        if source.events is not None:
+            with self._disabling_compaction_on_error():
+                self._refresh_snapshot(source, source.events)
+        snapshot, evicted = self._snapshot, source.recently_evicted
+        if snapshot is None or (snapshot.last_seq < source.last_seq and (not evicted or evicted[0][0] > snapshot.last_seq + 1)):
+            return []
+        batches = snapshot.batches if start <= snapshot.latest_start else []
+        return batches + [batch for batch in evicted if batch[0] > snapshot.last_seq and batch[0] >= start]
+
+    def _refresh_snapshot(self, source: _SnapshotInput, events: list[EventTuple]) -> None:
+        built = self._build_snapshot(source, events)
+        self._snapshot_failure = built if isinstance(built, str) else None
+        with self._history_lock:
+            self._update_stats()
+        last = self._snapshot
+        overlaps = last is not None and not isinstance(built, str) and built.has_parts and built.batches[0][0] <= last.last_seq
+        if not isinstance(built, str) and not overlaps:
+            self._snapshot = built
+
+    def _build_snapshot(self, source: _SnapshotInput, events: list[EventTuple]) -> _Snapshot | str:
+        """Return the snapshot, or the reason why there is none."""
+        batch = decode_batch(source.last_payload).batch
+        rank = self._rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+        encode = self._encode
+        limit = self._settings.max_payload_bytes
+        parts = None if encode is None else encode_snapshot(events, batch.ts, rank, encode, limit, self.incarnation)
+        if parts is None or encode is None:
+            return "oversized"
+        last = source.last_seq if source.missing is None else source.missing - 1
+        first = last - len(parts) + 1
+        has_parts = source.missing is None and len(parts) > 1
+        if first < has_parts:  # parts need a number below the first one, from which to request them
+            return "oversized" if source.missing is None else "batches"
+        batches = list(zip(range(first, last + 1), parts, strict=True))
+        if source.missing is not None:
+            batches.append((source.last_seq, encode(KVEventBatch(batch.ts, [], rank))))
+        return _Snapshot(source.last_seq, batches, first - has_parts, has_parts)
+
+    # --- transfer of the history to another buffer
+
+    def compacted_history(self) -> CompactedHistory | None:
+        """Return what has left the buffer; None if nothing has, or the history is unavailable."""
+        with self._history_lock:
+            seq, last = self._last_evicted
+            if self._compactor is None or seq < 0:
+                return None
+            payloads = self._compactor.payloads(self._settings.max_payload_bytes, decode_batch(last).batch.ts)
+            return None if payloads is None else CompactedHistory(seq, payloads, self._missing is not None)
+
+    def history_up_to(self, seq: int) -> tuple[CompactedHistory | None, list[SequencedPayload]] | None:
+        """Return `compacted_history` and the buffered batches up to `seq`; None if a later batch has left the buffer."""
+        with self._history_lock:
+            if self._last_evicted[0] > seq:
+                return None
+            with self._buffer_lock:
+                buffered = [batch for batch in self._buffered if batch[0] <= seq]
+            return self.compacted_history(), buffered
+
+    def restore(
+        self,
+        last_seq: int,
+        payloads: Sequence[bytes],
+        partial: bool,
+        batches: Sequence[SequencedPayload] = (),
+        *,
+        rank: int | None = None,
+    ) -> None:
+        """Fill an empty buffer with the fields of a `CompactedHistory` and the batches after it.
+
+        Without a history, `last_seq` is -1. `rank` is the rank of snapshots until a batch with a rank leaves this buffer.
+        No consumer may hold undelivered batches up to `last_seq` from an earlier connection.
+        """
+        with self._history_lock:
+            self._rank = rank
+            if payloads:
+                self._last_evicted = (last_seq, payloads[-1])
+                # The missing number is not recorded, and does not matter: no consumer holds any of these batches.
+                self._missing = last_seq - 1 if partial else None
+                if self._compactor is not None:
+                    self._compactor.restore(payloads, partial=partial)
+                    self._update_stats()
+        self.extend(batches)
+
+    def history_events(self) -> list[EventTuple] | None:
+        """Return events that rebuild what has left the buffer; None if a number is missing or the history is unavailable."""
+        with self._history_lock:
+            return None if self._compactor is None or self._missing is not None else self._compactor.events()
+
+    # --- state
+
+    def size(self) -> tuple[int, int]:
+        """Return the number of buffered batches and of their payload bytes."""
+        with self._buffer_lock:
+            return len(self._buffered), self._buffered.bytes
+
+    def history_stats(self) -> HistoryStats | None:
+        """Return the state of the history as of the last compaction; None without compaction. Never waits for a lock."""
+        return self._history_stats
+
+    def _update_stats(self) -> None:
+        compactor = self._compactor
+        if compactor is not None:
+            self._history_stats = HistoryStats(
+                batches=self._last_evicted[0] + 1,
+                blocks=compactor.live,
+                bytes=compactor.bytes,
+                partial=self._missing is not None,
+                unavailable_reason=compactor.unavailable_reason or self._snapshot_failure,
+            )
+
+    def failures(self) -> dict[str, int]:
+        """Return `{"compaction": 1}` after compaction was switched off by an exception, otherwise `{}`."""
+        return {"compaction": 1} if self._compaction_failed else {}
+
+    def discard(self) -> None:
+        """Drop all buffered batches and stop compacting; for a sender that could not add a batch."""
+        with self._history_lock, self._buffer_lock:
+            self._buffered = ChunkedDeque()
+            if self._compactor is not None:
+                self._compactor = self._snapshot = None
+                self._history_stats = HistoryStats(batches=self._last_evicted[0] + 1, unavailable_reason="batches")
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether any batch has left the buffer."""
+        return self._last_evicted[0] >= 0
+
+    def after_fork(self) -> None:
+        """Replace the locks in a forked child, where the threads that hold them do not exist."""
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self._snapshot_lock, self._history_lock, self._buffer_lock = threading.Lock(), threading.RLock(), threading.Lock()
+        self._work, self._pause = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._buffered)

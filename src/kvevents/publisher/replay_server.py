@@ -1,0 +1,384 @@
+"""Serves replay beside publishing: a ROUTER socket that streams long replies to many consumers, each at its own pace.
+
+Theory of operation. A request opens a session, which holds the messages of its reply as they are at that moment. Sessions take
+turns; each turn sends a few messages. ROUTER_MANDATORY makes ZeroMQ report that the pipe of a consumer is full, where the
+engines' sockets drop messages silently. The session then keeps its position and is retried after `retry_delays`. ZeroMQ also
+reports that a consumer is gone. Large messages also wait while too many of their bytes are in flight. So a reply is sent at the
+pace of its reader and loses nothing, and live batches, on another socket and thread, never wait for it. Only the thread of the
+server uses the socket.
+
+Frames in flight. ZeroMQ limits the pipe of a consumer by the number of messages, whatever their size, and does not report which
+ones have left. But it reports when it is done with a frame in our memory: written to the connection, or dropped with it. So
+large frames are sent without a copy and counted until then (`InFlightFrames`). Small ones are copied, which costs less than
+counting them, and the message limit bounds them. A consumer without large frames in flight gets one message, however large, and
+whatever other consumers have not read: a slow reader does not delay the others. pyzmq reports from a thread of its own,
+`zmq.utils.garbage`, which starts with the first large frame of the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from time import monotonic, sleep
+from typing import Any, ClassVar, Final, cast
+
+import zmq
+import zmq.backend
+
+from kvevents.publisher.replay_buffer import ReplayBuffer
+from kvevents.publisher.settings import ReplayServerSettings, RouterSettings
+from kvevents.publisher.stats import FailureLog, ReplayStats, is_context_terminated
+from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Socket, close_socket
+from kvevents.wire.framing import Malformed, parse_replay_request, replay_batch_frames, replay_end_frames
+
+logger = logging.getLogger(__name__)
+
+_MORE: Final = zmq.SNDMORE
+_MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
+
+_frame_lock = threading.Lock()
+"""pyzmq starts its thread with the first tracked frame. Two threads that make one at the same time might start two."""
+
+
+def _replace_frame_lock() -> None:
+    """In a forked child the thread that held the lock does not exist."""
+    global _frame_lock  # noqa: PLW0603
+    _frame_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_replace_frame_lock)
+
+
+class InFlightFrames:
+    """Large frames that ZeroMQ still holds, by the identity of the consumer. One thread uses it; any thread may read `size`."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._frames: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
+        self._bytes: dict[bytes, int] = {}
+        self.size = 0
+        """Bytes in flight to all consumers, as of the last `poll`."""
+
+    def has_room(self, identity: bytes, size: int) -> bool:
+        """Whether a large frame may be sent to this consumer now. Frames to other consumers count as of the last `poll`."""
+        self._poll_consumer(identity)
+        own = self._bytes.get(identity, 0)
+        fits = own + size <= self._settings.in_flight_bytes and self.size + size <= self._settings.total_in_flight_bytes
+        return not own or fits
+
+    def track(self, identity: bytes, frame: bytes) -> zmq.Frame | bytes:
+        """Count a frame as in flight, and return it in the form in which it must be sent."""
+        try:
+            with _frame_lock:
+                tracked = zmq.Frame(frame, track=True, copy=False)
+        except RuntimeError:
+            # The interpreter exits and starts no more threads: the last frames are copied.
+            return frame
+        self._frames.setdefault(identity, deque()).append((cast("zmq.MessageTracker", tracked.tracker), len(frame)))
+        self._bytes[identity] = self._bytes.get(identity, 0) + len(frame)
+        self.size += len(frame)
+        return tracked
+
+    def bytes_of(self, identity: bytes) -> int:
+        """Return the bytes in flight to one consumer, as of the last `poll`."""
+        return self._bytes.get(identity, 0)
+
+    def wait(self, until: float) -> None:
+        """Wait until all frames have left, at most until `until` (monotonic seconds); ZeroMQ reads their memory until then."""
+        self.poll()
+        while self.size and monotonic() < until:
+            sleep(self._settings.in_flight_poll_interval)
+            self.poll()
+
+    def poll(self) -> None:
+        """Stop counting the frames that have left."""
+        for identity in list(self._frames):
+            self._poll_consumer(identity)
+
+    def _poll_consumer(self, identity: bytes) -> None:
+        frames = self._frames.get(identity)
+        if frames is None:
+            return
+        # Frames of one pipe leave in order.
+        while frames and frames[0][0].done:
+            size = frames.popleft()[1]
+            self.size -= size
+            self._bytes[identity] -= size
+        if not frames:
+            del self._frames[identity], self._bytes[identity]
+
+
+class Session:
+    """One reply in progress."""
+
+    __slots__ = ("ending", "identity", "messages", "position", "progressed_at", "started_at", "waiting")
+
+    def __init__(self, identity: bytes, messages: Sequence[Any], ending: list[bytes], now: float) -> None:
+        self.identity = identity
+        self.started_at = self.progressed_at = now
+        self.waiting: deque[Any] = deque()
+        """Further requests of the same consumer."""
+        self.restart(messages, ending)
+
+    def restart(self, messages: Sequence[Any], ending: list[bytes]) -> None:
+        """Start the next reply: messages for `StreamingRouter._frames_of`, and the frames of the last message."""
+        self.messages = messages
+        self.ending = ending
+        self.position = 0
+
+
+class StreamingRouter(ABC):
+    """Streams replies on a bound ROUTER socket. It owns the socket from `run` on, and closes it when `run` ends."""
+
+    name: ClassVar[str]
+    """Kind of the replies, for logs and counters."""
+
+    def __init__(self, socket: Socket, settings: RouterSettings, log_interval: float) -> None:
+        socket.router_mandatory = True
+        self._socket = socket
+        self._settings = settings
+        self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
+        # A consumer in our own process may leave messages unread as long as it likes; that is its own memory.
+        self._counts_in_flight = not cast("bytes", socket.last_endpoint).startswith(b"inproc://")
+        self._sessions: dict[bytes, Session] = {}
+        self._in_flight = InFlightFrames(settings)
+        self._deadline: float | None = None
+        self._fruitless_turns = 0
+        self.unfinished = 0
+        """Replies that `stop` left unfinished."""
+        self.flush_until = float("inf")
+        """Time at which ZeroMQ stops flushing the socket (monotonic seconds); set when `run` ends."""
+        endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
+        self.failures = FailureLog(logger, endpoint, log_interval)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._is_closed = False
+        self._count: dict[str, int] = dict.fromkeys(
+            ("requests", "batches", "finished", "abandoned", "disconnected", "malformed", "refused", "deferred"), 0
+        )
+
+    def stats(self) -> ReplayStats:
+        """Return counters since the start."""
+        return ReplayStats(active=len(self._sessions), unsent_bytes=self._in_flight.size, **self._count)
+
+    def stop(self, deadline: float) -> None:
+        """Let replies in progress continue until `deadline` (monotonic seconds), then end `run`. Returns at once."""
+        self._deadline = deadline
+        self.wake()
+
+    def wake(self) -> None:
+        """End the current wait of `run`."""
+        if not self._is_closed:
+            with suppress(BlockingIOError):  # the pipe is full of wake-ups
+                os.write(self._wake_write, b"\0")
+
+    def close(self) -> None:
+        """Free all resources after `run` has ended or if it was never called. Waits until ZeroMQ has flushed the socket."""
+        self._in_flight.wait(self.flush_until + FLUSH_GRACE)
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def run(self) -> None:
+        """Serve until `stop`; the body of a thread. No exception ends it except that the ZeroMQ context is terminated."""
+        try:
+            while self._deadline is None or (self._sessions and monotonic() < self._deadline):
+                try:
+                    self.run_once()
+                except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+                    self._record_failure(error, "the request is not answered")
+                    sleep(self._settings.error_delay)
+        except zmq.ZMQError:
+            logger.warning("the %s server stopped: its ZeroMQ context was terminated", self.name)
+        finally:
+            self.unfinished = len(self._sessions)
+            self._count["abandoned"] += self.unfinished
+            self._sessions.clear()
+            self.flush_until = close_socket(self._socket, self._deadline)
+
+    def run_once(self) -> None:
+        """Wait for work, read requests, and give each session a turn."""
+        self._wait()
+        if self._deadline is None:
+            self._read_requests()
+        now = monotonic()
+        self._fruitless_turns += 1
+        self._in_flight.poll()
+        for session in list(self._sessions.values()):
+            if self._take_turn(session):
+                session.progressed_at = now
+                self._fruitless_turns = 0
+                sleep(self._settings.yield_delay)
+            else:
+                self._on_no_progress(session, now)
+
+    # --- what a kind of reply defines
+
+    @abstractmethod
+    def _on_request(self, frames: list[bytes]) -> None:
+        """Start a session for a request, or count it as malformed."""
+
+    @abstractmethod
+    def _reply_to(self, request: Any) -> tuple[Sequence[Any], list[bytes]]:
+        """Return the messages of the reply to a request, and the frames of the last message."""
+
+    @abstractmethod
+    def _frames_of(self, message: Any) -> list[bytes]:
+        """Return the frames of a message after the identity."""
+
+    @abstractmethod
+    def _on_no_progress(self, session: Session, now: float) -> None:
+        """Abandon the session if its consumer has made no progress for too long."""
+
+    @abstractmethod
+    def _has_room(self) -> bool:
+        """Whether another request may be read."""
+
+    # --- requests
+
+    def _wait(self) -> None:
+        watched: list[tuple[Socket | int, int]] = []
+        if self._deadline is None:
+            watched.append((self._wake_read, zmq.POLLIN))
+        if self._deadline is None and self._has_room():
+            watched.append((self._socket, zmq.POLLIN))
+        ready = dict(zmq.zmq_poll(watched, int(self._wait_seconds() * 1000)))
+        if self._wake_read in ready and self._deadline is None:
+            os.read(self._wake_read, 4096)
+
+    def _wait_seconds(self) -> float:
+        """Return the seconds to wait for a request before the next turn."""
+        if not self._sessions:
+            return self._settings.idle_wait
+        delays = self._settings.retry_delays
+        return delays[min(self._fruitless_turns, len(delays)) - 1] if self._fruitless_turns else 0.0
+
+    def _read_requests(self) -> None:
+        for _ in range(self._settings.requests_per_turn):
+            if not self._has_room():
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._on_request(frames)
+
+    def _start_session(self, identity: bytes, request: Any) -> None:
+        """Reply to a request now, or after the earlier requests of the same consumer."""
+        session = self._sessions.get(identity)
+        if session is None:
+            self._sessions[identity] = Session(identity, *self._reply_to(request), monotonic())
+        elif len(session.waiting) < self._settings.max_waiting_requests:
+            session.waiting.append(request)
+        else:
+            self._count["refused"] += 1
+        self._count["requests"] += 1
+
+    # --- replies
+
+    def _take_turn(self, session: Session) -> bool:
+        """Send some messages; return whether any was sent or the session ended. An exception abandons only this reply."""
+        start = session.position
+        try:
+            for message in islice(session.messages, start, start + self._settings.messages_per_turn):
+                self._send_message(session.identity, self._frames_of(message))
+                session.position += 1
+                self._count["batches"] += 1
+            if session.position == len(session.messages):
+                self._send_message(session.identity, list(session.ending))
+                self._finish(session)
+                return True
+        except zmq.Again:
+            pass
+        except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+            if isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
+                self._end_session(session, "disconnected")
+                return True
+            self._record_failure(error, "the reply is abandoned")
+            self._end_session(session, "abandoned")
+            return True
+        return session.position > start
+
+    def _send_message(self, identity: bytes, frames: list[bytes]) -> None:
+        """Send all frames to one consumer, or none and raise `zmq.Again`; ZeroMQ can refuse only the identity frame."""
+        send = self._send
+        last = frames.pop()
+        is_large = self._counts_in_flight and len(last) >= self._settings.large_frame_bytes
+        if is_large and not self._in_flight.has_room(identity, len(last)):
+            self._count["deferred"] += 1
+            raise zmq.Again
+        send(identity, _MORE_NO_WAIT)
+        for frame in frames:
+            send(frame, _MORE)
+        send(self._in_flight.track(identity, last) if is_large else last)
+
+    def _finish(self, session: Session) -> None:
+        if session.waiting:
+            session.restart(*self._reply_to(session.waiting.popleft()))
+        else:
+            del self._sessions[session.identity]
+        self._count["finished"] += 1
+
+    def _end_session(self, session: Session, reason: str) -> None:
+        # Removed before it is counted, so that a reader of the count finds it removed.
+        del self._sessions[session.identity]
+        self._count[reason] += 1
+
+    def _record_failure(self, error: BaseException, consequence: str) -> None:
+        """Log and count an exception. Raises it again if the context was terminated."""
+        if is_context_terminated(error):
+            raise error
+        self.failures.record(self.name, error, consequence)
+
+
+class ReplayServer(StreamingRouter):
+    """Answers replay requests from a `ReplayBuffer`. `run` is the body of the `zmq-replay` thread."""
+
+    name = "replay"
+
+    def __init__(
+        self,
+        socket: Socket,
+        buffer: ReplayBuffer,
+        topic: bytes | None,
+        settings: ReplayServerSettings,
+        log_interval: float,
+    ) -> None:
+        """`topic` is the first frame of every reply; None for the shape before vLLM 0.26 and SGLang 0.5.22."""
+        super().__init__(socket, settings, log_interval)
+        self._buffer = buffer
+        self._topic = topic
+        self._max_sessions = settings.max_sessions
+        self._progress_timeout = settings.progress_timeout
+        self._min_read_rate = settings.min_read_rate
+
+    def _on_request(self, frames: list[bytes]) -> None:
+        request = parse_replay_request(frames)
+        if isinstance(request, Malformed):
+            self._count["malformed"] += 1
+            logger.debug("ignored a malformed replay request: %s", request.reason)
+            return
+        self._start_session(request.identity, request.start)
+
+    def _reply_to(self, request: int) -> tuple[Sequence[Any], list[bytes]]:
+        return self._buffer.batches_from(request), replay_end_frames(self._topic is not None)
+
+    def _frames_of(self, message: tuple[int, bytes]) -> list[bytes]:
+        return replay_batch_frames(self._topic, *message)
+
+    def _has_room(self) -> bool:
+        return len(self._sessions) < self._max_sessions
+
+    def _on_no_progress(self, session: Session, now: float) -> None:
+        timeout = self._progress_timeout + self._in_flight.bytes_of(session.identity) / self._min_read_rate
+        if now - session.progressed_at > timeout:
+            self._end_session(session, "abandoned")
+            logger.warning("abandoned a replay reply: its consumer read nothing for %g seconds", self._progress_timeout)

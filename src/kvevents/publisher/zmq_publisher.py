@@ -1,0 +1,477 @@
+"""Publishes batches over ZeroMQ, with replay.
+
+Theory of operation. `publish` puts a batch into a queue (`queue`). One thread, `zmq-publisher`, takes bursts out of the queue,
+encodes and sends them (`event_server`). While batches arrive steadily, the thread naps until the next one is expected, since
+waking a sleeping thread is the most expensive thing that `publish` could do; otherwise it sleeps until `publish` wakes it.
+Batches of the thread's own, heartbeats and barriers, get numbers before the queued ones. A thread of its own, `zmq-compaction`,
+compacts what leaves the replay buffer, so that no live batch waits for it.
+
+The publisher fails open. The thread logs and counts every exception and continues with the next batch; the number of a batch
+that could not be sent stays a gap. Compaction and heartbeats are switched off by their first exception. Only `shutdown` and a
+terminated ZeroMQ context end the thread. `docs/adr/0002-publisher-thread.md` has the measurements.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from time import monotonic, sleep, time
+from typing import Any
+
+import zmq
+
+from kvevents.config import Curve, KVEventsConfig, check_heartbeat, resolve_dialect
+from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, split_tcp
+from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.events import BlockRemoved, KVEventBatch
+from kvevents.publisher import base
+from kvevents.publisher.compaction import Compactor, DigestTracker, Encode, SequencedPayload
+from kvevents.publisher.event_server import EventServer
+from kvevents.publisher.queue import NapPlanner, QueuedPublisher
+from kvevents.publisher.replay_buffer import ReplayBuffer
+from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
+from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
+from kvevents.publisher.zmq_sockets import FLUSH_GRACE
+from kvevents.wire.dialects import Dialect
+from kvevents.wire.encode import batch_encoder
+from kvevents.wire.framing import END_SEQ
+
+logger = logging.getLogger(__name__)
+
+
+class ZmqEventPublisher(QueuedPublisher):
+    """Publishes batches on a PUB socket and answers replay requests on a ROUTER socket.
+
+    The first parameters are those of the engines' class, with the same meaning and defaults:
+
+    data_parallel_rank: added to the ports, and written into batches that carry no rank.
+    endpoint, replay_endpoint: `tcp://`, `ipc://` or `inproc://`; without the second there is no replay.
+    buffer_steps: batches kept for replay, or a few more. hwm: batches that one slow subscriber may be behind, 0 for no limit.
+    max_queue_size: batches that may wait for the thread, 0 for no limit. topic: first frame of every batch.
+
+    The others are our own:
+
+    bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0.
+    dialect: a `Dialect` or a name such as `sglang-0.5.17`; None sends events as declared.
+    replay_topic: whether replies repeat the topic; None decides by the dialect, and without a dialect means yes.
+    compact: collapse what leaves the replay buffer into one snapshot batch, which precedes a replay from before the buffer;
+    None does so if the native module is installed.
+    curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
+    heartbeat: seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for
+    none.
+    snapshot_endpoint: where placement snapshots are served as in SGLang's draft `snapshot-v1`; changes the topics of batches.
+    settings: limits and timers.
+
+    Raises `ConfigError` for settings that cannot work, including ports that two ranks would use, `UnknownDialectError`,
+    `MissingDependencyError` for settings that need the native module, and `EndpointError`, an OSError, if a socket cannot be
+    bound.
+    """
+
+    SHUTDOWN_TIMEOUT: float = 1.0
+    """Default time limit of `shutdown` in seconds."""
+    END_SEQ = END_SEQ
+    """Number in the end marker of a replay reply."""
+
+    offset_endpoint_port = staticmethod(offset_endpoint_port)
+
+    def __init__(  # noqa: PLR0913 - the engines' own parameter list, and ours
+        self,
+        data_parallel_rank: int = 0,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+        *,
+        bind: bool | None = None,
+        dialect: Dialect | str | None = None,
+        replay_topic: bool | None = None,
+        compact: bool | None = None,
+        curve: Curve | None = None,
+        context: zmq.Context[Any] | None = None,
+        heartbeat: float | None = None,
+        snapshot_endpoint: str | None = None,
+        settings: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS,
+    ) -> None:
+        _check_counts(data_parallel_rank=data_parallel_rank, buffer_steps=buffer_steps, hwm=hwm, max_queue_size=max_queue_size)
+        check_heartbeat(heartbeat)
+        super().__init__(data_parallel_rank, max_queue_size, settings.burst)
+        self._settings = settings
+        self._topic_bytes = topic.encode()
+        self._dialect = resolve_dialect(dialect)
+        self._binds = should_bind(endpoint) if bind is None else bind
+        self._check_ports(endpoint, replay_endpoint, snapshot_endpoint)
+        self._endpoint: str = self.offset_endpoint_port(endpoint, data_parallel_rank) or endpoint
+        self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
+        self._digest_tracker = None if heartbeat is None else DigestTracker.create()
+        self._heartbeat_interval = heartbeat or 0.0
+        self._buffer = self._replay_buffer(buffer_steps, compact, has_snapshots=snapshot_endpoint is not None)
+        self._server = EventServer(
+            self._endpoint,
+            self._replay_endpoint,
+            buffer=self._buffer,
+            hwm=hwm,
+            topic=topic,
+            bind=self._binds,
+            replay_topic=self._dialect is None or self._dialect.replay_topic if replay_topic is None else replay_topic,
+            curve=curve,
+            context=context,
+            snapshot_endpoint=self.offset_endpoint_port(snapshot_endpoint, data_parallel_rank),
+            rank=data_parallel_rank,
+            settings=settings,
+        )
+        self._bound, self._replay_bound = self._server.bound, self._server.replay_bound
+        self._published = self._heartbeats = 0
+        self._naps = NapPlanner(settings.naps)
+        self._failures = FailureLog(logger, self.endpoint, settings.log_interval)
+        self._history_problem: str | None = None
+        """Why there was no snapshot of older history when that was last checked."""
+        self._queue_full_log = LossLogger(
+            logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full", settings.loss_quiet_time
+        )
+        self._encode_failure_log = LossLogger(logger, f"{self.endpoint}: a batch cannot be encoded", settings.loss_quiet_time)
+        self._last_encode_failure = ""
+        self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
+        self._pid = os.getpid()
+        self._deadline: float | None = None
+        self._closing_lock = threading.RLock()
+        self._report: ShutdownReport | None = None
+        self._is_closing = False
+        self._compaction = threading.Thread(target=self._buffer.compact_until_stopped, daemon=True, name="zmq-compaction")
+        if self._buffer.history_stats() is not None:
+            self._compaction.start()
+        self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
+        self._thread.start()
+        base.register(self)
+        logger.info("publishing KV events of rank %d at %s", data_parallel_rank, self.endpoint)
+
+    def _replay_buffer(self, steps: int, compact: bool | None, *, has_snapshots: bool) -> ReplayBuffer:
+        if has_snapshots and compact is False:
+            raise ConfigError("snapshot_endpoint serves the compacted history; leave compact=False out")
+        settings = self._settings.buffer
+        if (self._replay_endpoint is None and not has_snapshots) or compact is False:
+            return ReplayBuffer(0 if self._replay_endpoint is None else steps, settings=settings)
+        compactor = Compactor.create()
+        if compactor is None and (compact or has_snapshots):
+            setting = "snapshot_endpoint" if has_snapshots else "compact=True"
+            raise MissingDependencyError(
+                f"{setting} needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
+            )
+        # At least the newest batch is kept: a consumer recognises this publisher by it after a reconnect.
+        steps = steps if compactor is None else max(steps, 1)
+        return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)
+
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
+        """Raise `ConfigError` if a port of this rank is also a port of another rank."""
+        rank = self._data_parallel_rank
+        collision = port_collision(endpoint, replay_endpoint, rank) if self._binds else None
+        if collision is not None:
+            raise ConfigError(collision)
+        for other in (endpoint, replay_endpoint):
+            if None not in {snapshot_endpoint, other} and port_collision(other or "", snapshot_endpoint, rank) is not None:
+                raise ConfigError(
+                    f"the snapshot port of rank {rank} would be a port of a rank at or below it; "
+                    f"put snapshot_endpoint ({snapshot_endpoint}) at least as many ports from {other} as there are ranks"
+                )
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        """Where a consumer on this host subscribes, with the port that the OS chose; if we connect, where we connect to."""
+        return self._server.endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where a consumer on this host requests replay; None without replay."""
+        return self._server.replay_endpoint
+
+    @property
+    def snapshot_endpoint(self) -> str | None:
+        """Where a consumer on this host requests a placement snapshot; None without snapshots."""
+        return self._server.snapshot_endpoint
+
+    @property
+    def connections_refused(self) -> int:
+        """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
+        return self._server.connections_refused
+
+    def get_publisher_config(self) -> Any:
+        """Return the settings that the engines know, as `kvevents.config.KVEventsConfig`.
+
+        Endpoints are those of this rank as configured, with the port that the OS chose if it was left to the OS.
+        """
+        return KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=_with_bound_port(self._endpoint, self._bound) or self._endpoint,
+            replay_endpoint=_with_bound_port(self._replay_endpoint, self._replay_bound),
+            topic=self._topic_bytes.decode(),
+            **self._counts,
+        )
+
+    def stats(self) -> PublisherStats:
+        """Return counters since the start. Safe from any thread, also after `shutdown()`."""
+        next_seq, accepted = self._next_seq_and_accepted()
+        batches, size = self._buffer.size()
+        return PublisherStats(
+            accepted=accepted,
+            published=self._published,
+            queued=self._count_queued(accepted),
+            dropped={
+                "queue_full": self._dropped_full,
+                "encode_failed": self._encode_failures,
+                "send_failed": self._send_failures,
+                "ended": self._dropped_after_end,
+            },
+            failures=self._failures.counts() | self._server.failures() | self._buffer.failures(),
+            next_seq=next_seq,
+            buffered_batches=batches,
+            buffered_bytes=size,
+            history=self._buffer.history_stats(),
+            heartbeats=self._heartbeats,
+            subscribers=self._server.subscribers,
+            replay=self._server.replay_stats(),
+            snapshots=self._server.snapshot_stats(),
+        )
+
+    def _count_queued(self, accepted: int) -> int:
+        return accepted - self._published - self._encode_failures - self._send_failures
+
+    def _count_dropped(self) -> int:
+        return self._dropped_full + self._encode_failures + self._send_failures + self._dropped_after_end
+
+    def __repr__(self) -> str:
+        _, accepted = self._next_seq_and_accepted()
+        replay = f", replay at {self.replay_endpoint}" if self._replay_bound else ""
+        state = "" if self._is_running else "closed, "
+        return (
+            f"<{type(self).__name__} rank {self._data_parallel_rank} at {self.endpoint}{replay}: {state}"
+            f"{self._published} published, {self._count_queued(accepted)} queued, {self._count_dropped()} dropped, "
+            f"{self._server.subscribers} subscribers>"
+        )
+
+    # --- the publisher thread ------------------------------------------------------------------------------------------------
+
+    def _publisher_thread(self) -> None:
+        encode = batch_encoder(self._dialect)
+        try:
+            self._publish_until_closed(encode)
+            while self._queue and self._deadline is not None and monotonic() < self._deadline:
+                self._attempt(self._publish_burst, encode)
+            if self._has_tail_gap and not self._queue:
+                self._attempt(self._reveal_gap, encode)
+        except zmq.ZMQError as error:
+            logger.warning("%s: the publisher thread ended: its ZeroMQ context was terminated (%s)", self.endpoint, error)
+        finally:
+            self._end_queue("its ZeroMQ context was terminated")
+            self._buffer.stop_compacting()
+            self._server.close_events(self._deadline)
+
+    def _publish_until_closed(self, encode: Encode) -> None:
+        poll_at = heartbeat_at = 0.0
+        while self._is_running:
+            if not self._attempt(self._run_once, encode, heartbeat_at):
+                sleep(self._settings.error_delay)
+            now = monotonic()
+            if now >= poll_at:
+                poll_at = now + self._settings.poll_interval
+                self._attempt(self._poll, now, encode)
+            if self._digest_tracker is not None and now >= heartbeat_at:
+                heartbeat_at = now + self._heartbeat_interval
+                self._attempt(self._send_heartbeat, self._digest_tracker, encode)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> bool:
+        """Return whether the action succeeded; log and count its exception. Raises ZMQError if the context was terminated."""
+        try:
+            action(*arguments)
+        # A panic of native code, or an exception of a user's type, need not be an Exception.
+        except BaseException as error:
+            if is_context_terminated(error):
+                raise
+            self._failures.record("thread", error, "publishing continues with the next batch")
+            return False
+        return True
+
+    def _run_once(self, encode: Encode, heartbeat_at: float) -> None:
+        if self._queue:
+            self._publish_burst(encode)
+        elif self._has_tail_gap:
+            self._reveal_gap(encode)
+        else:
+            self._wait_for_batch(heartbeat_at)
+
+    def _publish_burst(self, encode: Encode) -> None:
+        batches = self._take_burst(encode)
+        try:
+            self._send(batches)
+        except BaseException:
+            self._send_failures += len(batches)
+            raise
+        self._published += len(batches)
+
+    def _send(self, batches: list[SequencedPayload]) -> None:
+        try:
+            self._server.send(batches)
+        except BaseException:
+            self._has_tail_gap = True
+            raise
+        self._update_digest(batches)
+
+    def _update_digest(self, batches: list[SequencedPayload]) -> None:
+        if self._digest_tracker is not None:
+            try:
+                self._digest_tracker.apply(batches)
+            except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+                self._disable_heartbeats(error)
+
+    def _disable_heartbeats(self, error: BaseException) -> None:
+        self._digest_tracker = None
+        self._failures.record("heartbeat", error, "heartbeats are switched off")
+
+    def _reveal_gap(self, encode: Encode) -> None:
+        """Send an empty batch, so that consumers see that the numbers before it were dropped."""
+        self._send([self._empty_batch(encode)])
+
+    def _empty_batch(self, encode: Encode) -> SequencedPayload:
+        """Return a batch without events, with the next number."""
+        number = self._next_own_number()
+        try:
+            return number, encode(KVEventBatch(time(), [], self._data_parallel_rank))
+        except BaseException:
+            self._has_tail_gap = True
+            raise
+
+    def _send_heartbeat(self, tracker: DigestTracker, encode: Encode) -> None:
+        if not self._is_running:
+            return
+        number = self._next_own_number()
+        try:
+            heartbeat = tracker.heartbeat(number, self._heartbeat_interval, self._server.incarnation)
+            payload = encode(KVEventBatch(time(), [BlockRemoved([], heartbeat=heartbeat)], self._data_parallel_rank))
+        except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
+            self._has_tail_gap = True
+            self._disable_heartbeats(error)
+            return
+        self._send([(number, payload)])
+        self._heartbeats += 1
+
+    def _send_barrier(self, encode: Encode) -> None:
+        barrier = self._empty_batch(encode)
+        try:
+            self._server.send_barrier(*barrier)
+        except BaseException:
+            self._has_tail_gap = True
+            raise
+        self._update_digest([barrier])
+
+    def _wait_for_batch(self, heartbeat_at: float) -> None:
+        """Nap or sleep until a batch arrives, the queue closes, or something else is due."""
+        naps = self._naps
+        for position, nap in enumerate(naps.plan(monotonic())):
+            sleep(nap)
+            if self._queue or not self._is_running:
+                naps.record_arrival(monotonic(), at_first_look=not position)
+                return
+        seconds = self._settings.max_sleep
+        if self._digest_tracker is not None:
+            seconds = min(seconds, heartbeat_at - monotonic())
+        self._sleep(max(0.0, seconds))
+        if self._queue:
+            naps.record_arrival(monotonic())
+
+    def _poll(self, now: float, encode: Encode) -> None:
+        self._queue_full_log.update(self._dropped_full, now)
+        self._encode_failure_log.update(self._encode_failures, now, self._last_encode_failure)
+        self._log_history_problem()
+        self._server.poll()
+        if self._server.barrier_requested:
+            self._send_barrier(encode)
+
+    def _log_history_problem(self) -> None:
+        """Log when the snapshot for late consumers becomes unavailable, and when it is available again."""
+        history = self._buffer.history_stats()
+        if history is None or history.unavailable_reason == self._history_problem:
+            return
+        self._history_problem = history.unavailable_reason
+        if history.unavailable_reason is None:
+            logger.info("%s: older history can be compacted again", self.endpoint)
+        else:
+            logger.warning(
+                "%s: no snapshot of older history: %s; late consumers get the replay buffer only, see docs/publishing.md",
+                self.endpoint,
+                history.unavailable_reason,
+            )
+
+    def _on_encode_failure(self, seq: int, error: BaseException) -> None:
+        self._last_encode_failure = f"number {seq}: {error}"
+
+    # --- the end -------------------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None) -> ShutdownReport:
+        """Stop accepting, send what is queued, finish replies in progress, close: all within `timeout` seconds.
+
+        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more. It may be called repeatedly and from
+        several threads; all calls return the same report. A call after an interrupted one, as by Ctrl-C, completes the
+        shutdown. The report, and one warning, say what could not be sent. In a forked child it does nothing.
+        """
+        if self._pid != os.getpid():
+            return self._make_report()
+        with self._closing_lock:
+            if self._report is None:
+                if self._is_closing:  # a signal handler called this again during the shutdown
+                    return self._make_report()
+                self._is_closing = True
+                try:
+                    self._report = self._close(self.SHUTDOWN_TIMEOUT if timeout is None else timeout)
+                finally:
+                    self._is_closing = False
+            return self._report
+
+    def _close(self, seconds: float) -> ShutdownReport:
+        """Shut down. An exception may interrupt it anywhere; a further call completes it."""
+        self._deadline = monotonic() + seconds
+        self._close_queue()
+        self._server.stop_replies(self._deadline)
+        self._thread.join(seconds + FLUSH_GRACE)
+        left = max(0.0, self._deadline - monotonic())
+        flushed = self._server.close(left, is_sending=self._thread.is_alive())
+        if self._compaction.is_alive():
+            self._buffer.stop_compacting()
+            self._compaction.join(max(0.0, self._deadline - monotonic()) + FLUSH_GRACE)
+        report = self._make_report(flushed)
+        base.unregister(self)
+        if not report.complete:
+            logger.warning("%s: shut down before everything was sent: %s", self.endpoint, report)
+        return report
+
+    def _make_report(self, flushed: bool | None = None) -> ShutdownReport:
+        _, accepted = self._next_seq_and_accepted()
+        return ShutdownReport(
+            sent=self._published,
+            unsent=self._count_queued(accepted),
+            dropped=self._count_dropped(),
+            replays_unfinished=self._server.replays_unfinished,
+            flushed=flushed,
+        )
+
+    def _after_fork(self) -> None:
+        self._server.after_fork()
+        self._end_in_child(f"it belongs to process {self._pid}, and this process is a fork of it; create a publisher here")
+
+
+def _with_bound_port(endpoint: str | None, bound: str | None) -> str | None:
+    """Return the configured endpoint; if its port was left to the OS, with the port of `bound`."""
+    configured, actual = split_tcp(endpoint or ""), split_tcp(bound or "")
+    if configured is None or actual is None or configured[1] != 0:
+        return endpoint
+    return f"tcp://{configured[0]}:{actual[1]}"
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 0:
+            raise ConfigError(f"{name} is {value}; it cannot be negative")
