@@ -24,7 +24,7 @@ import zmq
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.shapes import Problem
+from kvevents.service.schemas import Problem
 from kvevents.stream import Doubt
 from publisher_cases import ANY, last_endpoint, publishing
 from test_cli import Ended, Program

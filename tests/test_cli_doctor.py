@@ -23,7 +23,7 @@ from kvevents.cli.checkup.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.reasons import Reason
-from kvevents.service.shapes import HealthAnswer, SourceView
+from kvevents.service.schemas import HealthAnswer, SourceView
 from kvevents.subscriber.handshake import perform_handshake
 from kvevents.testing import Faults, TapePlayer
 from test_cli import RECORDING, RUN, SECONDS, Ended, Program, adjacent, refusing, run, tape_of

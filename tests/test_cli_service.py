@@ -35,7 +35,7 @@ from kvevents.cli.screen import Screen
 from kvevents.cli.watching import ORDERS, Frame, Source, in_order
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.service.shapes import HealthAnswer, Problem, ReadyAnswer, StatsAnswer
+from kvevents.service.schemas import HealthAnswer, Problem, ReadyAnswer, StatsAnswer
 from test_cli import SECONDS, Program, heeding_interrupts, refusing, run
 
 BLOCK: Final = 16

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat
 from kvevents.index import PrefixIndex
 from kvevents.service.exposition import STATES
-from kvevents.service.http.routing import TABLE
+from kvevents.service.http.routes import ROUTES
 from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
@@ -227,7 +227,7 @@ def test_labels_have_few_values_and_none_is_a_peers_word(fleet: Fleet) -> None:
     text = json.dumps(samples)
     assert not [word for word in ("PMEM", "BlockMoved", "nobody", "such") if word in text]
     assert {labels["tier"] for labels, _ in exported["kvevents_index_tier_blocks"]} == {"gpu", "cpu", "disk", "other"}
-    assert {labels["path"] for labels, _ in exported["kvevents_http_requests_total"]} <= TABLE.keys()
+    assert {labels["path"] for labels, _ in exported["kvevents_http_requests_total"]} <= ROUTES.keys()
     assert {labels["state"] for labels, _ in exported["kvevents_source_state"]} == set(STATES)
     assert not {"instance", "job"} & {label for _, labels in samples for label in labels}, "Prometheus sets these itself"
 

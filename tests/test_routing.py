@@ -28,7 +28,7 @@ from kvevents.routing import (
 )
 from kvevents.routing.affinity import AffinitySettings
 from kvevents.routing.scoring import Scorer
-from kvevents.service.shapes import SelectRequest
+from kvevents.service.schemas import SelectRequest
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 PROMPT = Prompt(1000)

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from certificate_cases import make_certificates
 from kvevents.config import Curve
 from kvevents.events import BlockStored, EventBatch
-from kvevents.service.shapes import Problem
+from kvevents.service.schemas import Problem
 from kvevents.wire import encode_batch
 from service_cases import (
     BLOCK,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
 from kvevents.service.http.block_listings import BlockListings
-from kvevents.service.shapes import Trusted
+from kvevents.service.schemas import TrustStatus
 
 BIG = st.integers(0, 2**64 - 1)
 BLOCKS = st.lists(
@@ -30,8 +30,8 @@ class Clock:
         return self.now
 
 
-def trust() -> Trusted:
-    return Trusted("EXACT")
+def trust() -> TrustStatus:
+    return TrustStatus("EXACT")
 
 
 def some(count: int, start: int = 0) -> list[Block]:

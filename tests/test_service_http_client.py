@@ -40,7 +40,7 @@ async def trouble(url: str, bounds: Bounds = BOUNDS) -> str:
     async with HttpConnections(bounds) as connections:
         with pytest.raises(HttpError) as caught:
             await connections.get(url, {})
-    return caught.value.trouble
+    return caught.value.kind
 
 
 async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
@@ -58,7 +58,7 @@ async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
         assert left == []
         with pytest.raises(HttpError) as caught:
             await connections.post(url, {}, b"")
-        assert caught.value.trouble == "closed"
+        assert caught.value.kind == "closed"
 
 
 async def test_so_many_connections_and_no_more() -> None:

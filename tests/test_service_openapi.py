@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from kvevents.service.http.openapi import document
-from kvevents.service.http.routing import ENDPOINTS
+from kvevents.service.http.routes import ENDPOINTS, openapi_document
 from service_cases import Service, engine, prompt, serving
 
 RAW = "application/octet-stream"
@@ -21,7 +20,7 @@ SEMANTIC = {"POST /register", "POST /v1/select"}
 EXAMPLES = {GenerationMode.POSITIVE: 25, GenerationMode.NEGATIVE: 25}
 OPERATIONS: dict[str, Any] = {
     found.label: found
-    for result in schemathesis.openapi.from_dict(document(ENDPOINTS)).get_all_operations()
+    for result in schemathesis.openapi.from_dict(openapi_document()).get_all_operations()
     if (found := cast("Any", result).ok())
 }
 ASKED = sorted(set(OPERATIONS) - {"GET /v1/events"})

@@ -16,13 +16,13 @@ from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
 from kvevents.routing.scoring import EQUAL
 from kvevents.service.reasons import Reason
+from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select
-from kvevents.service.shapes import Candidate, Considered, Held, Selected, SelectRequest, Trusted
 from kvevents.weights import LOST, State
 
 PROMPT = list(range(100))
 STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
-EXACT = Standing.of(Trusted("EXACT"))
+EXACT = Standing.of(TrustStatus("EXACT"))
 CONNECTED: list[State] = ["EXACT", "REPLAYING", "DEGRADED"]
 Row = tuple[float, State, tuple[int, int, int, int]]
 """Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and one that nobody knows."""
@@ -32,31 +32,31 @@ def candidates_of(*loads: float) -> list[Candidate]:
     return [Candidate(instance=f"w{place}", load=load) for place, load in enumerate(loads)]
 
 
-def held_of(**tiers: int) -> Held:
-    return Held(instance="", rank=0, tokens=max(tiers.values(), default=0), tiers=tiers, trust=Trusted("EXACT"))
+def held_of(**tiers: int) -> WorkerMatch:
+    return WorkerMatch(instance="", rank=0, tokens=max(tiers.values(), default=0), tiers=tiers, trust=TrustStatus("EXACT"))
 
 
 def choose(
     candidates: list[Candidate],
-    held: dict[int, Held],
+    held: dict[int, WorkerMatch],
     states: dict[int, State] | None = None,
     ties: Ties | None = None,
     **changes: Any,
-) -> Selected:
+) -> Selection:
     """`held` and `states` by the number of the worker; who is not named there is EXACT."""
     request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
     standings = {(one.instance, one.rank): EXACT for one in candidates}
-    standings |= {(f"w{place}", 0): Standing.of(Trusted(state)) for place, state in (states or {}).items()}
+    standings |= {(f"w{place}", 0): Standing.of(TrustStatus(state)) for place, state in (states or {}).items()}
     hits = {(f"w{place}", 0): hit for place, hit in held.items()}
     return select(request, candidates, hits, standings, ties or Ties(Random(1)))
 
 
-def scores(selected: Selected) -> dict[Worker, Considered]:
+def scores(selected: Selection) -> dict[Worker, ScoredCandidate]:
     assert selected.considered is not None
     return {(one.instance, one.rank): one for one in selected.considered}
 
 
-def score(selected: Selected, place: int) -> Considered:
+def score(selected: Selection, place: int) -> ScoredCandidate:
     return scores(selected)[f"w{place}", 0]
 
 
@@ -98,7 +98,7 @@ def test_what_tiers_save(tiers: dict[str, int], weights: dict[str, float], saved
 
 def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
     """Whoever asks the index without tiers gets some credit, not none."""
-    hit = Held(instance="", rank=0, tokens=50, tiers={}, trust=Trusted("EXACT"))
+    hit = WorkerMatch(instance="", rank=0, tokens=50, tiers={}, trust=TrustStatus("EXACT"))
     assert score(choose(candidates_of(0), {0: hit}), 0).uncached == pytest.approx(0.75)
 
 
@@ -132,7 +132,7 @@ def test_a_worker_that_nobody_follows_is_believed_nothing() -> None:
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Ties(Random()))
     assert score(found, 0).uncached == 1.0
-    assert score(found, 0).trust == Trusted("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
+    assert score(found, 0).trust == TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
 
 
 def test_load_counts_in_proportion() -> None:
@@ -167,7 +167,7 @@ shares = st.floats(0, 1)
 weights = st.fixed_dictionaries({}, optional={"gpu": shares, "cpu": shares, "disk": shares, "other": shares})
 
 
-def ask(fleet: list[Row], order: list[int] | None = None, **changes: Any) -> Selected:
+def ask(fleet: list[Row], order: list[int] | None = None, **changes: Any) -> Selection:
     names = range(len(fleet)) if order is None else order
     candidates = [Candidate(instance=f"w{place}", load=fleet[place][0]) for place in names]
     held = {}
@@ -297,7 +297,7 @@ def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
 
 def test_a_worker_that_cannot_be_reached_is_lost_before_its_first_event() -> None:
     """Nothing listens at its port: one that is not followed at all goes first, and a connected one before both."""
-    refused = Standing(Trusted("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), LOST)
+    refused = Standing(TrustStatus("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), LOST)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     fleet = candidates_of(0, 9, 9)
     found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()))
@@ -390,7 +390,7 @@ def test_why_is_a_sentence() -> None:
         "0.10: score 0.880, the best of 2."
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
-    lost = Standing.of(Trusted("STALE", "connection lost"))
+    lost = Standing.of(TrustStatus("STALE", "connection lost"))
     why = select(request, candidates_of(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1))).why
     assert why.endswith("score 1.000, of 2 equally good ones taken in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why

@@ -13,10 +13,10 @@ from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.http import shard
 from kvevents.service.http.messages import Body, Headers, Request
-from kvevents.service.http.routing import TABLE
-from kvevents.service.http.workers import MATCHING, Workers
+from kvevents.service.http.routes import ROUTES
+from kvevents.service.http.thread_pools import MATCHING, ThreadPools
 from kvevents.service.member import Row
-from kvevents.service.shapes import MAX_MEDIA, MatchRequest
+from kvevents.service.schemas import MAX_MEDIA, MatchRequest
 from kvevents.service.shards.scatter_gather import MAX_INLINE_TOKENS, Shards
 from kvevents.service.shards.shard_server import Expectation, Noted, Partitions, Question
 
@@ -51,7 +51,7 @@ def request(path: str, body: bytes, kind: bytes = b"application/msgpack") -> Req
 
 def asked(path: str, body: dict[str, Any], codec: Any = msgspec.msgpack, *, shards: bool = True) -> bytes:
     kind = b"application/msgpack" if codec is msgspec.msgpack else b"application/json"
-    handler: Any = TABLE[path]["POST"].handler
+    handler: Any = ROUTES[path]["POST"].handler
     answered = handler(service(shards=shards), request(path, codec.encode(body), kind))
     return bytes(answered.body)
 
@@ -90,7 +90,7 @@ def test_partitions_and_media_have_a_number() -> None:
 
 
 def test_a_long_prompt_that_is_expected_takes_a_thread() -> None:
-    assert TABLE["/v1/shard/expect"]["POST"].worker == MATCHING
+    assert ROUTES["/v1/shard/expect"]["POST"].pool == MATCHING
 
 
 class Share:
@@ -129,7 +129,7 @@ async def test_long_prompts_are_looked_up_in_a_thread(tokens: int, thread: str) 
     for on_rows, partitions, missing in ((lambda _: None, [0, 1], ""), (release, [0], "no replica answers for partition 1")):
         share = Share(on_rows)
         peers: Any = SimpleNamespace(is_away=lambda _: False)
-        asking = Shards("a", "http://a", share, peers, dict, Workers(1)[MATCHING].run)  # type: ignore[arg-type]
+        asking = Shards("a", "http://a", share, peers, dict, ThreadPools(1)[MATCHING].run)  # type: ignore[arg-type]
         found = await asking.find(Question(model="m"), [[1] * tokens])
         assert share.threads == [thread]
         assert [row.member.partition for row in found.rows[0]] == partitions  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.http import v1
 from kvevents.service.http.app import App
 from kvevents.service.http.messages import Headers, Request, Response
-from kvevents.service.http.routing import TABLE
+from kvevents.service.http.routes import ROUTES
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from service_cases import serving, write
@@ -29,7 +29,7 @@ def request(path: str, body: bytes) -> Request:
 
 async def answered(app: App, path: str, body: bytes) -> Response:
     """The answer of the control plane's own handler, which answers if other replicas are asked, or requests have spans."""
-    found = await app._handle(TABLE[path]["POST"], request(path, body))
+    found = await app._handle(ROUTES[path]["POST"], request(path, body))
     assert isinstance(found, Response)
     return found
 
@@ -101,8 +101,8 @@ def test_an_answer_about_many_workers_is_made_by_a_thread(path: str) -> None:
 
 def test_answers_that_grow_with_the_fleet_are_made_by_threads() -> None:
     paths = ("/workers", "/services", "/global_view", "/v1/sources", "/v1/stats", "/v1/hot", "/v1/blocks", "/metrics")
-    assert [path for path in paths if not TABLE[path]["GET"].worker] == []
-    assert TABLE["/v1/match_many"]["POST"].worker
+    assert [path for path in paths if not ROUTES[path]["GET"].pool] == []
+    assert ROUTES["/v1/match_many"]["POST"].pool
 
 
 def test_what_takes_long_to_read_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.service.event_bus import MAX_QUEUED, Announcer
-from kvevents.service.shapes import LossEvent
+from kvevents.service.schemas import LossEvent
 from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
 from test_cli import refusing
 from test_discovery_fetch import Engine as Web

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvevents.service.registration import DEFAULT_GROUP
-from kvevents.service.shapes import SourceView
+from kvevents.service.schemas import SourceView
 
 MAX_NAMED: Final = 5
 """Names spelled out in one sentence."""

@@ -18,10 +18,10 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from kvevents.errors import ConfigError, PeerError
-from kvevents.service.shapes import Problem
+from kvevents.service.schemas import Problem
 
 if TYPE_CHECKING:
-    from kvevents.service.http_client import Answer, HttpError, Trouble
+    from kvevents.service.http_client import Answer, HttpError, HttpErrorKind
 
 T = TypeVar("T")
 
@@ -105,11 +105,11 @@ class ServiceClient:
             return await connections.post(url, self._headers, body)
 
     def _unreachable(self, error: HttpError) -> AskError:
-        sentence, hint = _TROUBLES[error.trouble]
+        sentence, hint = _TROUBLES[error.kind]
         text = sentence.format(
             url=self.url, host=self._host, seconds=f"{self._timeout:g}", detail=error, most=MAX_ANSWER_BYTES >> 20
         )
-        return AskError(text, error.trouble, hint)
+        return AskError(text, error.kind, hint)
 
     def _refused(self, status: int, content: bytes) -> AskError:
         try:
@@ -129,7 +129,7 @@ _STRANGE: Final = {
 }
 _OTHER_PORT: Final = "is this another port, or should it be https://?"
 # Sentence and hint.
-_TROUBLES: Final[dict[Trouble, tuple[str, str]]] = {
+_TROUBLES: Final[dict[HttpErrorKind, tuple[str, str]]] = {
     "untrusted": (
         "the certificate of {url} is not trusted: {detail}",
         "name the authority that signed it with --tls-ca",

@@ -18,7 +18,15 @@ from kvevents.cli.lines import plural, trust_style
 from kvevents.cli.prompt import add_prompt, prompt_of
 from kvevents.errors import ConfigError
 from kvevents.service.registration import DEFAULT_GROUP
-from kvevents.service.shapes import Considered, Held, MatchAnswer, Selected, SourcesAnswer, SourceView, Trusted
+from kvevents.service.schemas import (
+    MatchAnswer,
+    ScoredCandidate,
+    Selection,
+    SourcesAnswer,
+    SourceView,
+    TrustStatus,
+    WorkerMatch,
+)
 from kvevents.stream import Trust
 from kvevents.weights import tiers_by_reach
 
@@ -44,15 +52,15 @@ def run(args: Namespace) -> int:
     asked: dict[str, Any] = {"model": args.model or sources.only_model(), "tokens": tokens, **scope}
     if args.whole_prompt:
         asked["whole_prompt"] = True
-    answer: MatchAnswer | Selected
+    answer: MatchAnswer | Selection
     if args.select:
-        answer = client.post("/v1/select", asked | {"explain": True}, Selected)
+        answer = client.post("/v1/select", asked | {"explain": True}, Selection)
     else:
         answer = client.post("/v1/match", asked, MatchAnswer)
     console = Console()
     if args.output == "json":
         console.data(msgspec.json.encode(answer))
-    elif isinstance(answer, Selected):
+    elif isinstance(answer, Selection):
         _show_choice(answer, len(tokens), console)
     else:
         _show_holders(answer, asked["model"], sources, console)
@@ -123,7 +131,7 @@ def _verb(count: int) -> str:
     return "holds" if count == 1 else "hold"
 
 
-def _held(held: Held, prompt: int) -> Cells:
+def _held(held: WorkerMatch, prompt: int) -> Cells:
     return [
         [Span(worker(held.instance, held.rank), "name")],
         [f"{held.tokens:,}"],
@@ -134,7 +142,7 @@ def _held(held: Held, prompt: int) -> Cells:
     ]
 
 
-def _show_choice(selected: Selected, prompt: int, console: Console) -> None:
+def _show_choice(selected: Selection, prompt: int, console: Console) -> None:
     console.line(Span(worker(selected.instance, selected.rank), "name"), " should take it")
     console.line(selected.why)
     considered = selected.considered or []
@@ -145,7 +153,7 @@ def _show_choice(selected: Selected, prompt: int, console: Console) -> None:
     _legend([one.tiers for one in considered], console)
 
 
-def _considered(one: Considered, prompt: int) -> Cells:
+def _considered(one: ScoredCandidate, prompt: int) -> Cells:
     return [
         [Span(worker(one.instance, one.rank), "name")],
         [f"{one.score:.3f}"],
@@ -222,7 +230,7 @@ def _legend(all_tiers: Sequence[Mapping[str, int]], console: Console) -> None:
     console.note(*parts)
 
 
-def _trust(trust: Trusted) -> list[Part]:
+def _trust(trust: TrustStatus) -> list[Part]:
     reason = f" ({trust.reason})" if trust.reason else ""
     return [Span(trust.state, trust_style(Trust(trust.state))), reason]
 

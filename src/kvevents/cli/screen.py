@@ -17,7 +17,7 @@ from kvevents.cli.amounts import duration, share, size, why, worker
 from kvevents.cli.console import printable
 from kvevents.cli.lines import plural
 from kvevents.cli.watching import Frame, Source
-from kvevents.service.shapes import StatsAnswer
+from kvevents.service.schemas import StatsAnswer
 
 MAX_NAME: Final = 40
 """Columns of a name; more of it is cut."""

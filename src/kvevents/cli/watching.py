@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.cli.client import UNAVAILABLE, AskError, ServiceClient
-from kvevents.service.shapes import ReadyAnswer, SourceView, StatsAnswer
+from kvevents.service.schemas import ReadyAnswer, SourceView, StatsAnswer
 
 
 class Source(SourceView, frozen=True, kw_only=True):

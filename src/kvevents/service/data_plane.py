@@ -24,7 +24,7 @@ from kvevents import _native
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Wall
-from kvevents.service.shapes import HealthAnswer, ReadyAnswer
+from kvevents.service.schemas import HealthAnswer, ReadyAnswer
 
 CLOSE_SECONDS: Final = 1.0
 """For clients to take the last answers once the control plane has ended."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from kvevents.service.shapes import StreamEvent
+from kvevents.service.schemas import StreamEvent
 
 MAX_QUEUED: Final = 1_024
 """Events that wait for one slow client; beyond, it is told how many it has missed."""

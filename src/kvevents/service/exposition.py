@@ -29,8 +29,8 @@ from kvevents.service.data_plane import Counts
 from kvevents.service.member import Member
 from kvevents.service.metrics import Tally
 from kvevents.service.plane_metrics import write_plane, write_shards
+from kvevents.service.schemas import StatsAnswer
 from kvevents.service.service import Service
-from kvevents.service.shapes import StatsAnswer
 from kvevents.stream import StreamCounters
 from kvevents.weights import TIERS, State
 

@@ -21,9 +21,8 @@ from kvevents.service.follower import Follower, Listener, published_at
 from kvevents.service.member import Member, Revision, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Wall, check_alike
-from kvevents.service.shapes import BatchesEvent, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
-from kvevents.service.shapes import Gap as GapView
-from kvevents.service.walls import Walls
+from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
+from kvevents.service.scopes import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.wire import Rejected, decode_batch
@@ -87,7 +86,7 @@ class Fleet(Listener):
         """Called when that may be so."""
         self._told: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
-        self._walls = Walls()
+        self._walls = Scopes()
         self._stirred: set[Key] = set()
         """Of whom something came since the last look."""
         self._unseen: list[Key] = []

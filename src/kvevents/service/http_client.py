@@ -26,7 +26,7 @@ except ImportError as error:
         f"HTTP requests need aiohttp, and there is {error}: pip install 'kvevents[service]'"
     ) from error
 
-Trouble: TypeAlias = Literal[
+HttpErrorKind: TypeAlias = Literal[
     "untrusted", "no-tls", "unknown-host", "timeout", "refused", "closed", "not-http", "too-large", "unreachable"
 ]
 """`closed` is a connection that ended before an answer began, `not-http` one that brought something else, or not all of it."""
@@ -37,9 +37,9 @@ MAX_LINE_BYTES: Final = 8_190
 class HttpError(PeerError):
     """There is no answer that could be used; the text says what happened, and not to whom."""
 
-    def __init__(self, trouble: Trouble, detail: str) -> None:
+    def __init__(self, trouble: HttpErrorKind, detail: str) -> None:
         super().__init__(detail)
-        self.trouble: Final[Trouble] = trouble
+        self.kind: Final[HttpErrorKind] = trouble
 
 
 class Answer(NamedTuple):
@@ -157,7 +157,7 @@ def _trace_connected() -> aiohttp.TraceConfig:
 
 
 # The first that fits; the order matters, for some are kinds of others.
-_TROUBLES: Final[tuple[tuple[type[BaseException], Trouble], ...]] = (
+_TROUBLES: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (TimeoutError, "timeout"),
     (ssl.SSLCertVerificationError, "untrusted"),
     (ssl.SSLError, "no-tls"),
@@ -183,7 +183,7 @@ async def _mapped() -> AsyncGenerator[None, None]:
         raise HttpError(_trouble(cause), _detail(cause)) from error
 
 
-def _trouble(cause: BaseException) -> Trouble:
+def _trouble(cause: BaseException) -> HttpErrorKind:
     for kind, trouble in _TROUBLES:
         if isinstance(cause, kind):
             return trouble

@@ -11,12 +11,12 @@ from kvevents.index import Namespace
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet import Fleet
-from kvevents.service.hot import HotNode, HotPrefixes
-from kvevents.service.http.workers import Run
+from kvevents.service.hot_prefixes import HotNode, HotPrefixes
+from kvevents.service.http.thread_pools import Run
 from kvevents.service.member import Row
 from kvevents.service.metrics import Metrics
 from kvevents.service.registration import Wall
-from kvevents.service.shapes import HotPrefix, Media, SelectRequest
+from kvevents.service.schemas import HotPrefix, Media, SelectRequest
 from kvevents.service.shards.scatter_gather import Shards, packed
 from kvevents.service.shards.shard_server import Expectation, Question, fields_of
 

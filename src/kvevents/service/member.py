@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, cast
 from kvevents.index import WorkerInfo
 from kvevents.service.reasons import ENDPOINT_FAULTS, Fault, Reason, reasons_of
 from kvevents.service.registration import Registration, Wall
-from kvevents.service.shapes import Gap, Held, SourceView, Trusted
+from kvevents.service.schemas import GapView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.weights import LOST, State, distance_of
@@ -74,7 +74,7 @@ class Member:
         self.since = now
         """When it came into its present state."""
         self.trust = Trust.CONNECTING
-        self.trusted = Trusted("CONNECTING", reason_codes=(Reason.CONNECTING,))
+        self.trusted = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
         """The same for answers, with the reason."""
         self.reported: tuple[str, str] = ("", "")
         """State and sentence as the subscriber reported them last."""
@@ -82,7 +82,7 @@ class Member:
         """What the prober has found wrong with `endpoint` and `replay_endpoint`."""
         self.status: StreamStatus | None = None
         self.info: WorkerInfo | None = None
-        self.gaps: deque[Gap] = deque(maxlen=MAX_LEDGER)
+        self.gaps: deque[GapView] = deque(maxlen=MAX_LEDGER)
         self.last_event: float | None = None
         self.lag: float | None = None
         self.evicted = 0
@@ -95,9 +95,9 @@ class Member:
         """Losses since then."""
 
     @property
-    def holds_nothing(self) -> Held:
+    def holds_nothing(self) -> WorkerMatch:
         """What answers say of it if it holds nothing of a prompt."""
-        return Held(instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trusted)
+        return WorkerMatch(instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trusted)
 
     def judge(self, trust: Trust, now: float) -> State | None:
         """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
@@ -124,7 +124,7 @@ class Member:
             return None
         self.revision.advance()
         self.trust = trust
-        self.trusted = Trusted(cast("State", trust.name), trust.reason, reasons)
+        self.trusted = TrustStatus(cast("State", trust.name), trust.reason, reasons)
         self.revision.advance()
         if trust.name == former.state:
             return None

@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from kvevents.backoff import Backoff
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
-from kvevents.service.allowing import AllowList, EndpointRefusedError
+from kvevents.service.allow_list import AllowList, EndpointRefusedError
 from kvevents.service.config import Probing
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.member import Member

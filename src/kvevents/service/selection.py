@@ -18,7 +18,7 @@ from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Wall
-from kvevents.service.shapes import Candidate, Held, Selected, SelectRequest, Trusted
+from kvevents.service.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.shards.scatter_gather import Shards
 from kvevents.weights import TIERS, distance_of
 
@@ -113,23 +113,23 @@ class _View:
 class Standing(NamedTuple):
     """What a choice needs to know of a worker beside what it holds."""
 
-    trust: Trusted
+    trust: TrustStatus
     distance: int
     """How far it is from taking a request, as `kvevents.weights` counts."""
 
     @classmethod
-    def of(cls, trust: Trusted) -> Standing:
+    def of(cls, trust: TrustStatus) -> Standing:
         """Of a worker of which no more than its trust is known."""
         return cls(trust, distance_of(trust.state))
 
 
 _UNFOLLOWED: Final = Standing(
-    Trusted("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
+    TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
 )
 """Of a worker that is not followed: nothing speaks against its connection, but one that is followed goes first."""
 _DEFAULT: Final = SelectRequest(model="any", tokens=[])
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(Selected).decode
+_decode: Final = msgspec.msgpack.Decoder(Selection).decode
 
 
 class SelectError(ServiceError):
@@ -139,10 +139,10 @@ class SelectError(ServiceError):
 def select(
     request: SelectRequest,
     candidates: Sequence[Candidate],
-    held: Mapping[Worker, Held],
+    held: Mapping[Worker, WorkerMatch],
     standings: Mapping[Worker, Standing],
     ties: Ties,
-) -> Selected:
+) -> Selection:
     """The candidate with the smallest score, and why.
 
     `candidates` are those of the request, or all workers of its model. `held` is what the index found for the prompt.
@@ -171,7 +171,7 @@ def terms_of(request: SelectRequest = _DEFAULT) -> Mapping[str, Any]:
     }
 
 
-def _candidate(one: Candidate, held: Mapping[Worker, Held], standings: Mapping[Worker, Standing]) -> Mapping[str, Any]:
+def _candidate(one: Candidate, held: Mapping[Worker, WorkerMatch], standings: Mapping[Worker, Standing]) -> Mapping[str, Any]:
     worker = (one.instance, one.rank)
     hit, standing = held.get(worker), standings.get(worker, _UNFOLLOWED)
     return {

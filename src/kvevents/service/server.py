@@ -22,14 +22,14 @@ import uvloop
 from kvevents.errors import ConfigError
 from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
-from kvevents.service.allowing import AllowList
+from kvevents.service.allow_list import AllowList
 from kvevents.service.config import ServiceConfig, Tls
-from kvevents.service.descriptors import fit_clients
 from kvevents.service.discovery.runner import check_engines
-from kvevents.service.hot import MAX_DEPTH, PER_SECOND
+from kvevents.service.hot_prefixes import MAX_DEPTH, PER_SECOND
 from kvevents.service.http.app import App
 from kvevents.service.http.origins import OriginPolicy
-from kvevents.service.http.routing import ENDPOINTS
+from kvevents.service.http.routes import ENDPOINTS
+from kvevents.service.open_files import fit_clients
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
 from kvevents.service.shards.peers import Peers

@@ -18,7 +18,7 @@ from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.routing import Ties
 from kvevents.service.access import Access
-from kvevents.service.allowing import AllowList
+from kvevents.service.allow_list import AllowList
 from kvevents.service.audit import AuditLog
 from kvevents.service.config import ServiceConfig
 from kvevents.service.data_plane import DataPlane
@@ -27,15 +27,15 @@ from kvevents.service.discovery.runner import Finder
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.block_listings import BlockListings
-from kvevents.service.http.workers import MATCHING, Run, Worker, Workers
+from kvevents.service.http.thread_pools import MATCHING, Run, ThreadPool, ThreadPools
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
 from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
 from kvevents.service.replica.replica import Replica
+from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
-from kvevents.service.shapes import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.shards.peers import Peers
 from kvevents.service.shards.scatter_gather import Shards
 from kvevents.service.shards.shard_server import Answering
@@ -72,8 +72,8 @@ class Service:
         )
         self.replica = _replica(config, self.fleet)
         """What keeps the index where it is built from a log; None where engines are followed."""
-        self.workers = Workers(config.limits.max_waiting)
-        self.shards = _shards(config, self.fleet, self.replica, self.workers[MATCHING])
+        self.pools = ThreadPools(config.limits.max_waiting)
+        self.shards = _shards(config, self.fleet, self.replica, self.pools[MATCHING])
         """What asks the replicas that hold the rest; None where all of the fleet is known here."""
         self.metrics = Metrics()
         self.candidates = CandidateCache(self.fleet, self.shards, lambda: self.adapters)
@@ -285,7 +285,7 @@ class Service:
 
     def runner(self, run: Run, workers: int) -> Run:
         """How the steps of an answer about so many workers are called: as `run` says, and in a thread if they are many."""
-        return self.workers[MATCHING].run if workers > self.config.limits.inline_candidates else run
+        return self.pools[MATCHING].run if workers > self.config.limits.inline_candidates else run
 
     def check_tokens(self, count: int) -> None:
         """Raises `TooMuchError` for more tokens, or hashes, than one request may have."""
@@ -449,7 +449,7 @@ def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     )
 
 
-def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: Worker) -> Shards | None:
+def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> Shards | None:
     if config.shard is None or replica is None:
         return None
     answering = Answering(fleet, lambda: replica.layout, lambda: replica.shown)

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
-from kvevents.service.http.routing import TABLE
-from kvevents.service.http.workers import Run
+from kvevents.service.http.routes import ROUTES
+from kvevents.service.http.thread_pools import Run
 from kvevents.service.lookups import Found, FoundMany, Lookups
 from kvevents.service.member import Row
 from kvevents.service.registration import Wall
@@ -33,7 +33,7 @@ MAX_PATH: Final = 256
 _OTHER: Final = "_OTHER"
 """Method of those that nobody knows, as OpenTelemetry's conventions have it."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
-_UNTRACED: Final = frozenset(path for path, methods in TABLE.items() if any(each.tag == "probes" for each in methods.values()))
+_UNTRACED: Final = frozenset(path for path, methods in ROUTES.items() if any(each.tag == "probes" for each in methods.values()))
 """Probes, scrapes and the page: every few seconds, and nobody's request."""
 
 
@@ -134,7 +134,7 @@ def _described(method: str, path: str) -> tuple[str, dict[str, str]]:
     """Name and first attributes of a span, as the conventions for HTTP servers have them."""
     known = method if method in _METHODS else _OTHER
     attributes = {"http.request.method": known, "url.path": path[:MAX_PATH]}
-    if path not in TABLE:
+    if path not in ROUTES:
         return ("HTTP" if known == _OTHER else known), attributes
     return f"{known} {path}", attributes | {"http.route": path}
 

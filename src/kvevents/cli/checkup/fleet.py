@@ -10,7 +10,7 @@ from kvevents.cli.amounts import duration, some, why, worker
 from kvevents.cli.checkup.findings import Finding, Verdict, fail, ok, warn
 from kvevents.cli.lines import plural
 from kvevents.service.reasons import Reason
-from kvevents.service.shapes import SourcesAnswer, SourceView
+from kvevents.service.schemas import SourcesAnswer, SourceView
 
 MAX_TOLD: Final = 10
 """Sources that one check tells of one by one, the worst first."""

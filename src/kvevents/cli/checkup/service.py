@@ -12,7 +12,7 @@ from kvevents.cli.checkup import fleet
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.client import UNAVAILABLE, AskError, ServiceClient
 from kvevents.cli.lines import plural
-from kvevents.service.shapes import HealthAnswer, ReadyAnswer, SourcesAnswer, StatsAnswer
+from kvevents.service.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, StatsAnswer
 from kvevents.subscriber.handshake import perform_handshake
 from kvevents.version import version
 

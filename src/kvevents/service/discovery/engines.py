@@ -68,7 +68,7 @@ DEFAULT_HTTP: Final = HttpClient()
 
 
 def _sentence(url: BaseUrl, error: HttpError, max_bytes: int) -> str:
-    match error.trouble:
+    match error.kind:
         case "timeout":
             return f"{url} does not answer in time"
         case "too-large":

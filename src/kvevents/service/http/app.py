@@ -16,11 +16,10 @@ from typing import Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Caller, Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
-from kvevents.service.http.endpoint import AsyncHandler, Endpoint, Handler
-from kvevents.service.http.messages import RAW, Headers, Request, Response, Streamed, problem
+from kvevents.service.http.messages import RAW, Headers, Request, Response, StreamingResponse, problem
 from kvevents.service.http.origins import OriginPolicy
-from kvevents.service.http.routing import TABLE
-from kvevents.service.http.workers import MATCHING
+from kvevents.service.http.routes import ROUTES, AsyncHandler, Endpoint, Handler
+from kvevents.service.http.thread_pools import MATCHING
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
 from kvevents.service.tracing import traced
@@ -68,7 +67,7 @@ class App:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = perf_counter()
         method, path = scope["method"], scope["path"]
-        methods = TABLE.get(path)
+        methods = ROUTES.get(path)
         endpoint = None if methods is None else methods.get("GET" if method == "HEAD" else method)
         try:
             response = await self._respond(endpoint, methods, scope, receive)
@@ -76,7 +75,7 @@ class App:
             return
         except asyncio.CancelledError:  # only then does the server cancel anything
             response = problem(UnavailableError("the service ends, and this request was not complete", "ending", "ask again"))
-        if isinstance(response, Streamed):
+        if isinstance(response, StreamingResponse):
             try:
                 await _stream(response, receive, send, body=method != "HEAD")
             finally:
@@ -90,7 +89,7 @@ class App:
 
     async def _respond(
         self, endpoint: Endpoint | None, methods: dict[str, Endpoint] | None, scope: Scope, receive: Receive
-    ) -> Response | Streamed:
+    ) -> Response | StreamingResponse:
         path = scope["path"]
         if methods is None:
             return problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404))
@@ -132,12 +131,12 @@ class App:
         hint = f"it takes the role {endpoint.role.name.lower()}"
         raise UnauthorizedError("this token may not do this", "forbidden", hint, status=403)
 
-    async def _handle(self, endpoint: Endpoint, request: Request) -> Response | Streamed:
-        worker = endpoint.worker
+    async def _handle(self, endpoint: Endpoint, request: Request) -> Response | StreamingResponse:
+        pool = endpoint.pool
         if endpoint.inline_bytes is not None and len(request.body) > endpoint.inline_bytes:
-            worker = MATCHING
-        if worker:
-            request.run = self.service.workers[worker].run
+            pool = MATCHING
+        if pool:
+            request.run = self.service.pools[pool].run
         if iscoroutinefunction(endpoint.handler):
             return await cast("AsyncHandler", endpoint.handler)(self.service, request)
         return await request.run(cast("Handler", endpoint.handler), self.service, request)
@@ -200,7 +199,7 @@ async def _send(response: Response, send: Send, *, body: bool) -> None:
     await send({"type": "http.response.body", "body": response.body if body else b""})
 
 
-async def _stream(response: Streamed, receive: Receive, send: Send, *, body: bool) -> None:
+async def _stream(response: StreamingResponse, receive: Receive, send: Send, *, body: bool) -> None:
     headers = [(b"content-type", response.kind), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if not body:

@@ -17,13 +17,13 @@ from typing import Final
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
 from kvevents.service.registration import Key
-from kvevents.service.shapes import BlocksAnswer, BlockView, Trusted
+from kvevents.service.schemas import BlocksAnswer, BlockView, TrustStatus
 
 
 class _Listing:
     """The blocks of one worker at one moment."""
 
-    def __init__(self, key: Key, blocks: Iterable[Block], trust: Callable[[], Trusted]) -> None:
+    def __init__(self, key: Key, blocks: Iterable[Block], trust: Callable[[], TrustStatus]) -> None:
         self.key: Final = key
         self.used_at = 0.0
         self._numbers: Final = array("Q")
@@ -73,7 +73,7 @@ class BlockListings:
     def __len__(self) -> int:
         return len(self._listings)
 
-    def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], Trusted]) -> BlocksAnswer:
+    def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
         """The first page of a worker's blocks, which can be trusted as far as `trust` returns when they were read."""
         listing = _Listing(key, blocks, trust)
         self._expire()

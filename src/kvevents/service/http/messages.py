@@ -12,9 +12,9 @@ import msgspec
 from kvevents.index import lift_tokens
 from kvevents.service.config import Limits
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
-from kvevents.service.http.workers import Run, at_once
+from kvevents.service.http.thread_pools import Run, run_inline
+from kvevents.service.schemas import Problem
 from kvevents.service.scope_fields import check_unknown
-from kvevents.service.shapes import Problem
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Request:
         """Unknown fields of the body that were left out."""
         self.wanted: Mapping[str, str] = {}
         """Parameters of the query string, all of which the endpoint has, under their names of `/v1`."""
-        self.run: Run = at_once
+        self.run: Run = run_inline
         """How steps that may take long are called: in a thread if the body is large."""
         self._parameters: dict[str, str] | None = None
 
@@ -120,7 +120,7 @@ class Response:
         self.headers = headers
 
 
-class Streamed:
+class StreamingResponse:
     """An answer that is sent piece by piece; `release` is called at its end, whatever ends it."""
 
     __slots__ = ("kind", "pieces", "release")

@@ -1,4 +1,4 @@
-"""Our own, richer API: `/v1`. What it takes and gives is in `kvevents.service.shapes`."""
+"""Our own, richer API: `/v1`. What it takes and gives is in `kvevents.service.schemas`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import msgspec
 
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
-from kvevents.service.http.messages import RAW, Body, Request, Response, Streamed, answer, encoded
+from kvevents.service.http.messages import RAW, Body, Request, Response, StreamingResponse, answer, encoded
 from kvevents.service.lookups import Found, FoundMany, Hottest
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import DEFAULT_GROUP, Wall
-from kvevents.service.scope_fields import wall_of
-from kvevents.service.selection import SelectError, Standing
-from kvevents.service.selection import select as select_worker
-from kvevents.service.service import Service
-from kvevents.service.shapes import (
+from kvevents.service.schemas import (
     Candidate,
-    Held,
     HotAnswer,
     MatchAnswer,
     MatchManyAnswer,
     MatchManyRequest,
     MatchRequest,
     PromptMatch,
-    Scoped,
-    Selected,
+    ScopedRequest,
+    Selection,
     SelectRequest,
     SourcesAnswer,
     SourceView,
     StreamEvent,
+    WorkerMatch,
     WorkerTrust,
 )
+from kvevents.service.scope_fields import wall_of
+from kvevents.service.selection import SelectError, Standing
+from kvevents.service.selection import select as select_worker
+from kvevents.service.service import Service
 from kvevents.structs import prepared
 
 MATCH: Final = Body.of(MatchRequest)
@@ -54,9 +54,9 @@ HEARTBEAT_SECONDS: Final = 15.0
 """A comment on an idle `/v1/events`, so that proxies keep it open and a dead client is noticed."""
 
 
-def _held(found: list[Row]) -> list[Held]:
+def _held(found: list[Row]) -> list[WorkerMatch]:
     return [
-        Held(
+        WorkerMatch(
             instance=row.member.registration.instance,
             rank=row.member.registration.rank,
             tokens=row.tokens,
@@ -91,7 +91,7 @@ async def match(service: Service, request: Request) -> Response:
     return await run(_matched, service, request, wall, len(tokens), found)
 
 
-def _prompt(service: Service, request: Request) -> tuple[Scoped, Any]:
+def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
     if request.kind == RAW:
         tokens, asked = _raw(request)
     else:
@@ -107,11 +107,11 @@ def _matched(service: Service, request: Request, wall: Wall, length: int, found:
 
 
 @prepared
-class _RawScope(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _RawScope(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of a raw prompt."""
 
 
-def _raw(request: Request) -> tuple[Any, Scoped]:
+def _raw(request: Request) -> tuple[Any, ScopedRequest]:
     if len(request.body) % 4:
         raise RefusedError(
             f"a raw body of {len(request.body)} bytes is not one of 32-bit numbers", "malformed-body", "send 4 bytes a token"
@@ -166,7 +166,7 @@ async def select(service: Service, request: Request) -> Response:
     return answer(chosen, request)
 
 
-def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selected:
+def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selection:
     standings = {member.worker: Standing(member.trusted, member.distance) for member in service.candidates.of(wall).members}
     candidates = asked.candidates
     if candidates is None:
@@ -285,7 +285,7 @@ def _rank(text: str) -> int:
 # --- what happens
 
 
-def events(service: Service, request: Request) -> Streamed:
+def events(service: Service, request: Request) -> StreamingResponse:
     """Server-sent events: changes of state, losses, and at most four times a second what came from each source."""
     if len(service.fleet.announcer) >= service.config.limits.max_listeners:
         raise UnavailableError(
@@ -293,7 +293,7 @@ def events(service: Service, request: Request) -> Streamed:
             "too-many-listeners",
             "raise limits.max_listeners, or poll /v1/sources",
         )
-    return Streamed(_events(service, request.wanted), b"text/event-stream")
+    return StreamingResponse(_events(service, request.wanted), b"text/event-stream")
 
 
 async def _events(service: Service, wanted: Mapping[str, str]) -> AsyncIterator[bytes]:

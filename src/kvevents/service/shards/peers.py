@@ -102,7 +102,7 @@ class Peers:
         try:
             status, body, _ = await self._connections.post(url + path, self._headers, msgspec.msgpack.encode(question))
         except HttpError as error:
-            late = error.trouble == "timeout"
+            late = error.kind == "timeout"
             raise self._away(name, f"no answer within {self.settings.ask_seconds:g} s" if late else str(error)) from error
         if status != HTTPStatus.OK:
             raise self._away(name, f"it answers {status}: {body[:MAX_SHOWN].decode(errors='replace')}")

@@ -17,8 +17,8 @@ from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Wall
+from kvevents.service.schemas import Name, Rank, ScopedRequest, SourceView
 from kvevents.service.scope_fields import wall_of
-from kvevents.service.shapes import Name, Rank, Scoped, SourceView
 from kvevents.structs import prepared
 from kvevents.weights import State
 
@@ -29,7 +29,7 @@ Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za
 """Token ids as 32-bit little-endian numbers; in JSON their base64."""
 
 
-class Question(Scoped, frozen=True, kw_only=True):
+class Question(ScopedRequest, frozen=True, kw_only=True):
     """Who in some partitions holds how much of some prompts, which come as tokens or as keys."""
 
     partitions: PartitionList = field(default_factory=list)
@@ -94,7 +94,7 @@ class Members(Struct, frozen=True, kw_only=True):
     members: list[Described]
 
 
-class Expectation(Scoped, frozen=True, kw_only=True):
+class Expectation(ScopedRequest, frozen=True, kw_only=True):
     """A rank that is believed to hold a prompt soon."""
 
     instance: Name
@@ -117,7 +117,7 @@ def within(partitions: Collection[int], shown: Collection[int]) -> list[int]:
 
 
 def fields_of(wall: Wall) -> dict[str, Any]:
-    """What `Scoped` has of a wall."""
+    """What `ScopedRequest` has of a wall."""
     lora = "lora_id" if isinstance(wall.lora, int) else "lora"
     return {"model": wall.model, "tenant": wall.tenant, "group": wall.group, lora: wall.lora, "salt": wall.salt}
 

@@ -9,7 +9,7 @@ from kvevents.service.errors import NotFoundError
 from kvevents.service.registration import Wall
 
 
-class Walls:
+class Scopes:
     """Those that some stream is behind. May be asked from any thread; who changes it holds the fleet's lock."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvevents.errors import ConfigError
 from kvevents.index import Namespace, block_keys
-from kvevents.service.hot import FAINT, HALF_LIFE, HotNode, HotPrefixes, _level
+from kvevents.service.hot_prefixes import FAINT, HALF_LIFE, HotNode, HotPrefixes, _level
 from kvevents.testing import VirtualClock
 
 BLOCK = 4

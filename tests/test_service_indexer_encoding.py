@@ -1,4 +1,4 @@
-"""`kvevents.service.http.answers`: answers are written as bytes, and are the JSON that they look like."""
+"""`kvevents.service.http.indexer_api`: answers are written as bytes, and are the JSON that they look like."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.service.http.answers import dynamo, mooncake
+from kvevents.service.http.indexer_api import dynamo, mooncake
 from kvevents.service.member import Member, Row
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust

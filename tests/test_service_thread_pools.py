@@ -1,4 +1,4 @@
-"""`kvevents.service.http.workers` and `.dump`: what takes long is done by few threads, for few clients, in bounded memory."""
+"""Thread pools and `/dump`: few threads do slow work, for few clients, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ import pytest
 from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import UnavailableError
 from kvevents.service.http.app import App
-from kvevents.service.http.dump import PIECE_BLOCKS
+from kvevents.service.http.indexer_listings import PIECE_BLOCKS
 from kvevents.service.http.messages import Headers, Request, Response
-from kvevents.service.http.routing import TABLE
-from kvevents.service.http.workers import Turn, Worker
+from kvevents.service.http.routes import ROUTES
+from kvevents.service.http.thread_pools import BoundedLock, ThreadPool
 from kvevents.service.service import Service
 from service_cases import DEADLINE, Client, engines, prompt, serving, until, write
 
 
-async def test_a_worker_has_a_bounded_queue() -> None:
-    """What is beyond it is refused at once, and when one has ended there is room again, whether it was waited for or not."""
-    worker, go = Worker("test", 1, 2), threading.Event()
-    waiting = [asyncio.create_task(worker.run(go.wait)) for _ in range(3)]
+async def test_a_pool_has_a_bounded_queue() -> None:
+    """A full queue rejects calls at once, and a call that ends or whose caller was cancelled makes room for another."""
+    pool, go = ThreadPool("test", 1, 2), threading.Event()
+    waiting = [asyncio.create_task(pool.run(go.wait)) for _ in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(UnavailableError, match="3 requests of this kind"):
-        await worker.run(go.wait)
+    with pytest.raises(UnavailableError, match="3 requests of kind 'test'"):
+        await pool.run(go.wait)
     waiting[2].cancel()
     await asyncio.gather(waiting[2], return_exceptions=True)
-    last = asyncio.create_task(worker.run(lambda: "done"))
+    last = asyncio.create_task(pool.run(lambda: "done"))
     await asyncio.sleep(0)
     go.set()
     assert await last == "done"
     assert await asyncio.gather(*waiting[:2]) == [True, True]
 
 
-async def test_a_worker_has_as_many_threads_as_it_says() -> None:
-    """And the context of whoever asks, for what spans note."""
-    worker, noted = Worker("test", 2, 100), contextvars.ContextVar[int]("noted")
+async def test_a_pool_has_its_number_of_threads() -> None:
+    """Each call runs in the caller's context, so that spans see it."""
+    pool, noted = ThreadPool("test", 2, 100), contextvars.ContextVar[int]("noted")
 
     def work() -> tuple[int, str]:
         return noted.get(), threading.current_thread().name
 
     async def ask(number: int) -> tuple[int, str]:
         noted.set(number)
-        return await worker.run(work)
+        return await pool.run(work)
 
     found = await asyncio.gather(*(ask(number) for number in range(50)))
     assert [number for number, _ in found] == list(range(50))
     assert {name for _, name in found} <= {"kvevents-test_0", "kvevents-test_1"}
 
 
-async def test_a_turn_is_for_one_at_a_time() -> None:
-    """Others wait, some of them and for a while."""
-    turn = Turn("test", 1)
-    await turn.take(DEADLINE)
-    second = asyncio.create_task(turn.take(DEADLINE))
+async def test_one_client_at_a_time_has_the_lock() -> None:
+    """A bounded number of others wait for a bounded time."""
+    lock = BoundedLock("test", 1)
+    await lock.acquire(DEADLINE)
+    second = asyncio.create_task(lock.acquire(DEADLINE))
     await asyncio.sleep(0)
-    with pytest.raises(UnavailableError, match="in the middle of a test"):
-        await turn.take(DEADLINE)  # too many are waiting
-    turn.give_back()
+    with pytest.raises(UnavailableError, match="another client is reading a test"):
+        await lock.acquire(DEADLINE)  # too many wait already
+    lock.release()
     await second
-    with pytest.raises(UnavailableError, match="in the middle of a test"):
-        await turn.take(0.01)  # too long
-    turn.give_back()
-    await turn.take(DEADLINE)
+    with pytest.raises(UnavailableError, match="another client is reading a test"):
+        await lock.acquire(0.01)  # for too short a time
+    lock.release()
+    await lock.acquire(DEADLINE)
 
 
 EXACT = {"state": "EXACT", "reason": "", "reason_codes": []}
@@ -141,7 +141,7 @@ def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path
 async def test_a_large_body_keeps_nobody_waiting(path: str, size: int) -> None:
     """It is handled in a thread; a smaller one at once, which costs less."""
     service = Service(ServiceConfig())
-    app, found = App(service), TABLE[path]["POST"]
+    app, found = App(service), ROUTES[path]["POST"]
     endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))
     try:
         for body, name in ((b" " * size, b"MainThread"), (b" " * (size + 1), b"kvevents-matching_0")):

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, UsageError
-from kvevents.service.allowing import Address, AllowList, EndpointRefusedError
+from kvevents.service.allow_list import Address, AllowList, EndpointRefusedError
 
 DEFAULT = AllowList()
 OPEN = AllowList(["tcp://0.0.0.0/0:*", "tcp://[::/0]:*"])

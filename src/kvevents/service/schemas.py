@@ -57,7 +57,7 @@ class Problem(Struct, frozen=True, kw_only=True):
         )
 
 
-class Trusted(Struct, frozen=True):
+class TrustStatus(Struct, frozen=True):
     """How far a worker's part of an answer can be trusted."""
 
     state: State
@@ -79,7 +79,7 @@ class Media(Struct, frozen=True, kw_only=True, gc=False):
 
 
 @prepared
-class Scoped(Struct, frozen=True, kw_only=True):
+class ScopedRequest(Struct, frozen=True, kw_only=True):
     """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
 
     model: Name | UnsetType = UNSET
@@ -118,13 +118,13 @@ class Scoped(Struct, frozen=True, kw_only=True):
     """Look up the last token too. Engines recompute it, and with it the block that it is in."""
 
 
-class MatchRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MatchRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One prompt."""
 
     tokens: list[Token]
 
 
-class MatchManyRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MatchManyRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Several prompts of one namespace."""
 
     prompts: Annotated[list[list[Token]], Meta(max_length=1024)]
@@ -135,10 +135,10 @@ class WorkerTrust(Struct, frozen=True, kw_only=True):
 
     instance: str
     rank: int
-    trust: Trusted
+    trust: TrustStatus
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class WorkerMatch(Struct, frozen=True, kw_only=True):
     """What one worker holds of a prompt."""
 
     instance: str
@@ -147,14 +147,14 @@ class Held(Struct, frozen=True, kw_only=True):
     """Tokens of the longest prefix, on whatever tiers."""
     tiers: dict[str, int]
     """The same by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory."""
-    trust: Trusted
+    trust: TrustStatus
 
 
 class MatchAnswer(Struct, frozen=True, kw_only=True):
     """All workers that may hold a beginning of the prompt, those that hold nothing included."""
 
     prompt_tokens: int
-    workers: list[Held]
+    workers: list[WorkerMatch]
     """Those that hold something come first."""
     missing: str = ""
     """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
@@ -164,7 +164,7 @@ class PromptMatch(Struct, frozen=True, kw_only=True):
     """Workers that hold a beginning of one of several prompts."""
 
     prompt_tokens: int
-    holders: list[Held]
+    holders: list[WorkerMatch]
 
 
 class MatchManyAnswer(Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Anything that grows with its work: tokens queued, requests running. Only proportions between candidates count."""
 
 
-class SelectRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prompt that some worker should take."""
 
     tokens: list[Token]
@@ -205,7 +205,7 @@ class SelectRequest(Scoped, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     explain: bool = False
 
 
-class Considered(Struct, frozen=True, kw_only=True):
+class ScoredCandidate(Struct, frozen=True, kw_only=True):
     """Why a candidate has its score."""
 
     instance: str
@@ -218,20 +218,20 @@ class Considered(Struct, frozen=True, kw_only=True):
     """Its load over the mean of all candidates, times the weight."""
     tokens: int
     tiers: dict[str, int]
-    trust: Trusted
+    trust: TrustStatus
 
 
-class Selected(Struct, frozen=True, kw_only=True):
+class Selection(Struct, frozen=True, kw_only=True):
     """The worker that should take a prompt."""
 
     instance: str
     rank: int
     score: float
-    trust: Trusted
+    trust: TrustStatus
     """CONNECTING or STALE only if no candidate has a connection."""
     why: str
     """One sentence."""
-    considered: list[Considered] | None = None
+    considered: list[ScoredCandidate] | None = None
     """With `explain`, the candidates that were scored, the best first."""
     unreachable: list[WorkerTrust] | None = None
     """With `explain`, the candidates that were left out because they have no connection and others do."""
@@ -239,7 +239,7 @@ class Selected(Struct, frozen=True, kw_only=True):
     """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
 
 
-class Gap(Struct, frozen=True, kw_only=True):
+class GapView(Struct, frozen=True, kw_only=True):
     """Batches that are lost for good."""
 
     first: int
@@ -260,7 +260,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None
     origin: str
     """Who named it: `http`, or a way of discovery."""
-    trust: Trusted
+    trust: TrustStatus
     since: float
     """When it came into this state."""
     fault: str | None
@@ -291,7 +291,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     compacted: int = 0
     """Older batches that a snapshot of the engine's state came in place of: nothing of them is lost."""
     gap_count: int
-    gaps: list[Gap]
+    gaps: list[GapView]
     """The newest ones."""
     resets: int
     reconnects: int
@@ -327,7 +327,7 @@ class BlocksAnswer(Struct, frozen=True, kw_only=True):
     blocks: list[BlockView]
     next: str | None
     """The `cursor` of the next page; None on the last one."""
-    trust: Trusted
+    trust: TrustStatus
     """How far the worker could be trusted at that moment."""
 
 
@@ -419,7 +419,7 @@ class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="stat
     model: str
     tenant: str
     group: str
-    trust: Trusted
+    trust: TrustStatus
     was: State
 
 

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from kvevents.index import Namespace, block_keys, local_hashes
-from kvevents.service.http.routing import ENDPOINTS
+from kvevents.service.http.routes import ENDPOINTS
 from kvevents.service.scope_fields import MAX_UNKNOWN
 from service_cases import (
     BLOCK,

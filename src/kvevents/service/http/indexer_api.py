@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Final
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.http.answers import dynamo, mooncake
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
 from kvevents.service.member import Row
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
+from kvevents.service.schemas import LoraId
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, wall_of
 from kvevents.service.service import Service
-from kvevents.service.shapes import LoraId
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 _MISSING: Final = "see docs/service.md for both spellings"
@@ -46,7 +47,7 @@ MAX_SHOWN: Final = 40
 """Characters of something wrong that an error repeats."""
 
 
-class Whose(Struct, kw_only=True, forbid_unknown_fields=True):
+class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
 
     model_name: str | None = None
@@ -68,7 +69,7 @@ class Whose(Struct, kw_only=True, forbid_unknown_fields=True):
     """Names that are not written into the OpenAPI document, since one name of each is enough."""
 
 
-class RegisterRequest(Whose, kw_only=True, forbid_unknown_fields=True):
+class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     """An engine's rank to follow. `model_name` is Dynamo's spelling, `modelname` Mooncake's."""
 
     instance_id: Id
@@ -79,19 +80,19 @@ class RegisterRequest(Whose, kw_only=True, forbid_unknown_fields=True):
     topic: str = ""
     type: str | None = None
 
-    ALIASES: ClassVar = Whose.ALIASES | {"cache_salt", "lora_id"}
+    ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
 
 
-class UnregisterRequest(Whose, kw_only=True, forbid_unknown_fields=True):
+class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     """An instance, or one rank of it, to follow no more."""
 
     instance_id: Id
     dp_rank: int | None = None
 
-    ALIASES: ClassVar = Whose.ALIASES | {"cache_salt", "lora_id"}
+    ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
 
 
-class Asked(Whose, kw_only=True, forbid_unknown_fields=True):
+class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     """What both questions have in common."""
 
     instance_id: Id | None = None
@@ -99,16 +100,16 @@ class Asked(Whose, kw_only=True, forbid_unknown_fields=True):
     whole_prompt: bool = False
     """Look up the last token too. Engines recompute it, and with it the block that it is in."""
 
-    ALIASES: ClassVar = Whose.ALIASES | {"additionalsalt"}
+    ALIASES: ClassVar = ScopeFields.ALIASES | {"additionalsalt"}
 
 
-class QueryRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+class QueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True):
     """A prompt's token ids."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
 
 
-class HashQueryRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True):
     """A prompt's hashes: `block_hashes` are Dynamo's, of each block alone; `seq_hashes` Mooncake's, rolling.
 
     Numbers may be signed or unsigned, or strings of them in decimal or, behind `0x`, hexadecimal digits.
@@ -135,7 +136,7 @@ _ONE_KIND: Final[dict[str, Any]] = {
         {"required": [name], "properties": {name: {"type": "array"}}} for name in ("block_hashes", "seq_hashes", "block_hash")
     ]
 }
-FURTHER: Final[dict[type, dict[str, Any]]] = {
+SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     RegisterRequest: _ONE_MODEL,
     UnregisterRequest: _TOLERANT | {"oneOf": [*_ONE_MODEL["oneOf"], _NO_MODEL]},
     QueryRequest: _ONE_MODEL,
@@ -275,7 +276,7 @@ def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[
     return asked, [_unsigned(each) for each in given[0]]
 
 
-def _answered(service: Service, asked: Asked, wall: Wall, found: Found) -> Response:
+def _answered(service: Service, asked: IndexerRequest, wall: Wall, found: Found) -> Response:
     rows, missing = found
     if doubtful := service.candidates.of(wall).doubtful:  # they may hold more than is known, and their trust says so
         holders = {row.member.worker for row in rows}
@@ -302,3 +303,60 @@ def _unsigned(given: int | str) -> int:
         shown = given[:MAX_SHOWN] if isinstance(given, str) else given
         raise ServiceError(f"{shown!r} is no 64-bit hash", "bad-hash", "send integers, signed or not, or 0x...", status=422)
     return number & 0xFFFF_FFFF_FFFF_FFFF
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _by_instance(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for each in rows:
+        instance = each.member.instance
+        if instance in found:
+            found[instance].append(each)
+        else:
+            found[instance] = [each]
+    return found
+
+
+def dynamo(rows: Iterable[Row]) -> bytes:
+    """As Dynamo's standalone indexer answers, with the trust of each rank."""
+    scores: list[bytes] = []
+    instances: list[bytes] = []
+    for ranks in _by_instance(rows).values():
+        name = _encode(ranks[0].member.instance)
+        held = b",".join([b'"%d":%d' % (each.member.registration.rank, each.gpu) for each in ranks if each.gpu])
+        if held:
+            scores.append(b"%b:{%b}" % (name, held))
+        device = b",".join([b'"%d":%d' % (each.member.registration.rank, each.gpu) for each in ranks])
+        instances.append(
+            b'%b:{"longest_matched":%d,"gpu":%d,"dp":{%b},"cpu":%d,"disk":%d,"trust":{%b}}'
+            % (name, *_longest(ranks), device, max(each.cpu for each in ranks), max(each.disk for each in ranks), _trust(ranks))
+        )
+    return b'{"scores":{%b},"frequencies":[],"instances":{%b}}' % (b",".join(scores), b",".join(instances))
+
+
+def mooncake(tenant: str, rows: Iterable[Row]) -> bytes:
+    """As Mooncake Conductor answers, with the trust of each rank."""
+    instances = [
+        b'%b:{"longest_matched":%d,"GPU":%d,"DP":{%b},"CPU":%d,"DISK":%d,"trust":{%b}}'
+        % (
+            _encode(ranks[0].member.instance),
+            *_longest(ranks),
+            b",".join([b'"%d":%d' % (each.member.registration.rank, each.tokens) for each in ranks]),
+            max(each.cpu for each in ranks),
+            max(each.disk for each in ranks),
+            _trust(ranks),
+        )
+        for ranks in _by_instance(rows).values()
+    ]
+    return b"{%b:{%b}}" % (_encode(tenant), b",".join(instances))
+
+
+def _longest(ranks: list[Row]) -> tuple[int, int]:
+    """On any tier, and on the device."""
+    return max(each.tokens for each in ranks), max(each.gpu for each in ranks)
+
+
+def _trust(ranks: list[Row]) -> bytes:
+    return b",".join([b'"%d":%b' % (each.member.registration.rank, _encode(each.member.trusted.state)) for each in ranks])

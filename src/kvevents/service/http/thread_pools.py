@@ -1,0 +1,105 @@
+"""Thread pools for requests that may take longer than a match: one pool for each kind of work, each with a bounded queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol, TypeVar
+
+from kvevents.service.errors import UnavailableError
+
+T = TypeVar("T")
+
+LISTING: Final = "listing"
+"""Reads all blocks of a worker."""
+MATCHING: Final = "matching"
+"""Looks up large prompts, many prompts, and prompts of large fleets."""
+FLEET: Final = "fleet"
+"""Lists all members of the fleet."""
+METRICS: Final = "metrics"
+"""Writes the metrics, which no request of another kind may delay."""
+_THREADS: Final = {LISTING: 1, MATCHING: 4, FLEET: 2, METRICS: 1}
+
+
+class ThreadPool:
+    """Threads that do one kind of work, for which at most `max_waiting` requests wait."""
+
+    def __init__(self, name: str, threads: int, max_waiting: int) -> None:
+        self._executor: Final = ThreadPoolExecutor(threads, f"kvevents-{name}")
+        self._name: Final = name
+        self._limit: Final = threads + max_waiting
+        self._count = 0
+
+    async def run(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in a thread, with the current context, and return its result.
+
+        Raises `UnavailableError` if too many calls wait already.
+        """
+        if self._count >= self._limit:
+            sentence = f"{self._count} requests of kind {self._name!r} are in progress or waiting"
+            raise UnavailableError(sentence, "busy", "retry in a second, or raise limits.max_waiting")
+        self._count += 1
+        context = contextvars.copy_context()
+        work = asyncio.get_running_loop().run_in_executor(self._executor, lambda: context.run(call, *arguments))
+        work.add_done_callback(self._finished)
+        return await work
+
+    def _finished(self, _: object) -> None:
+        self._count -= 1
+
+
+class Run(Protocol):
+    """Calls a slow step of a request: in a thread, or in the event loop."""
+
+    def __call__(self, call: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        """Call a function and return its result."""
+        ...
+
+
+async def run_inline(call: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in the event loop and return its result."""
+    return call(*arguments)
+
+
+class ThreadPools:
+    """The thread pools of one service, by name."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._by_name: Final = {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS.items()}
+        self.dumping: Final = ThreadPool("dump", 1, 0)
+        self.dump: Final = BoundedLock("dump", max_waiting)
+        """Held by the client that reads `/dump`."""
+
+    def __getitem__(self, name: str) -> ThreadPool:
+        return self._by_name[name]
+
+
+class BoundedLock:
+    """A lock for work that one client may have at a time; at most `max_waiting` others wait, each for a bounded time."""
+
+    def __init__(self, name: str, max_waiting: int) -> None:
+        self._name: Final = name
+        self._max_waiting: Final = max_waiting
+        self._waiting = 0
+        self._lock: Final = asyncio.Lock()
+
+    async def acquire(self, seconds: float) -> None:
+        """Acquire the lock within this time. Raises `UnavailableError` if it stays held or too many clients wait."""
+        if self._waiting < self._max_waiting or not self._lock.locked():
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._lock.acquire()
+            except TimeoutError:
+                pass
+            else:
+                return
+            finally:
+                self._waiting -= 1
+        raise UnavailableError(f"another client is reading a {self._name}", "busy", "retry in a few seconds")
+
+    def release(self) -> None:
+        """Release the lock for the next client."""
+        self._lock.release()
