@@ -1,4 +1,4 @@
-"""The thread that brings what is followed into the index, and does what it is ordered in between."""
+"""The follower thread: it writes events to the index and runs submitted tasks in between."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvevents.events import BlockRemoved
 from kvevents.index import Applied, PrefixIndex
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.service.fleet import Fleet
-from kvevents.service.follower import Follower, Listener
+from kvevents.service.follower import Follower, IndexSink
 from kvevents.service.registration import Registration
 from kvevents.stream import RawBatch, RawDelivery, StreamLimits
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
 
 
-def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:
-    """It neither is done nor ends the thread, and those after it are done."""
-    index = PrefixIndex()
-    follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None), index, Listener())
+def test_a_cancelled_task_is_skipped() -> None:
+    """The thread does not run it, does not end because of it, and runs the tasks after it."""
+    sink = IndexSink(PrefixIndex())
+    follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None, sink), sink)
     follower.start()
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []
@@ -29,60 +29,60 @@ def test_an_order_that_nobody_waits_for_any_more_is_passed_over() -> None:
         begun.set()
         go_on.wait(10.0)
 
-    follower.order(hold)
+    follower.submit(hold)
     assert begun.wait(10.0)
-    given_up = follower.order(lambda: done.append("given up"))
-    assert given_up.cancel()
+    cancelled = follower.submit(lambda: done.append("cancelled"))
+    assert cancelled.cancel()
     go_on.set()
-    follower.order(lambda: done.append("waited for")).result(10.0)
-    assert done == ["waited for"]
+    follower.submit(lambda: done.append("awaited")).result(10.0)
+    assert done == ["awaited"]
     assert follower.stop()
 
 
-def test_less_trust_is_told_before_what_it_is_about_is_in_the_index() -> None:
-    """What replay has brought may be another engine's: an answer that counts it must not say EXACT."""
+def test_trust_is_lowered_before_the_index_has_the_batch_that_lowers_it() -> None:
+    """A replayed batch may come from another engine, so an answer that counts it must not say EXACT."""
     transport = FakeTransport()
     engine = transport.engine("tcp://engine:1", "tcp://engine:2")
     index = PrefixIndex()
     fleet = Fleet(index, max_sources=10)
-    told: list[tuple[bool, str]] = []
-    subscriber = Subscriber(decode=False, transport=transport, clock=transport.clock)
-    fleet.follower.subscriber.close()  # which has sockets
-    follower = fleet.follower = Follower(subscriber, index, fleet)
+    seen: list[tuple[bool, str]] = []
+    states: list[str] = []
+
+    class Watched:
+        """The index. It records the trust that answers would give when deliveries arrive."""
+
+        def apply_many(self, deliveries: Sequence[RawDelivery]) -> list[Applied]:
+            states.append(fleet.members[registration.key].trusted.state)
+            return index.apply_many(deliveries)
+
+    sink = IndexSink(cast("PrefixIndex", Watched()), fleet)
+    subscriber = Subscriber(decode=False, transport=transport, clock=transport.clock, sink=sink)
+    fleet.follower.subscriber.close()  # it has sockets
+    follower = fleet.follower = Follower(subscriber, sink)
     registration = Registration(instance="e", endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint, model="m")
     fleet.register(registration)
 
     def turn() -> None:
         for _ in range(5):
             deliveries = subscriber.receive_many(timeout=0)
-            follower._apply(deliveries)
+            follower._count(deliveries)
             is_replayed = any(isinstance(delivery, RawBatch) and delivery.replayed for delivery in deliveries)
-            told.extend([(is_replayed, state) for state in states])
+            seen.extend([(is_replayed, state) for state in states])
             states.clear()
 
-    states: list[str] = []
-
-    class Watched:
-        """The index, which notes what is told of trust when something comes into it."""
-
-        def apply_many(self, deliveries: Sequence[RawDelivery]) -> list[Applied]:
-            states.append(fleet.members[registration.key].trusted.state)
-            return index.apply_many(deliveries)
-
-    follower._index = cast("PrefixIndex", Watched())
     for _ in range(5):
         engine.publish(BlockRemoved([1]))
         turn()
-    assert told[-1] == (False, "EXACT")
-    told.clear()
+    assert seen[-1] == (False, "EXACT")
+    seen.clear()
     engine.publish(BlockRemoved([1]), lost=True)
     transport.clock.advance(StreamLimits().quiet_before_probe)
     turn()
-    assert [state for is_replayed, state in told if is_replayed]
-    assert "EXACT" not in [state for is_replayed, state in told if is_replayed]
+    assert [state for is_replayed, state in seen if is_replayed]
+    assert "EXACT" not in [state for is_replayed, state in seen if is_replayed]
     for _ in range(2):
         engine.publish(BlockRemoved([3]))
         turn()
     assert fleet.members[registration.key].trusted.state == "EXACT"
     subscriber.remove(*registration.key)
-    fleet.received([registration.key])  # as where a log says that a stream has left behind its last batch
+    fleet.on_received([registration.key])  # as if a log said that the stream left after its last batch

@@ -246,18 +246,18 @@ def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
     members = [register(service, f"engine-{number}") for number in range(sources)]
     first, last = members[0], members[-1]
     service.index.apply(RawBatch(*last.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
-    service.fleet.ticked()
+    service.fleet.on_tick()
     assert all(member.status is not None for member in members)
     assert last.info is not None
     if sources > 1:
         service.fleet.unregister(first.registration.key).result()
     newcomer = register(service, "newcomer")
-    service.fleet.ticked()
+    service.fleet.on_tick()
     assert newcomer.status is not None
     assert newcomer.info is None
     service.index.apply(RawBatch(*newcomer.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
     for _ in range(2 * fleet.LOOKS_AT_ALL):
-        service.fleet.ticked()
+        service.fleet.on_tick()
     assert newcomer.info is not None
 
 

@@ -138,7 +138,7 @@ def test_a_service_that_follows_nothing_any_more_is_not_ready() -> None:
     with service_of(Clock()) as service:
         register(service, trust=Trust.EXACT)
         assert told(service)[0]
-        service.fleet.failed(RuntimeError("it broke"))
+        service.fleet.on_failure(RuntimeError("it broke"))
         assert told(service) == (False, "nothing is followed any more: RuntimeError: it broke")
         service.is_ending = True
         assert told(service) == (False, "the service is ending")

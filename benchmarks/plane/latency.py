@@ -103,21 +103,22 @@ async def _replica(url: str, count: int, skipped: int) -> None:
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
-    from kvevents.service.follower import Follower  # noqa: PLC0415 - as above
+    from kvevents.service.follower import IndexSink  # noqa: PLC0415 - as above
     from kvevents.service.replica import index_build  # noqa: PLC0415 - as above
     from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
     from kvevents.stream import RawBatch  # noqa: PLC0415 - as above
 
     seen: list[tuple[float, list[bytes]]] = []
 
-    class Watched(Follower):
-        """Notes when what was in the index."""
+    class Watched(IndexSink):
+        """Records when each batch was in the index."""
 
-        def _apply(self, deliveries: Sequence[Any]) -> None:
-            super()._apply(deliveries)
+        def apply_many(self, deliveries: Sequence[Any], /) -> Any:
+            applied = super().apply_many(deliveries)
             seen.append((time.monotonic(), [each.payload[2:10] for each in deliveries if isinstance(each, RawBatch)]))
+            return applied
 
-    setattr(index_build, "Follower", Watched)  # noqa: B010 - it is the replica's own, not exported
+    setattr(index_build, "IndexSink", Watched)  # noqa: B010 - it is the replica's own, not exported
     be_responsive()
     fleet = Fleet(PrefixIndex(), max_sources=10)
     fleet.follower.start()

@@ -220,7 +220,7 @@ class _Diarist:
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await asyncio.wrap_future(generation.follower.order(partial(self._claim, generation)))
+                    await asyncio.wrap_future(generation.follower.submit(partial(self._claim, generation)))
 
     def _claim(self, generation: Generation) -> None:
         """By the thread that applies, between two deliveries."""
@@ -247,7 +247,7 @@ class _Diarist:
             "diverged": generation.subscriber.diverged,
             "snapshots": len(generation.newest),
         }
-        order = generation.follower.order(
+        order = generation.follower.submit(
             lambda: {name: found for name in self._role.engines if (found := _held(generation, name)) is not None}
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))

@@ -22,7 +22,7 @@ from kvevents.plane.records import Key, name_of
 from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
 from kvevents.stream.deliveries import RawDelivery
 from kvevents.stream.doubts import Doubts
-from kvevents.subscriber import StreamStatus
+from kvevents.subscriber import Sink, StreamStatus
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,9 @@ class LogSubscriber:
     `digest` is asked for a stream's digest in the index that deliveries are applied to, when all handed out before were.
     """
 
-    def __init__(self, clock: Callable[[], float], digest: Callable[[Key], str | None]) -> None:
+    def __init__(self, clock: Callable[[], float], digest: Callable[[Key], str | None], sink: Sink | None = None) -> None:
+        self._sink = sink
+        """Applies deliveries before they are returned; the outcomes are reported."""
         self.ledgers: Mapping[int, Ledger] = {}
         """Of the partitions that are read; replaced as a whole."""
         self.cards: Mapping[Key, bytes] = {}
@@ -247,6 +249,9 @@ class LogSubscriber:
             self.cards = _cards(self.ledgers.values())
         if self._queue:
             self._bell.set()
+        if found and self._sink is not None:
+            for delivery, outcome in zip(found, self._sink.apply_many(found), strict=True):
+                self.report(delivery, outcome.findings)
         return found
 
     def _take_census(self) -> None:

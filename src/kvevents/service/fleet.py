@@ -17,7 +17,7 @@ from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import Announcer
-from kvevents.service.follower import Follower, Listener, published_at
+from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
 from kvevents.service.member import Member, Revision, Row
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Wall, check_alike
@@ -95,8 +95,8 @@ class Fleet(Listener):
         """How many of them the next look is at."""
         self._look_due = 0.0
         self._judge_due = 0.0
-        subscriber = Subscriber(decode=False)
-        self.follower = Follower(subscriber, index, self)
+        sink = IndexSink(index, self)
+        self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
 
     def switch(self, follower: Follower, index: PrefixIndex) -> Follower:
         """Answer from another index from now on, which `follower` keeps. Returns the one before, which is to be stopped.
@@ -106,9 +106,9 @@ class Fleet(Listener):
         before = self.follower
         for member in list(self.members.values()):
             index.label(member.registration.key[0], member.registration.wall.name)
-        before.listener = Listener()
+        before.sink.listener = Listener()
         self.index, self.follower = index, follower
-        follower.listener = self
+        follower.sink.listener = self
         self.on_change()
         return before
 
@@ -129,7 +129,7 @@ class Fleet(Listener):
             self.revision.advance()
             self._measure()
         self.on_change()
-        done = self.follower.order(lambda: self._follow(member, checkpoint))
+        done = self.follower.submit(lambda: self._follow(member, checkpoint))
         done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
         return done
 
@@ -172,7 +172,7 @@ class Fleet(Listener):
                 )
             self._drop(member)
         self.on_change()
-        return self.follower.order(lambda: self._leave(member))
+        return self.follower.submit(lambda: self._leave(member))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
         log.error("%s cannot be followed: %s", member.registration.label, error)
@@ -298,7 +298,7 @@ class Fleet(Listener):
 
     # --- what the follower tells
 
-    def received(self, keys: Iterable[Key]) -> None:
+    def on_received(self, keys: Iterable[Key]) -> None:
         """See `Listener`. Trust that is less because of what has come is told before anybody can find that in the index."""
         for key in keys:
             member = self.members.get(key)
@@ -309,7 +309,7 @@ class Fleet(Listener):
                     self._judge_one(member, self._clock())
         self.on_change()
 
-    def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
+    def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
         """See `Listener`."""
         now = self._clock()
         for batch in batches:
@@ -317,7 +317,7 @@ class Fleet(Listener):
             if member is not None:
                 self._stirred.add(member.registration.key)
                 member.last_event = now
-                stamp = None if batch.replayed else published_at(batch.payload)
+                stamp = None if batch.replayed else timestamp_of(batch.payload)
                 if stamp is not None:
                     member.lag = now - stamp
                 if member.trust != Trust.EXACT:
@@ -354,14 +354,14 @@ class Fleet(Listener):
         log.warning("%s: %s%s", member.registration.label, sentence, more)
         member.silent_until, member.untold = time.monotonic() + LOSS_SECONDS, 0
 
-    def rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
+    def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """See `Listener`."""
         known = decode_batch(batch.payload).dialect
         dialect = "unknown" if known is None else f"{known.engine}-{known.since}"
         for one in events:
             self.counts[dialect, one.reason] = self.counts.get((dialect, one.reason), 0) + one.count
 
-    def ticked(self) -> None:
+    def on_tick(self) -> None:
         """See `Listener`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._look_due:
@@ -381,7 +381,7 @@ class Fleet(Listener):
         self._judge(now)
         self.on_change()
 
-    def failed(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         """See `Listener`."""
         self.failure = f"{type(error).__name__}: {error}"
         stale = Trust.STALE.because(f"the service follows nothing any more: {self.failure}")

@@ -1,4 +1,4 @@
-"""The thread that follows all streams and brings them into the index."""
+"""The thread that receives the events of all streams and writes them to the index."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from kvevents.errors import KVEventsError
-from kvevents.index import PrefixIndex
-from kvevents.stream import Checkpoint, Findings, Gap, RawBatch, RawDelivery, Reset, Source, Trust
+from kvevents.index import Applied, PrefixIndex
+from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
 
@@ -23,188 +23,192 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.02
-"""How long the thread waits for the network at most: orders, trust and rates are at most so old."""
+"""Longest wait for the network. Submitted tasks, trust and rates are at most this old."""
 MIN_TURN_SECONDS: Final = 0.001
 """Shortest time from the start of a turn that received something to the next turn. With hundreds of engines a turn then
 receives the batches of a dozen of them, which saves about a quarter of the CPU. An event that arrives alone is received at
 once (ADR 0015)."""
 RATE_SECONDS: Final = 10
-"""Seconds over which the rate of batches is told."""
+"""Period over which the rate of batches is averaged."""
+
+
+class Listener:
+    """Callbacks of a follower. The follower calls them in its own thread."""
+
+    def on_received(self, keys: Iterable[tuple[str, int]]) -> None:
+        """Deliveries of these streams have arrived. The index does not contain them yet."""
+
+    def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
+        """A batch was applied without some of its events, which cannot be decoded."""
+
+    def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
+        """The index contains the deliveries: the newest batch of each stream, and every reset and gap."""
+
+    def on_tick(self) -> None:
+        """About `TICK_SECONDS` have passed."""
+
+    def on_failure(self, error: BaseException) -> None:
+        """The thread has ended with an error."""
+
+
+class IndexSink:
+    """Writes a subscriber's deliveries to the index, and calls the listener before and after that.
+
+    It is the `Sink` of the subscriber, which reports the findings to its streams.
+    """
+
+    def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:
+        self._index: Final = index
+        self.listener = listener or Listener()
+        """It may be replaced at any time."""
+
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[Applied]:
+        """Apply the deliveries in this order and return one outcome for each."""
+        self.listener.on_received({(delivery.source, delivery.rank) for delivery in deliveries})
+        outcomes = self._index.apply_many(deliveries)
+        for delivery, applied in zip(deliveries, outcomes, strict=True):
+            if isinstance(delivery, RawBatch) and applied.findings is not None and applied.findings.rejected:
+                self.listener.on_rejected(delivery, applied.findings.rejected)
+        return outcomes
+
+
+class StreamSubscriber(Protocol):
+    """The part of a subscriber that a follower and a fleet use. It applies what it returns to an `IndexSink` first."""
+
+    def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]:
+        """Return new deliveries in order; none after `timeout` seconds."""
+        ...
+
+    def add(self, source: Source, resume: Checkpoint | None = None) -> None:
+        """Follow one more source."""
+        ...
+
+    def remove(self, name: str, rank: int = 0) -> None:
+        """Stop following a source."""
+        ...
+
+    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
+        """Return the trust of one stream. Raises `LookupError` if the stream is not followed."""
+        ...
+
+    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
+        """Return trust, numbers and counters of one stream. Raises `LookupError` if the stream is not followed."""
+        ...
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return where a later process can resume each stream."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections. `receive_many` raises afterwards."""
+        ...
 
 
 @dataclass(slots=True)
-class _Order(Generic[T]):
+class _Task(Generic[T]):
     work: Callable[[], T]
     done: Future[T]
 
 
-class Listener:
-    """What a follower tells, from its own thread."""
-
-    def received(self, keys: Iterable[tuple[str, int]]) -> None:
-        """Something has come of these streams, and is not in the index yet."""
-
-    def delivered(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
-        """Deliveries that are in the index now: the newest batch of each stream, and every reset and gap."""
-
-    def rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
-        """A batch with events that could not be read."""
-
-    def ticked(self) -> None:
-        """About `TICK_SECONDS` have passed."""
-
-    def failed(self, error: BaseException) -> None:
-        """The thread has come to an end that nobody asked for."""
-
-
-class Streams(Protocol):
-    """What a follower and a fleet need of a subscriber."""
-
-    def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]:
-        """What is new, in order; empty after `timeout` seconds."""
-        ...
-
-    def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
-        """What applying a batch has shown."""
-        ...
-
-    def add(self, source: Source, resume: Checkpoint | None = None) -> None:
-        """Follow one more."""
-        ...
-
-    def remove(self, name: str, rank: int = 0) -> None:
-        """Follow it no more."""
-        ...
-
-    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
-        """Of one stream; a `LookupError` for one that is not followed."""
-        ...
-
-    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
-        """Everything of one stream; a `LookupError` for one that is not followed."""
-        ...
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """Of all, to go on with later."""
-        ...
-
-    def close(self) -> None:
-        """Hand out nothing any more."""
-        ...
-
-
 class Follower(threading.Thread):
-    """Owns the subscriber: whoever wants something of it gives an order."""
+    """Owns a subscriber: it receives from it, and other threads submit tasks that change it."""
 
-    def __init__(self, subscriber: Streams, index: PrefixIndex, listener: Listener) -> None:
+    def __init__(self, subscriber: StreamSubscriber, sink: IndexSink) -> None:
+        """`sink` is the sink of `subscriber`."""
         super().__init__(name="kvevents-follower", daemon=True)
         self.subscriber = subscriber
-        self._index = index
-        self.listener = listener
-        """Who is told; it may be replaced at any time."""
-        self._orders: deque[_Order[object]] = deque()
-        self._stopping = False
+        self.sink: Final = sink
+        self._tasks: deque[_Task[object]] = deque()
+        self._is_stopping = False
         self._per_second: deque[tuple[int, int]] = deque(maxlen=RATE_SECONDS + 1)
         self._began = int(time.monotonic())
         self.batches = 0
-        """Batches that came into the index."""
+        """Batches applied to the index."""
 
-    def order(self, work: Callable[[], T]) -> Future[T]:
-        """Have `work` done by the thread, between two deliveries: everything received before it is in the index then."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in the thread between two turns. The index then contains everything received before.
+
+        Before `start` and after the end of the thread, run it in the calling thread.
+        """
         done: Future[T] = Future()
-        self._orders.append(_Order(work, done))  # type: ignore[arg-type]  # the queue does not look at results
+        self._tasks.append(_Task(work, done))  # type: ignore[arg-type]  # the queue does not look at results
         if not self.is_alive():
-            self._obey()
+            self._run_tasks()
         return done
 
     @property
     def rate(self) -> float:
-        """Batches per second of late."""
+        """Batches per second, averaged over the last `RATE_SECONDS`."""
         now = int(time.monotonic())
         recent = [count for second, count in list(self._per_second) if now - RATE_SECONDS <= second < now]
         return sum(recent) / max(1, min(RATE_SECONDS, now - self._began))
 
     def run(self) -> None:
-        """Follow until `stop`."""
+        """Receive until `stop` is called."""
         try:
             self._follow()
         except BaseException as error:
-            log.exception("the thread that follows the engines has failed; nothing new comes into the index")
-            self.listener.failed(error)
+            log.exception("the follower thread failed; the index receives no more events")
+            self.sink.listener.on_failure(error)
             raise
         finally:
             self.subscriber.close()
 
     def _follow(self) -> None:
         due = 0.0
-        while not self._stopping:
+        while not self._is_stopping:
             deliveries = self.subscriber.receive_many(timeout=TICK_SECONDS)
             began = time.monotonic()
             if deliveries:
-                self._apply(deliveries)
-            # Only now is nothing on its way from the subscriber to the index, so that an order sees both alike.
-            self._obey()
+                self._count(deliveries)
+            # Here the index contains all that the subscriber has received, so a task sees both in the same state.
+            self._run_tasks()
             now = time.monotonic()
             if now >= due:
                 due = now + TICK_SECONDS
-                self.listener.ticked()
+                self.sink.listener.on_tick()
             if deliveries and (rest := began + MIN_TURN_SECONDS - now) > 0:
                 time.sleep(rest)
 
-    def _apply(self, deliveries: Sequence[RawDelivery]) -> None:
-        self.listener.received({(delivery.source, delivery.rank) for delivery in deliveries})
-        outcomes = self._index.apply_many(deliveries)
-        newest: dict[tuple[str, int], RawBatch] = {}
-        losses: list[Reset | Gap] = []
-        count = 0
-        for delivery, applied in zip(deliveries, outcomes, strict=True):
-            if not isinstance(delivery, RawBatch):
-                losses.append(delivery)
-                continue
-            count += 1
-            newest[delivery.source, delivery.rank] = delivery
-            if applied.findings is not None:
-                self.subscriber.report(delivery, applied.findings)
-                if applied.findings.rejected:
-                    self.listener.rejected(delivery, applied.findings.rejected)
-        self._count(count)
-        self.listener.delivered(list(newest.values()), losses)
-
-    def _count(self, batches: int) -> None:
-        self.batches += batches
-        second = int(time.monotonic())
+    def _count(self, deliveries: Sequence[RawDelivery]) -> None:
+        """Count deliveries that the sink has applied, and call the listener."""
+        batches = [delivery for delivery in deliveries if isinstance(delivery, RawBatch)]
+        losses = [delivery for delivery in deliveries if not isinstance(delivery, RawBatch)]
+        self.batches += len(batches)
+        count, second = len(batches), int(time.monotonic())
         if self._per_second and self._per_second[-1][0] == second:
-            batches += self._per_second.pop()[1]
-        self._per_second.append((second, batches))
+            count += self._per_second.pop()[1]
+        self._per_second.append((second, count))
+        newest = {(batch.source, batch.rank): batch for batch in batches}
+        self.sink.listener.on_applied(list(newest.values()), losses)
 
-    def _obey(self) -> None:
-        while self._orders:
-            order = self._orders.popleft()
-            if not order.done.set_running_or_notify_cancel():
-                continue  # whoever gave it waits no more
+    def _run_tasks(self) -> None:
+        while self._tasks:
+            task = self._tasks.popleft()
+            if not task.done.set_running_or_notify_cancel():
+                continue  # it was cancelled
             try:
-                order.done.set_result(order.work())
+                task.done.set_result(task.work())
             except BaseException as error:
-                order.done.set_exception(error)  # whoever waits for it is told, whatever it is
+                task.done.set_exception(error)
                 if not isinstance(error, (KVEventsError, OSError)):
                     raise
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """End the thread, and close the subscriber; False when it has not ended in time."""
-        self._stopping = True
+        """End the thread and close the subscriber. Return False if the thread does not end within `timeout` seconds."""
+        self._is_stopping = True
         if self.is_alive():
             self.join(timeout)
         return not self.is_alive()
 
 
-_STAMPED = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
-def published_at(payload: bytes) -> float | None:
-    """The engine's clock in a batch, where it is an array that begins with it: as all engines send it."""
+def timestamp_of(payload: bytes) -> float | None:
+    """Return the engine's timestamp of an encoded batch; None if the payload is not an array that begins with one."""
     try:
-        first = _STAMPED.decode(payload)[0]
-        stamp = msgspec.msgpack.decode(first, type=float)
-    except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):  # the last for lists in lists in lists
+        first = _decode_items(payload)[0]
+        return msgspec.msgpack.decode(first, type=float)
+    except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):  # RecursionError: deeply nested lists
         return None
-    return stamp

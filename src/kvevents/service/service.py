@@ -224,7 +224,7 @@ class Service:
 
     def _standing(self) -> list[Checkpoint]:
         """Of streams that nobody has registered again yet, what was kept of them goes on being kept."""
-        followed = self.fleet.follower.order(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
+        followed = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
         return [*followed, *self._checkpoints.values()]
 
     def _tell_lost(self, sentence: str) -> None:

@@ -21,7 +21,7 @@ from kvevents.plane.reading import PartitionReader
 from kvevents.plane.records import Key, Tail
 from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
 from kvevents.plane.subscriber import LogSubscriber
-from kvevents.service.follower import Follower, Listener
+from kvevents.service.follower import Follower, IndexSink
 from kvevents.service.replica.coordination import Comparing
 from kvevents.stream import Doubt
 
@@ -59,8 +59,9 @@ class Generation:
         settled: Collection[int] = (),
     ) -> None:
         self.index: Final = index
-        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key))
-        self.follower: Final = Follower(self.subscriber, index, Listener())
+        sink = IndexSink(index)
+        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink)
+        self.follower: Final = Follower(self.subscriber, sink)
         self.made: dict[int, str] = {}
         """By partition that is held which stream it is."""
         self.began_with: dict[int, str] = {}
@@ -181,7 +182,7 @@ class Generation:
             self.index.admit(key)
 
     def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.wrap_future(self.follower.order(work))
+        return asyncio.wrap_future(self.follower.submit(work))
 
     async def _read(self, partition: int, tail: Tail) -> None:
         """Read one partition for as long as it can be, and there is room for what comes."""
@@ -230,7 +231,7 @@ class Generation:
 
         Raises `SnapshotError`, and `TimeoutError` where it is too slow.
         """
-        order = self.follower.order(lambda: self._take(partition, path))
+        order = self.follower.submit(lambda: self._take(partition, path))
         async with asyncio.timeout(TAKE_SECONDS):
             taken = await asyncio.wrap_future(order)
         # Counted aside: the thread that applies has no time to look at every worker for each partition.

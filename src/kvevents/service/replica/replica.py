@@ -249,7 +249,7 @@ class Replica:
             generation.broken = "the card of an engine has changed"
         for fault in self._fleet.replace(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
-        await asyncio.wrap_future(generation.follower.order(self._fleet.look))
+        await asyncio.wrap_future(generation.follower.submit(self._fleet.look))
         self._answers = shown
 
     # --- as long as it goes well
