@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Decoded, Dialect, WireLimits, decode_batch, dialect_for, dialects, encode_batch
-from kvevents.wire.careful import careful
-from kvevents.wire.decode import fast
+from kvevents.wire.decode import decode_fast
+from kvevents.wire.tolerant import decode_tolerant
 from wire_cases import (
     CAPTURES,
     GOLDENS,
@@ -53,9 +53,9 @@ def reasons(decoded: Decoded) -> list[tuple[int | None, str]]:
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_both_paths_read_a_golden_payload_alike(golden: Golden) -> None:
-    """The fast path reads all but byte hashes, map batches, and extra keys with digests; the careful path reads everything."""
-    quick = fast(golden.payload, DEFAULT_WIRE_LIMITS)
-    assert careful(golden.payload, DEFAULT_WIRE_LIMITS) == (golden.batch(), ())
+    """The tolerant decoder reads all of them, the fast one all but byte hashes, map batches, and extra keys with digests."""
+    quick = decode_fast(golden.payload, DEFAULT_WIRE_LIMITS)
+    assert decode_tolerant(golden.payload, DEFAULT_WIRE_LIMITS) == (golden.batch(), ())
     slow_only = "bytes" in golden.case or "map_batch" in golden.case or "embeds" in golden.case
     assert quick == (None if slow_only else golden.batch())
 
@@ -64,8 +64,8 @@ def test_both_paths_read_a_golden_payload_alike(golden: Golden) -> None:
 def test_every_dialect_reads_back_what_it_wrote_on_both_paths(case: tuple[Any, KVEventBatch]) -> None:
     row, batch = case
     payload = encode_batch(batch, row)
-    assert careful(payload, DEFAULT_WIRE_LIMITS) == (batch, ())
-    assert fast(payload, DEFAULT_WIRE_LIMITS) in (batch, None)
+    assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (batch, ())
+    assert decode_fast(payload, DEFAULT_WIRE_LIMITS) in (batch, None)
     decoded = decode_batch(payload)
     assert decoded.batch == batch
     assert encode_batch(decoded.batch, row) == payload
@@ -79,7 +79,7 @@ def test_every_vllm_release_takes_the_fast_path(release: str) -> None:
     payload = encode_batch(
         KVEventBatch(1.0, [event, BlockRemoved([5], "GPU"), AllBlocksCleared()], 3), dialect_for("vllm", release)
     )
-    assert fast(payload, DEFAULT_WIRE_LIMITS) is not None
+    assert decode_fast(payload, DEFAULT_WIRE_LIMITS) is not None
 
 
 # --- captures --------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_timestamp_that_is_none_costs_the_timestamp_and_not_the_events(sent: A
     decoded = decode_batch(pack([sent, [stored()], 3]))
     assert decoded.batch == KVEventBatch(0.0, [GOOD], 3)
     assert reasons(decoded) == [(None, "bad-timestamp")]
-    assert not any(rejected.costs_events for rejected in decoded.rejected)
+    assert not any(rejected.loses_events for rejected in decoded.rejected)
 
 
 @pytest.mark.parametrize("rank", ["0", 0.0, True, [0], b"\0"])
@@ -268,7 +268,7 @@ def test_tags_of_tomorrow_are_set_aside_and_named() -> None:
 @pytest.mark.parametrize(
     ("sent", "canonical"), [(5, 5), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0), (2**40, 2**40)]
 )
-@pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "careful"])
+@pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
 def test_hashes_are_canonical(sent: int, canonical: int, more: dict[str, Any]) -> None:
     event = one(batch_of(stored(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
     assert event.block_hashes == [canonical, 7]
@@ -472,7 +472,7 @@ def test_of_equal_keys_the_last_counts_on_both_paths() -> None:
     twice = b"\x89" + pack(stored())[1:] + pack("medium") + pack("CPU")
     decoded = decode_batch(batch_of()[:10] + b"\x91" + twice + b"\x00")
     assert decoded.batch.events[0].medium == "CPU"  # type: ignore[union-attr]
-    assert careful(batch_of()[:10] + b"\x91" + twice + b"\x00", DEFAULT_WIRE_LIMITS)[0] == decoded.batch
+    assert decode_tolerant(batch_of()[:10] + b"\x91" + twice + b"\x00", DEFAULT_WIRE_LIMITS)[0] == decoded.batch
 
 
 @pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"])
@@ -514,7 +514,7 @@ def test_limit_of_events() -> None:
     ],
 )
 def test_limit_of_hashes(event: Any) -> None:
-    """It bounds what has one entry per block too, where the careful path reads it."""
+    """It bounds what has one entry per block too, where the tolerant decoder reads it."""
     bound = WireLimits(max_hashes=2)
     decoded = decode_batch(batch_of(stored(unknown=1), event, b""), bound)
     assert reasons(decoded)[0] == (1, "too-many-hashes")
@@ -553,7 +553,7 @@ def test_a_large_payload_is_read_as_a_small_one() -> None:
     """Above 1 MiB every length is checked before it is believed."""
     tokens = list(range(400_000))
     payload = batch_of(stored(token_ids=tokens), stored())
-    assert fast(payload, DEFAULT_WIRE_LIMITS) is None
+    assert decode_fast(payload, DEFAULT_WIRE_LIMITS) is None
     decoded = decode_batch(payload)
     assert decoded.rejected == ()
     assert decoded.batch.events == [BlockStored([11], None, tokens, 2, None, "GPU", None), GOOD]
@@ -731,9 +731,9 @@ def test_any_value_in_any_field_costs_at_most_its_event(fields: dict[str, Any]) 
 @given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=3))
 def test_what_the_fast_path_accepts_the_careful_path_reads_alike(fields: dict[str, Any]) -> None:
     payload = batch_of(stored(**fields))
-    quick = fast(payload, DEFAULT_WIRE_LIMITS)
+    quick = decode_fast(payload, DEFAULT_WIRE_LIMITS)
     if quick is not None:
-        assert careful(payload, DEFAULT_WIRE_LIMITS) == (quick, ())
+        assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (quick, ())
 
 
 def test_a_result_says_what_it_is_in_one_line() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.wire import dialect_for, dialects, encode_batch
-from kvevents.wire.shape import dialect_of
+from kvevents.wire.detect import detect_dialect
 from wire_cases import GOLDENS, Golden, batch_of, pack, stored
 
 EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora_name"}
@@ -16,7 +16,7 @@ EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golden: Golden) -> None:
-    found, sent = dialect_of(golden.payload), dialect_for(golden.engine, golden.release)
+    found, sent = detect_dialect(golden.payload), dialect_for(golden.engine, golden.release)
     assert found is not None
     assert (found.batch, found.events) == (sent.batch, sent.events)
     if found.engine == sent.engine:
@@ -44,22 +44,22 @@ def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golde
     ],
 )
 def test_one_event_tells_its_release(event: Any, name: str) -> None:
-    assert str(dialect_of(batch_of(event))) == name
+    assert str(detect_dialect(batch_of(event))) == name
 
 
 def test_vllm_0_33_is_known_by_its_header_whatever_it_omits() -> None:
     """Its BlockStored declares 16 fields with the tag, and msgspec sizes the header by that."""
     batch = KVEventBatch(1.0, [BlockStored([1], None, [1], 1)], 0)
     newest = dialect_for("vllm", "0.33.0")
-    assert dialect_of(encode_batch(batch, newest)) is newest
-    assert dialect_of(encode_batch(batch, dialect_for("vllm", "0.32.0"))) is dialect_for("vllm", "0.24.0")
+    assert detect_dialect(encode_batch(batch, newest)) is newest
+    assert detect_dialect(encode_batch(batch, dialect_for("vllm", "0.32.0"))) is dialect_for("vllm", "0.24.0")
 
 
 def test_all_events_of_a_batch_must_agree() -> None:
-    assert dialect_of(batch_of(stored(locality="LOCAL"), stored(session_id="s"))) is dialect_for("vllm", "0.30.0")
-    assert dialect_of(batch_of(stored(), ["AllBlocksCleared"])) is None
-    assert dialect_of(batch_of(stored(lookahead_token_ids=[[1]]), EVENT_SGLANG | {"cache_salt": "s"})) is None
-    assert dialect_of(batch_of(stored(cache_salt="s"))) is None  # in no release's order
+    assert detect_dialect(batch_of(stored(locality="LOCAL"), stored(session_id="s"))) is dialect_for("vllm", "0.30.0")
+    assert detect_dialect(batch_of(stored(), ["AllBlocksCleared"])) is None
+    assert detect_dialect(batch_of(stored(lookahead_token_ids=[[1]]), EVENT_SGLANG | {"cache_salt": "s"})) is None
+    assert detect_dialect(batch_of(stored(cache_salt="s"))) is None  # in no release's order
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_all_events_of_a_batch_must_agree() -> None:
     ],
 )
 def test_what_no_row_explains_has_no_dialect(payload: bytes) -> None:
-    assert dialect_of(payload) is None
+    assert detect_dialect(payload) is None

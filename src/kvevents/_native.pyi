@@ -212,7 +212,7 @@ def scanned(wire_limits: tuple[int, ...], payload: bytes) -> list[dict[str, Any]
 def decoded(
     wire_limits: tuple[int, ...], max_rejected: int, payload: bytes
 ) -> tuple[float, int | None, list[dict[str, Any]], list[tuple[str, str, int | None, bytes, int]], bytes]:
-    """A payload as the careful decoder reads it: timestamp, rank, events, what was set aside, and the events for the scanner.
+    """A payload as the tolerant decoder reads it: timestamp, rank, events, what was set aside, and the events for the scanner.
 
     What was set aside is `(reason, detail, index, raw, count)` each. Only builds for tests have it.
     """

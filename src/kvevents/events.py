@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Aside: TypeAlias = dict[str, Any]
 else:
     # What one native decode may build at a peer's wish: no map with keys of the peer's choice, no depth. Anything else in these
-    # fields is read by `kvevents.wire.careful`, within limits. Encoding does not look at annotations.
+    # fields is read by `kvevents.wire.tolerant`, within limits. Encoding does not look at annotations.
     ExtraKey = str | int | list[str | int]
     Aside = dict[str, bool | int | float | str | None]
 

@@ -227,7 +227,7 @@ impl Scratch {
     }
 }
 
-/// Timestamps in seconds; one above is in milliseconds, or wrong. As in `kvevents.wire.careful`.
+/// Timestamps in seconds; one above is in milliseconds, or wrong. As in `kvevents.wire.tolerant`.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
 /// Levels of containers in elements of a batch that nobody knows yet.

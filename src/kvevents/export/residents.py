@@ -12,7 +12,7 @@ from kvevents.export.limits import ExportLimits
 from kvevents.export.reuse import ReuseDistances
 from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
-from kvevents.wire.respelling import scope_of
+from kvevents.wire.canonical import scope_of
 
 _I63: Final = 1 << 63
 _SALT_DIGITS: Final = 16

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvevents import _native
 from kvevents.events import BlockStored
-from kvevents.wire.respelling import respelled
+from kvevents.wire.canonical import encode_canonical
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> St
     `parent` is the key of the block before the first one, with what its salt adds to the seed; None if it is unknown, or if
     there is no such block. Raises `TypeError`, `ValueError` or `OverflowError` for an event that is not as declared.
     """
-    return StoredKeys(*_native.stored_keys(respelled([event]), parent))
+    return StoredKeys(*_native.stored_keys(encode_canonical([event]), parent))
 
 
 def tier_of(medium: str | None) -> str:

@@ -18,7 +18,7 @@ from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, Work
 from kvevents.index.saving import absorb, restore, snapshot
 from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset, findings_of
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
-from kvevents.wire.respelling import respelled
+from kvevents.wire.canonical import encode_canonical
 
 Worker: TypeAlias = tuple[str, int] | str
 """A stream: source and rank, or the source alone for rank 0."""
@@ -123,7 +123,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def _apply_events(self, batch: Batch) -> Applied:
         try:
-            payload = respelled(batch.events)
+            payload = encode_canonical(batch.events)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"events are not as kvevents.events declares them: {error}") from error
         applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)

@@ -91,7 +91,7 @@ class _Seen:
         doubts = self.doubts
         if findings.cleared:
             doubts.clear(seq)
-        if any(each.costs_events for each in findings.rejected):
+        if any(each.loses_events for each in findings.rejected):
             doubts.reject(seq)
         heartbeat = findings.heartbeat
         if heartbeat is not None and seq > self.heartbeat_seq:

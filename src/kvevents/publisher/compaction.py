@@ -23,7 +23,7 @@ from kvevents.errors import MissingDependencyError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.stream import RawBatch
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
-from kvevents.wire.respelling import respelled
+from kvevents.wire.canonical import encode_canonical
 
 SequencedPayload: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""
@@ -196,7 +196,7 @@ class DigestTracker:
 
     def _apply_tolerant(self, batch: RawBatch) -> Any:
         """Apply a payload that only the tolerant decoder can read."""
-        payload = respelled(decode_batch(batch.payload).batch.events)
+        payload = encode_canonical(decode_batch(batch.payload).batch.events)
         return self._index._apply(_STREAM, 0, 0, batch.seq, payload)  # noqa: SLF001 - the native module's
 
     def _note(self, seq: int, outcome: Any) -> None:

@@ -10,8 +10,8 @@ import msgspec
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, Heartbeat, KVEvent, KVEventBatch
 from kvevents.stream import Findings
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch, encode_batch
+from kvevents.wire.detect import detect_dialect
 from kvevents.wire.dialects import Dialect, dialect_for
-from kvevents.wire.shape import dialect_of
 
 UNKNOWN: Final = ""
 SAMPLED_PAYLOADS: Final = 64
@@ -82,7 +82,7 @@ class DialectEncoder:
 
     def _examine(self, payload: bytes) -> None:
         events = decode_batch(payload).batch.events
-        dialect = dialect_of(payload)
+        dialect = detect_dialect(payload)
         if events and dialect is not None:
             self._use(_form_of(dialect, signed=dialect.signed and any(map(_has_hashes, events)), before=self.form))
 
@@ -119,7 +119,7 @@ def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
 
 def loses_events(findings: Findings) -> bool:
     """Return whether events of a batch could not be decoded."""
-    return any(each.costs_events for each in findings.rejected)
+    return any(each.loses_events for each in findings.rejected)
 
 
 def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS
-from kvevents.wire.respelling import scope_of
+from kvevents.wire.canonical import scope_of
 
 _BLOCKS_PER_PIECE: Final = 500_000
 """In one piece of `UpstreamBlocks.dump`, which is a few megabytes then."""

@@ -20,8 +20,8 @@ from kvevents.relay.sequencer import IndexedStream, Sequencer
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import Findings, RawBatch
 from kvevents.wire import Rejected, decode_batch
+from kvevents.wire.canonical import scope_of
 from kvevents.wire.dialects import Dialect
-from kvevents.wire.respelling import scope_of
 
 Report: TypeAlias = Callable[[RawBatch, Findings], None]
 

@@ -142,7 +142,7 @@ class Standing(NamedTuple):
             else:
                 last_seq = delivery.seq
                 newest = delivery
-                if isinstance(delivery, Batch) and any(each.costs_events for each in delivery.rejected):
+                if isinstance(delivery, Batch) and any(each.loses_events for each in delivery.rejected):
                     doubts[Doubt.REJECTED] = last_seq
         if incarnation == now.incarnation:
             # What ended a doubt was handed out, or waits and will be delivered again. Reports arrive without a delivery.

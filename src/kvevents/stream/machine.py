@@ -466,7 +466,7 @@ class Stream(Generic[B]):
             return
         if findings.cleared:
             self._doubts.clear(seq)
-        if any(each.costs_events for each in findings.rejected):
+        if any(each.loses_events for each in findings.rejected):
             self._doubts.reject(seq)
         if heartbeat is not None and delivery.replayed and heartbeat.trust != Trust.EXACT.name:
             self._unfinished_part = seq

@@ -1,4 +1,4 @@
-"""Bytes and events: framing, dialects, decoding, encoding."""
+"""The wire format: frames, dialects of engine releases, decoding and encoding of batches."""
 
 from kvevents.wire.decode import Decoded, decode_batch
 from kvevents.wire.dialects import Dialect, dialect_for, dialects
@@ -21,8 +21,8 @@ from kvevents.wire.framing import (
     replay_end_frames,
     replay_request_frames,
 )
-from kvevents.wire.limits import DEFAULT_WIRE_LIMITS, MAX_SEQ, WireLimits
 from kvevents.wire.rejected import Rejected
+from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS, MAX_SEQ, WireLimits
 
 __all__ = [
     "DEFAULT_WIRE_LIMITS",

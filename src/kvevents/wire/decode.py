@@ -1,9 +1,9 @@
-"""Bytes to events, by shape and without configuration.
+"""Decodes payloads into events, by their shape and without configuration.
 
-Theory of operation. A payload of a known release decodes in one native call into the types of `kvevents.events` (`fast`). What
-that call refuses, for a field that no row knows, a tag from tomorrow, byte hashes, or damage, is read again in two stages
-(`kvevents.wire.careful`): the envelope first, its events left as raw slices, then each event alone, so that one bad event never
-costs its neighbours. Nothing a peer sends raises; it is returned as `Rejected`.
+Theory of operation: a payload of a known release decodes in one native call into the types of `kvevents.events`
+(`decode_fast`). That call fails for unknown fields, unknown event types, byte hashes and damaged payloads. Then the tolerant
+decoder (`kvevents.wire.tolerant`) reads the envelope first, leaves the events as raw slices, and reads each event by itself, so
+that an invalid event does not affect the others. Input of a peer never raises; what cannot be read is returned as `Rejected`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch
-from kvevents.wire.careful import SECONDS_BELOW, careful
+from kvevents.wire.detect import detect_dialect
 from kvevents.wire.dialects import Dialect
-from kvevents.wire.limits import DEFAULT_WIRE_LIMITS, FAST_BYTES, WireLimits
-from kvevents.wire.raw import REFUSED
-from kvevents.wire.rejected import RefusedError, Rejected
-from kvevents.wire.shape import dialect_of
+from kvevents.wire.raw_msgpack import MSGPACK_ERRORS
+from kvevents.wire.rejected import DecodeRejectedError, Rejected
+from kvevents.wire.tolerant import MAX_SECONDS, decode_tolerant
+from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS, MAX_FAST_BYTES, WireLimits
 
 _MASK: Final = (1 << 64) - 1
 
@@ -27,18 +27,18 @@ class Decoded(msgspec.Struct, gc=False, eq=False):
     """Result of `decode_batch`: `batch`, `dialect`, `rejected`."""
 
     batch: KVEventBatch
-    """What could be read; without events (and with `ts` 0) when the payload is no batch at all."""
+    """What could be read. It has no events, and `ts` is 0, if the payload is not a batch at all."""
     _payload: bytes
     rejected: tuple[Rejected, ...] = ()
     _dialect: Dialect | None = None
-    _asked: bool = False
+    _is_detected: bool = False
 
     @property
     def dialect(self) -> Dialect | None:
-        """The oldest release that could have sent this payload; None when no row explains it. Computed when first asked."""
-        if not self._asked:
-            self._dialect = dialect_of(self._payload)
-            self._asked = True
+        """The oldest release that could have sent this payload; None if no known release could. Detected at first use."""
+        if not self._is_detected:
+            self._dialect = detect_dialect(self._payload)
+            self._is_detected = True
         return self._dialect
 
     def __repr__(self) -> str:
@@ -46,19 +46,19 @@ class Decoded(msgspec.Struct, gc=False, eq=False):
 
 
 def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> Decoded:
-    """Read one batch as any engine sends it. Never raises on what a peer sent.
+    """Decode one batch of any engine. It never raises for the input of a peer.
 
-    Hashes come out unsigned: integers modulo 2**64, of byte hashes the last 8 bytes, big-endian, as vLLM itself shortens them.
-    `ts` comes out in seconds, from 0 to 1e11; a timestamp that is none costs the timestamp, not the events.
+    Hashes are unsigned: an integer hash is taken modulo 2**64, and a byte hash is its last 8 bytes, big-endian, as vLLM itself
+    shortens it. `ts` is in seconds, from 0 to 1e11. If the timestamp is invalid, `ts` is 0 and the events are still read.
     """
-    batch = fast(payload, limits)
+    batch = decode_fast(payload, limits)
     if batch is not None:
         return Decoded(batch, payload)
     try:
-        batch, rejected = careful(payload, limits)
-    except RefusedError as refusal:
-        # Without its payload: what is no batch has no dialect, and what is too large is not looked at again.
-        return Decoded(KVEventBatch(0.0, []), b"", (refusal.rejected(payload),))
+        batch, rejected = decode_tolerant(payload, limits)
+    except DecodeRejectedError as error:
+        # Without the payload: it has no dialect, and an oversized one is not to be read again.
+        return Decoded(KVEventBatch(0.0, []), b"", (error.rejected(payload),))
     return Decoded(batch, payload, rejected)
 
 
@@ -70,7 +70,7 @@ class _ArrayEvent(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fiel
 
 
 class _ArrayStored(_ArrayEvent, tag="BlockStored"):
-    """BlockStored as an array; fields as in `dialects.ARRAY_STORED`, which are the first of `BlockStored`, in its order."""
+    """BlockStored as an array, with the fields of `dialects.ARRAY_STORED`, which are the first fields of `BlockStored`."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -106,27 +106,27 @@ _decode_maps: Final = msgspec.msgpack.Decoder(KVEventBatch).decode
 _decode_arrays: Final = msgspec.msgpack.Decoder(_ArrayBatch).decode
 
 
-def fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
-    """The batch when it is wholly of a known shape and within limits, else None."""
+def decode_fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
+    """Return the batch if all of it has a known shape and is within the limits, else None."""
     size = len(payload)
-    if size > FAST_BYTES or size > limits.max_payload_bytes:
+    if size > MAX_FAST_BYTES or size > limits.max_payload_bytes:
         return None
     try:
-        # The type byte of the first event in `[float64, [event, ...`; any other beginning counts as a map.
+        # The type byte of the first event in `[float64, [event, ...`. Any other beginning is treated as a map.
         first = payload[11 if payload[10] != 0xDC else 13] if size > 13 else 0
         batch = _decode_maps(payload) if first & 0xF0 != 0x90 else _from_arrays(_decode_arrays(payload))
-    except REFUSED:
+    except MSGPACK_ERRORS:
         return None
-    if not 0.0 <= batch.ts <= SECONDS_BELOW or len(batch.events) > limits.max_events:
+    if not 0.0 <= batch.ts <= MAX_SECONDS or len(batch.events) > limits.max_events:
         return None
     for event in batch.events:
-        if not _settle(event, limits):
+        if not _normalize(event, limits):
             return None
     return batch
 
 
-def _from_arrays(found: _ArrayBatch) -> KVEventBatch:
-    return KVEventBatch(found.ts, [_from_array(event) for event in found.events], found.data_parallel_rank)
+def _from_arrays(batch: _ArrayBatch) -> KVEventBatch:
+    return KVEventBatch(batch.ts, [_from_array(event) for event in batch.events], batch.data_parallel_rank)
 
 
 def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> KVEvent:
@@ -137,10 +137,10 @@ def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> KVEvent:
     return AllBlocksCleared()
 
 
-def _settle(event: Any, limits: WireLimits) -> bool:
-    """Make hashes unsigned in place; False where the event must be looked at with care."""
+def _normalize(event: Any, limits: WireLimits) -> bool:
+    """Make hashes unsigned in place. Return False if the tolerant decoder must read the event."""
     kind = type(event)
-    # Names that only a decoder sets are not the wire's; a peer that sends them is read with care.
+    # Fields that only a decoder sets do not exist on the wire. If a peer sends them, the tolerant decoder handles them.
     if event.unrecognised is not None:
         return False
     if kind is AllBlocksCleared:
@@ -158,7 +158,7 @@ def _settle(event: Any, limits: WireLimits) -> bool:
         keys = event.block_keys
         if event.parent_block_digest is not None or (keys and min(keys) < 0):
             return False
-        for found in (keys, event.extra_keys, event.lookahead_token_ids):
-            if found is not None and len(found) > limits.max_hashes:
+        for values in (keys, event.extra_keys, event.lookahead_token_ids):
+            if values is not None and len(values) > limits.max_hashes:
                 return False
     return event.block_digests is None

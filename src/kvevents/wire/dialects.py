@@ -1,6 +1,6 @@
-"""How each engine release spells its batches: one table, one row per change on the wire.
+"""How each engine release encodes its batches: one table with one row per change on the wire.
 
-A release between two rows speaks the older one. Adding an engine release is adding a row to `_TABLE`.
+A release between two rows uses the older row. To add an engine release, add a row to `_TABLE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Shape = Literal["array", "map"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialect:
-    """What one engine sends from release `since` on. Rows are compared by identity."""
+    """The wire format of one engine from release `since` on. Rows are compared by identity."""
 
     engine: str
     since: str
@@ -129,14 +129,14 @@ _TABLE: Final[tuple[Dialect, ...]] = (
 )
 
 NEWEST_VLLM: Final = _V0_33
-"""The layout of the structs in `kvevents.events` themselves."""
+"""The layout of the structs in `kvevents.events`."""
 ARRAY_STORED: Final = _V0_22.stored
-"""The longest array form of BlockStored; every shorter one, SGLang's too, is a prefix of it."""
+"""The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of it."""
 ARRAY_REMOVED: Final = (*_V0_22.removed, "heartbeat")
-"""The same of BlockRemoved, and after it what only kvevents sends."""
+"""The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 
-# One letter after a hyphen is no mark of a pre-release but the beginning of an image's suffix, as in `v0.5.20-b200`.
-# And no possessive quantifier: behind one, Python 3.11.2, which is Debian 12's, ends a group at the wrong place.
+# A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
+# The pattern has no possessive quantifier: behind one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
 _RELEASE: Final = re.compile(
     r"v?(\d{1,9}(?:\.\d{1,9})*)(?!\.?\d)(?:(?:[._]?(a|b)|[._-]?(alpha|beta|rc|dev|post))[._]?(\d{0,9})(?![a-z\d]))?",
     re.IGNORECASE,
@@ -145,12 +145,12 @@ _PHASE: Final = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1,
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """Every row of the table, each engine's releases in order."""
+    """Return every row of the table, with the releases of each engine in order."""
     return _TABLE
 
 
 def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
-    """Sort key of a release as PEP 440 orders it (what follows the first pre- or post-release mark is ignored)."""
+    """Return the sort key of a release in the order of PEP 440, ignoring what follows the first pre- or post-release mark."""
     match = _RELEASE.match(release)
     if match is None:
         return None
@@ -162,12 +162,12 @@ def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
 
 @lru_cache(maxsize=256)
 def dialect_for(engine: str, release: str = "latest") -> Dialect:
-    """The dialect that `release` of `engine` speaks.
+    """Return the dialect that `release` of `engine` uses.
 
     `engine` is `vllm` or `sglang`, `release` a version such as `0.5.17`, `v0.11.1+cu128` or `latest`. A release newer than the
-    newest row speaks the newest row.
+    newest row uses the newest row.
 
-    Raises `UnknownDialectError` for another engine, an unreadable release, or one older than the first row.
+    Raise `UnknownDialectError` for another engine, an unreadable release, or one older than the first row.
     """
     rows = [row for row in _TABLE if row.engine == engine.lower()]
     if not rows:

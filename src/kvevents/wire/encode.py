@@ -1,4 +1,4 @@
-"""Events to bytes, in the dialect of any engine release."""
+"""Encodes batches of events in the dialect of any engine release."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 _DECLARED: Final = replace(
     NEWEST_VLLM, stored=(*NEWEST_VLLM.stored, "cache_salt"), optional=NEWEST_VLLM.optional | {"cache_salt"}
 )
-"""All fields of `kvevents.events`, as the newest vLLM orders them."""
-_OURS: Final = ("heartbeat", "block_keys")
-"""Fields that no engine's release has, and every dialect carries all the same."""
+"""All fields of `kvevents.events`, in the order of the newest vLLM."""
+_OWN_FIELDS: Final = ("heartbeat", "block_keys")
+"""Fields that no engine release has and that kvevents sends in every dialect."""
 
-_REFUSED: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
+_ENCODING_ERRORS: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 
 _Converter = Callable[[Any], Any]
 _Encoder = Callable[[Any], bytes]
 
 
 def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
-    """The payload that a publisher of `dialect` sends for `batch`.
+    """Return the payload that a publisher of `dialect` sends for `batch`.
 
-    With a dialect, KV cache events (ours and those of `kvevents.compat`) are spelled as that release spells them; fields that
-    it does not have are left out. Users' own event types are encoded as they declare themselves. Without a dialect everything
-    is encoded as declared, which for `kvevents.events` is vLLM 0.33's layout.
+    With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
+    without the fields that it does not have. Users' own event types are encoded as they are declared. Without a dialect all
+    events are encoded as they are declared, which for `kvevents.events` is the layout of vLLM 0.33.
 
-    Raises `EncodeError` when something in the batch has no encoding.
+    Raise `EncodeError` if a value in the batch cannot be encoded.
     """
     try:
         if dialect is None and not any(map(_is_relayed, batch.events)):
             return _ENCODER.encode(batch)
-        return _ENCODER.encode(_spelled(batch, dialect or _DECLARED))
-    except _REFUSED as error:
+        return _ENCODER.encode(_convert_batch(batch, dialect or _DECLARED))
+    except _ENCODING_ERRORS as error:
         raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
 
 
 def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
-    """`encode_batch` for the one thread that encodes a stream: the same bytes and errors, from a buffer that is used again."""
+    """Return a function that encodes as `encode_batch` does but reuses one buffer. Use it in one thread only."""
     if dialect is not None:
         return lambda batch: encode_batch(batch, dialect)
     buffer = bytearray()
@@ -60,7 +60,7 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
             if not any(map(_is_relayed, batch.events)):
                 encode_into(batch, buffer)
                 return bytes(buffer)
-        except _REFUSED as error:
+        except _ENCODING_ERRORS as error:
             raise EncodeError(f"cannot encode {type(batch).__name__}: {error}") from error
         return encode_batch(batch)
 
@@ -68,14 +68,15 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
 
 
 def _is_relayed(event: object) -> bool:
-    """Whether an event carries what only a decoder sets; such fields are never sent as they stand."""
+    """Return whether an event has fields that only a decoder sets and that are never sent unchanged."""
     kind = type(event)
     if kind is BlockStored or kind is BlockRemoved:
         return event.unrecognised is not None or event.block_digests is not None  # type: ignore[attr-defined]
     return kind is AllBlocksCleared and event.unrecognised is not None  # type: ignore[attr-defined]
 
 
-def _spelled(batch: EventBatch, dialect: Dialect) -> Any:
+def _convert_batch(batch: EventBatch, dialect: Dialect) -> Any:
+    """Return a batch in the layout of `dialect`, as values that msgspec encodes."""
     events = [_converter(event.__class__, dialect)(event) for event in batch.events]
     rank = batch_rank(batch)
     if dialect.batch == "map":
@@ -84,14 +85,14 @@ def _spelled(batch: EventBatch, dialect: Dialect) -> Any:
 
 
 def batch_rank(batch: EventBatch) -> int | None:
-    """The rank of any engine's batch type, whatever the engine calls it."""
+    """Return the rank of a batch of any engine's type: `data_parallel_rank`, or `attn_dp_rank` in SGLang."""
     rank: int | None = getattr(batch, "data_parallel_rank", None)
     return getattr(batch, "attn_dp_rank", None) if rank is None else rank
 
 
 @cache
 def _converter(kind: Any, dialect: Dialect) -> _Converter:
-    """How events of type `kind` become what msgspec encodes in `dialect`; made once per pair."""
+    """Return the function that converts events of type `kind` to the layout of `dialect`. It is made once per pair."""
     tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
     if not issubclass(kind, KVCacheEvent) or tag not in _TAGS:
         return _as_declared
@@ -100,7 +101,7 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
 
     def convert(event: Any) -> Any:
         values = [_value(event, name, dialect.signed) for name in names]
-        return _with_unrecognised(wire_type(*values), event, dialect)
+        return _add_extra_fields(wire_type(*values), event, dialect)
 
     return convert
 
@@ -110,48 +111,48 @@ def _as_declared(event: Any) -> Any:
 
 
 def _value(event: Any, name: str, signed: bool) -> Any:
-    """One field; digests where the peer sent digests, else hashes in the dialect's range."""
+    """Return one field. Hashes are bytes if the peer sent bytes, else integers in the range of the dialect."""
     value: Any = getattr(event, name, None)
     if name == "block_hashes":
         digests = getattr(event, "block_digests", None)
-        return [_spell_hash(item, signed) for item in value or ()] if digests is None else digests
+        return [_wire_hash(item, signed) for item in value or ()] if digests is None else digests
     if name == "parent_block_hash":
         digest = getattr(event, "parent_block_digest", None)
-        return _spell_hash(value, signed) if digest is None else digest
+        return _wire_hash(value, signed) if digest is None else digest
     return value
 
 
-def _spell_hash(value: Any, signed: bool) -> Any:
+def _wire_hash(value: Any, signed: bool) -> Any:
     if not isinstance(value, int):
         return value
     value %= _MODULUS
     return value - _MODULUS if signed and value >= _SIGN else value
 
 
-def _with_unrecognised(spelled: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
-    """Map events carry on what was not recognised; array events have no place for it."""
-    extra = {name: value for name in _OURS if (value := getattr(event, name, None)) is not None}
+def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
+    """Add the fields of kvevents and, to map events, the unknown fields; array events have no place for those."""
+    extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.events == "array":
-        return _lengthened(spelled, extra, dialect) if extra else spelled
+        return _extend_array(converted, extra, dialect) if extra else converted
     extra |= getattr(event, "unrecognised", None) or {}
     if not extra:
-        return spelled
-    fields: dict[str, Any] = msgspec.to_builtins(spelled, builtin_types=(bytes,))
+        return converted
+    fields: dict[str, Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))
     return fields | extra
 
 
-def _lengthened(spelled: msgspec.Struct, ours: dict[str, Any], dialect: Dialect) -> list[Any]:
-    """An array event with a heartbeat behind its longest form. Raises `ValueError` for what has no place there."""
-    heartbeat = ours.pop("heartbeat", None)
-    if ours:
-        raise ValueError(f"{' and '.join(ours)} cannot be told to consumers of {dialect}; choose a dialect with events as maps")
-    fields: list[Any] = msgspec.to_builtins(spelled, builtin_types=(bytes,))
+def _extend_array(converted: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:
+    """Return an array event with a heartbeat behind its longest form. Raise `ValueError` if there are other extra fields."""
+    heartbeat = extra.pop("heartbeat", None)
+    if extra:
+        raise ValueError(f"the dialect {dialect} has no field for {' and '.join(extra)}; choose a dialect with events as maps")
+    fields: list[Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))
     return [*fields, *[None] * (len(ARRAY_REMOVED) - len(fields)), heartbeat]
 
 
 @cache
 def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
-    """A struct laid out as the release's own, so that msgspec omits and orders as it does there."""
+    """Return a struct type with the layout of the release, so that msgspec orders and omits fields as the release does."""
     names: Sequence[str] = {"BlockStored": dialect.stored, "BlockRemoved": dialect.removed}.get(tag, ())
     fields = [_field(name, dialect) for name in names]
     return msgspec.defstruct(
@@ -160,7 +161,7 @@ def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
 
 
 def _field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any]:
-    # Positional structs need defaults only after required fields; a made default is sent, a plain one omitted.
+    # Positional structs need defaults only after required fields. msgspec sends a default from a factory and omits a plain one.
     if name in dialect.optional:
         return (name, Any, None)
     return (name, Any) if name == "block_hashes" else (name, Any, msgspec.field(default_factory=_nil))

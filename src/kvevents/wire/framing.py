@@ -1,6 +1,6 @@
-"""ZeroMQ frames of the three conversations: live batches, replay requests, replay replies.
+"""ZeroMQ frames of live batches, replay requests and replay replies.
 
-Builders and parsers come in pairs. Parsers take whatever a peer sent and never raise; what has no meaning becomes `Malformed`.
+Builders and parsers come in pairs. Parsers accept any input and never raise; they return invalid frames as `Malformed`.
 Rules and releases: vLLM `distributed/kv_events.py` (0.9.0 to 0.33.0), SGLang `disaggregation/kv_events.py` (0.4.6 to 0.5.23).
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from kvevents.wire.limits import MAX_SEQ
+from kvevents.wire.wire_limits import MAX_SEQ
 
 SEQ_BYTES: Final = 8
 END_SEQ: Final = b"\xff" * SEQ_BYTES
-"""Number of the end marker: -1 as a signed big-endian integer."""
+"""Sequence number of the end marker: -1 as a signed big-endian integer."""
 
 
 class Live(NamedTuple):
-    """One frame set from the PUB socket."""
+    """A live batch, as a PUB socket sends it."""
 
     topic: bytes
     seq: int
@@ -25,7 +25,7 @@ class Live(NamedTuple):
 
 
 class ReplayBatch(NamedTuple):
-    """One batch of a replay reply. `topic` is None before vLLM 0.26 and SGLang 0.5.22, which did not send it."""
+    """One batch of a replay reply. `topic` is None from releases before vLLM 0.26 and SGLang 0.5.22, which do not send it."""
 
     topic: bytes | None
     seq: int
@@ -33,18 +33,18 @@ class ReplayBatch(NamedTuple):
 
 
 class ReplayEnd(NamedTuple):
-    """End marker of a replay reply. It proves nothing: batches before it may have been dropped."""
+    """The end marker of a replay reply. The reply may be incomplete all the same: batches before it may have been dropped."""
 
 
 class ReplayRequest(NamedTuple):
-    """A consumer asks for every kept batch from `start` on. `identity` is the ROUTER's name for it."""
+    """A request for every batch in the replay buffer from `start` on. `identity` is the ROUTER's name of the consumer."""
 
     identity: bytes
     start: int
 
 
 class Malformed(NamedTuple):
-    """Frames without a meaning; `reason` is one of a few fixed words, for counting."""
+    """Invalid frames; `reason` is one of a few fixed words, for counting."""
 
     reason: str
 
@@ -53,7 +53,7 @@ ReplayReply: TypeAlias = ReplayBatch | ReplayEnd | Malformed
 
 
 def encode_seq(seq: int) -> bytes:
-    """Eight bytes, big-endian."""
+    """Return a sequence number as 8 bytes, big-endian."""
     return seq.to_bytes(SEQ_BYTES, "big")
 
 
@@ -66,12 +66,12 @@ def _seq_fault(frame: bytes) -> str | None:
 
 
 def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """Frames of a live batch: `[topic, seq, payload]`, the same in every release."""
+    """Return the frames of a live batch: `[topic, seq, payload]`, the same in every release."""
     return [topic, encode_seq(seq), payload]
 
 
 def parse_live(frames: Sequence[bytes]) -> Live | Malformed:
-    """Read what a SUB socket received."""
+    """Parse frames that a SUB socket received."""
     if len(frames) != 3:
         return Malformed("not 3 frames")
     fault = _seq_fault(frames[1])
@@ -81,12 +81,12 @@ def parse_live(frames: Sequence[bytes]) -> Live | Malformed:
 
 
 def replay_request_frames(start: int) -> list[bytes]:
-    """Frames that a DEALER sends to ask for everything from `start` on; the empty one stands in for REQ's delimiter."""
+    """Return the frames with which a DEALER requests replay from `start` on. The empty frame replaces the delimiter of REQ."""
     return [b"", encode_seq(start)]
 
 
 def parse_replay_request(frames: Sequence[bytes]) -> ReplayRequest | Malformed:
-    """Read what a ROUTER received: exactly `[identity, "", seq]`, as the engines demand."""
+    """Parse frames that a ROUTER received: exactly `[identity, "", seq]`, as the engines require."""
     if len(frames) != 3 or frames[1] != b"":
         return Malformed("not [identity, empty, start]")
     if len(frames[2]) != SEQ_BYTES:
@@ -95,23 +95,26 @@ def parse_replay_request(frames: Sequence[bytes]) -> ReplayRequest | Malformed:
 
 
 def replay_batch_frames(topic: bytes | None, seq: int, payload: bytes) -> list[bytes]:
-    """Frames of one replayed batch after the identity; a `topic` of None gives the shape before vLLM 0.26, SGLang 0.5.22."""
+    """Return the frames of one replayed batch, without the identity.
+
+    With a `topic` of None they have the form of releases before vLLM 0.26 and SGLang 0.5.22.
+    """
     if topic is None:
         return [b"", encode_seq(seq), payload]
     return [b"", topic, encode_seq(seq), payload]
 
 
 def replay_end_frames(with_topic: bool) -> list[bytes]:
-    """Frames of the end marker after the identity, in the shape of `replay_batch_frames`."""
+    """Return the frames of the end marker, without the identity, in the form of `replay_batch_frames`."""
     return [b"", b"", END_SEQ, b""] if with_topic else [b"", END_SEQ, b""]
 
 
 def parse_replay_reply(frames: Sequence[bytes]) -> ReplayReply:
-    """Read what a DEALER received, in any of the three shapes.
+    """Parse frames that a DEALER received, in any of the three forms.
 
-    `["", topic, seq, payload]`, `["", seq, payload]`, or the very first version's bare end `["", ""]`. An empty payload ends a
-    reply, as in the engines' example subscriber, but not under the number of a batch: one that was sent empty is no end, and
-    who took it for one would believe that nothing is behind it.
+    These are `["", topic, seq, payload]`, `["", seq, payload]`, and the end marker `["", ""]` of the first version. An empty
+    payload ends a reply, as in the engines' example subscriber, unless its sequence number is valid: then it is a batch that
+    was sent empty, and more batches may follow.
     """
     if not frames or frames[0] != b"" or not 2 <= len(frames) <= 4:
         return Malformed("not a replay reply")

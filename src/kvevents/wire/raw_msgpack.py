@@ -1,0 +1,217 @@
+"""Cuts undecoded msgpack into raw values: reads what the first bytes declare and splits containers without reading contents.
+
+Nothing here allocates by a length that a peer declares, recurses by a depth that a peer chooses, or makes dict keys of anything
+but strings. msgpack permits arrays of integers as keys; a peer can choose them so that all have one hash, and a dict of them
+takes quadratic time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.wire.rejected import DecodeRejectedError
+from kvevents.wire.wire_limits import MAX_NONRECURSIVE_BYTES
+
+MSGPACK_ERRORS: Final = (ValueError, RecursionError, OverflowError)
+"""Everything that msgspec raises for the bytes of a peer. Its own errors are a `ValueError`, as are those for text that is not
+UTF-8 and for times after the year 9999."""
+NIL: Final = msgspec.Raw(b"\xc0")
+_NIL_BYTE: Final = 0xC0
+_LENGTH_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+_decode_scalar: Final = msgspec.msgpack.Decoder(bool | int | float | str | None).decode
+_decode_any: Final = msgspec.msgpack.Decoder().decode
+_decode_list: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_map: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+_decode_scalars: Final = msgspec.msgpack.Decoder(list[bool | int | float | str | None]).decode
+
+
+def first_byte(raw: msgspec.Raw) -> int:
+    """Return the first byte, which determines the type; that of nil if `raw` is empty."""
+    view = memoryview(raw)
+    return view[0] if view else _NIL_BYTE
+
+
+def is_nil(raw: msgspec.Raw) -> bool:
+    """Whether a value is nil or empty."""
+    return first_byte(raw) == _NIL_BYTE
+
+
+def is_array(head: int) -> bool:
+    """Whether a value that starts with the byte `head` is an array."""
+    return head & 0xF0 == 0x90 or 0xDC <= head <= 0xDD
+
+
+def is_map(head: int) -> bool:
+    """Whether a value that starts with the byte `head` is a map."""
+    return head & 0xF0 == 0x80 or 0xDE <= head <= 0xDF
+
+
+def is_bin(head: int) -> bool:
+    """Whether a value that starts with the byte `head` is a bin."""
+    return 0xC4 <= head <= 0xC6
+
+
+def scalar(raw: msgspec.Raw, what: str) -> bool | int | float | str | None:
+    """Decode a value that is neither a container nor a bin. Raise `DecodeRejectedError`, which names it `what`."""
+    try:
+        value: bool | int | float | str | None = _decode_scalar(raw)
+    except MSGPACK_ERRORS as error:
+        raise rejection_of(error, what) from error
+    return value
+
+
+def rejection_of(error: Exception, what: str) -> DecodeRejectedError:
+    """Return the rejection that stands for an error of msgspec while it read `what`."""
+    if isinstance(error, RecursionError):
+        return DecodeRejectedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
+    is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
+        error, msgspec.ValidationError
+    )
+    reason = "malformed" if is_malformed else "bad-field"
+    return DecodeRejectedError(reason, f"{what}: {error}")
+
+
+def length_bytes(head: int) -> int:
+    """Return the size of the length field behind the first byte of an array or a map."""
+    return _LENGTH_BYTES.get(head, 0)
+
+
+def declared_length(raw: memoryview) -> int:
+    """Return how many elements an array or how many pairs a map declares to hold; 0 for any other value."""
+    head = raw[0] if raw else _NIL_BYTE
+    if head & 0xE0 == 0x80:
+        return head & 0x0F
+    return int.from_bytes(raw[1 : 1 + length_bytes(head)], "big")
+
+
+def array_items(raw: bytes | memoryview | msgspec.Raw, what: str, limit: int, too_many: str) -> list[msgspec.Raw]:
+    """Return the raw elements of an array. Raise `DecodeRejectedError`, with the reason `too_many` above `limit` elements."""
+    view = memoryview(raw)
+    _check_length(view, what, limit, too_many)
+    try:
+        return _decode_list(view)
+    except RecursionError as error:
+        if len(view) > MAX_NONRECURSIVE_BYTES or not is_array(view[0]):
+            raise rejection_of(error, what) from error
+        return _split_nonrecursive(view, what)
+    except MSGPACK_ERRORS as error:
+        raise rejection_of(error, what) from error
+
+
+def map_items(raw: bytes | memoryview | msgspec.Raw, what: str, limit: int) -> dict[str, msgspec.Raw]:
+    """Return the raw values of a map by name; of equal names, the last. Raise `DecodeRejectedError`."""
+    view = memoryview(raw)
+    _check_length(view, what, limit, "too-many-fields")
+    try:
+        return _decode_map(view)
+    except RecursionError as error:
+        if len(view) > MAX_NONRECURSIVE_BYTES or not is_map(view[0]):
+            raise rejection_of(error, what) from error
+        parts = iter(_split_nonrecursive(view, what))
+        return {_name(part, what): next(parts) for part in parts}
+    except MSGPACK_ERRORS as error:
+        raise rejection_of(error, what) from error
+
+
+def _check_length(view: memoryview, what: str, limit: int, reason: str) -> None:
+    count = declared_length(view)
+    if count > limit:
+        raise DecodeRejectedError(reason, f"{what} has {count} elements; the limit is {limit}")
+
+
+def _name(raw: msgspec.Raw, what: str) -> str:
+    name = scalar(raw, what)
+    if not isinstance(name, str):
+        raise DecodeRejectedError("bad-field", f"{what} has a key that is no string")
+    return name
+
+
+def to_python(raw: msgspec.Raw, what: str, depth: int, take_container: Callable[[str], None]) -> Any:
+    """Decode a value of free form with at most `depth` levels of containers. Raise `DecodeRejectedError`.
+
+    `take_container` is called with `what` for each container.
+    """
+    view = memoryview(raw)
+    try:
+        if not is_array(view[0]) and not is_map(view[0]):
+            return _decode_any(view)
+        if depth <= 0:
+            raise DecodeRejectedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
+        take_container(what)
+        if is_map(view[0]):
+            return {name: to_python(value, what, depth - 1, take_container) for name, value in _decode_map(view).items()}
+        try:
+            return _decode_scalars(view)
+        except msgspec.ValidationError:
+            return [to_python(item, what, depth - 1, take_container) for item in _decode_list(view)]
+    except MSGPACK_ERRORS as error:
+        raise rejection_of(error, what) from error
+
+
+# --- without recursion -----------------------------------------------------------------------------------------------------
+
+
+def _layout_by_first_byte() -> list[tuple[int, int, int]]:
+    """Return for each first byte: bytes to skip, bytes of a length field, and values inside (per unit of length)."""
+    layout = [(0, 0, 0)] * 256
+    for low in range(16):
+        layout[0x80 + low] = (0, 0, 2 * low)
+        layout[0x90 + low] = (0, 0, low)
+    for low in range(32):
+        layout[0xA0 + low] = (low, 0, 0)
+    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed |= {0xD4 + power: 1 + (1 << power) for power in range(5)}
+    sized = {0xC4: (0, 1), 0xC5: (0, 2), 0xC6: (0, 4), 0xC7: (1, 1), 0xC8: (1, 2), 0xC9: (1, 4), 0xD9: (0, 1), 0xDA: (0, 2)}
+    sized |= {0xDB: (0, 4)}
+    for head, size in fixed.items():
+        layout[head] = (size, 0, 0)
+    for head, (more, width) in sized.items():
+        layout[head] = (more, width, 0)
+    for head, width, inside in ((0xDC, 2, 1), (0xDD, 4, 1), (0xDE, 2, 2), (0xDF, 4, 2)):
+        layout[head] = (0, width, inside)
+    return layout
+
+
+_LAYOUT: Final = _layout_by_first_byte()
+
+
+def skip_value(data: bytes, at: int) -> int:
+    """Return where the value that starts at `at` ends.
+
+    Raise `IndexError` if it ends behind `data`, unless only its last string is truncated.
+    """
+    values_left = 1
+    while values_left:
+        skip, width, inside = _LAYOUT[data[at]]
+        at += 1
+        values_left -= 1
+        if not width:
+            at += skip
+            values_left += inside
+            continue
+        length = int.from_bytes(data[at : at + width], "big")
+        at += width + skip
+        if inside:
+            values_left += inside * length
+        else:
+            at += length
+    return at
+
+
+def _split_nonrecursive(view: memoryview, what: str) -> list[msgspec.Raw]:
+    """Return the elements of an array, or the keys and values of a map, however deeply they are nested."""
+    data = bytes(view)
+    count = declared_length(view) * (2 if is_map(data[0]) else 1)
+    at, parts = 1 + length_bytes(data[0]), []
+    try:
+        for _ in range(count):
+            end = skip_value(data, at)
+            parts.append(msgspec.Raw(view[at:end]))
+            at = end
+    except IndexError as error:
+        raise DecodeRejectedError("malformed", f"{what} is truncated") from error
+    return parts

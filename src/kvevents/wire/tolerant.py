@@ -1,0 +1,445 @@
+"""The tolerant decoder: reads the envelope of a batch, leaves its events as raw slices, then reads each event by itself.
+
+An event that cannot be read is rejected alone. `kvevents.wire.decode` uses this decoder when the fast one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents.wire.raw_msgpack import (
+    MSGPACK_ERRORS,
+    NIL,
+    array_items,
+    declared_length,
+    first_byte,
+    is_array,
+    is_bin,
+    is_map,
+    is_nil,
+    map_items,
+    rejection_of,
+    scalar,
+    to_python,
+)
+from kvevents.wire.rejected import DecodeRejectedError, Rejected
+from kvevents.wire.wire_limits import MAX_FREE_CONTAINERS, WireLimits
+
+MAX_SECONDS: Final = 1e11
+"""A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""
+
+_MASK: Final = (1 << 64) - 1
+_MIN_DIGEST_BYTES: Final = 8
+_INTERNAL_FIELDS: Final = ("unrecognised", "block_digests", "parent_block_digest")
+"""Fields of `kvevents.events` that no engine sends."""
+
+_Decoder = msgspec.msgpack.Decoder
+_INTEGER: Final = _Decoder(int | None)
+_TEXT: Final = _Decoder(str | None)
+_INTEGERS: Final = _Decoder(list[int])
+_HASH: Final = _Decoder(int | bytes | None)
+_HASHES: Final = _Decoder(list[int | bytes])
+_TOKENS: Final = _Decoder(list[int | str | tuple[int, int]])
+_HEARTBEAT: Final = _Decoder(Heartbeat)
+_LOOKAHEAD: Final = _Decoder(list[list[int]])
+_EXTRA_KEYS: Final = _Decoder(list[tuple[ExtraKey, ...] | None])
+_decode_bin: Final = _Decoder(memoryview).decode
+
+
+def decode_tolerant(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, tuple[Rejected, ...]]:
+    """Return everything in `payload` that can be read, and what was rejected.
+
+    Raise `DecodeRejectedError` if the payload is not a batch at all.
+    """
+    if len(payload) > limits.max_payload_bytes:
+        size = f"{len(payload)} bytes; the limit max_payload_bytes is {limits.max_payload_bytes}"
+        raise DecodeRejectedError("oversized", f"the payload has {size}")
+    raw_ts, raw_events, raw_rank = _envelope(payload, limits)
+    rejections = _RejectionLog(limits.max_rejected)
+    ts, rank = _timestamp(raw_ts, rejections), _rank(raw_rank, rejections)
+    budget = FreeFormBudget(limits.max_free_bytes)
+    events: list[KVEvent] = []
+    for index, raw in enumerate(raw_events):
+        try:
+            events.append(_event(raw, limits, budget))
+        except DecodeRejectedError as error:
+            rejections.add(error, raw, index)
+    return KVEventBatch(ts, events, rank), rejections.entries()
+
+
+class _RejectionLog:
+    """Rejections of one batch: entries up to a limit, then a count."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: list[Rejected] = []
+        self._more = 0
+
+    def add(self, error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
+        if len(self._entries) < self._limit:
+            self._entries.append(error.rejected(raw, index))
+        else:
+            self._more += 1
+
+    def entries(self) -> tuple[Rejected, ...]:
+        if self._more:
+            self._entries.append(Rejected("more", f"{self._more} more were set aside", count=self._more))
+        return tuple(self._entries)
+
+
+# --- the envelope ------------------------------------------------------------------------------------------------------------
+
+
+def _envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]:
+    """Return the raw timestamp, events and rank of a batch, which is an array of 2 or more elements or a map."""
+    head = payload[0] if payload else 0xC0
+    if is_map(head):
+        fields = map_items(payload, "the batch", limits.max_fields)
+        ranks = [fields.get(name, NIL) for name in ("data_parallel_rank", "attn_dp_rank")]
+        rank = next((raw for raw in ranks if not is_nil(raw)), NIL)
+        parts = [fields[name] for name in ("ts", "events") if name in fields]
+    elif is_array(head):
+        parts = array_items(payload, "the batch", limits.max_fields, "not-a-batch")
+        rank = parts[2] if len(parts) > 2 else NIL
+    else:
+        raise DecodeRejectedError("not-a-batch", "a batch is an array or a map")
+    if len(parts) < 2 or not is_array(first_byte(parts[1])):
+        raise DecodeRejectedError("not-a-batch", "a batch is [ts, events, ...] or a map with ts and events")
+    return parts[0], array_items(parts[1], "the list of events", limits.max_events, "too-many-events"), rank
+
+
+def _timestamp(raw: msgspec.Raw, rejections: _RejectionLog) -> float:
+    """Return seconds since the epoch. If they cannot be read, add a rejection and return 0.0, so that the events are kept."""
+    value: object = None
+    with suppress(DecodeRejectedError):
+        value = scalar(raw, "the timestamp")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if 0 <= value <= MAX_SECONDS:
+            return float(value)
+        if MAX_SECONDS < value <= MAX_SECONDS * 1000:
+            return value / 1000
+    detail = "the timestamp is neither seconds nor milliseconds since the epoch"
+    rejections.add(DecodeRejectedError("bad-timestamp", detail), raw)
+    return 0.0
+
+
+def _rank(raw: msgspec.Raw, rejections: _RejectionLog) -> int | None:
+    with suppress(DecodeRejectedError):
+        value = scalar(raw, "the data-parallel rank")
+        if value is None or type(value) is int:
+            return value
+    rejections.add(DecodeRejectedError("bad-rank", "the data-parallel rank is not an integer"), raw)
+    return None
+
+
+# --- events ------------------------------------------------------------------------------------------------------------------
+
+
+def _event(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget, is_unwrapped: bool = False) -> KVEvent:
+    head = first_byte(raw)
+    if is_bin(head) and not is_unwrapped:
+        return _unwrap(raw, limits, budget)
+    tag, fields = _event_fields(raw, head, limits)
+    build = _BUILDERS.get(tag)
+    if build is None:
+        raise DecodeRejectedError("unknown-tag", f"event type {tag[:64]!r}")
+    return build(FieldReader(fields, limits, budget))
+
+
+def _unwrap(raw: msgspec.Raw, limits: WireLimits, budget: FreeFormBudget) -> KVEvent:
+    """Return the event inside a bin. llm-d's storage connector wraps each event and writes 0 for "no parent"."""
+    try:
+        inner = msgspec.Raw(_decode_bin(raw))
+    except MSGPACK_ERRORS as error:
+        raise rejection_of(error, "the event") from error
+    event = _event(inner, limits, budget, is_unwrapped=True)
+    if type(event) is BlockStored and event.parent_block_hash == 0:
+        event.parent_block_hash = None
+    return event
+
+
+def _event_fields(raw: msgspec.Raw, head: int, limits: WireLimits) -> tuple[str, dict[str, msgspec.Raw]]:
+    """Return the tag of an event of any form, and its raw fields by the names of `kvevents.events`."""
+    if is_array(head):
+        items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
+        tag = _tag(items[0] if items else NIL)
+        names = _ARRAY_NAMES.get(tag, ())
+        return tag, {names[at] if at < len(names) else str(at + 1): item for at, item in enumerate(items[1:])}
+    if not is_map(head):
+        raise DecodeRejectedError("malformed", "an event is an array or a map")
+    fields = map_items(raw, "the event", limits.max_fields)
+    kind = _MOONCAKE_TAGS.get(_tag(fields["event_type"])) if "event_type" in fields else None
+    if kind is not None:
+        return kind, _rename_mooncake_fields(kind, fields)
+    return _tag(fields.pop("type", NIL)), fields
+
+
+def _tag(raw: msgspec.Raw) -> str:
+    value: object = None
+    with suppress(DecodeRejectedError):
+        value = scalar(raw, "the event type")
+    if not isinstance(value, str):
+        raise DecodeRejectedError("unknown-tag", "the event type is not a string")
+    return value
+
+
+def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """Return the fields of a Mooncake event (RFC #1527) by our names, without those that are nil.
+
+    Mooncake's own names take precedence over the duplicates that its compatibility mode adds
+    (https://github.com/kvcache-ai/Mooncake/pull/2214). Tokens, parent and block size are nil if the store does not know them.
+    """
+    for name in ("event_type", "type"):
+        fields.pop(name, None)
+    for theirs, ours in _MOONCAKE_NAMES.items():
+        if theirs in fields:
+            fields[ours] = fields.pop(theirs)
+    known = {name: raw for name, raw in fields.items() if not is_nil(raw)}
+    if kind == "BlockStored":
+        return {"token_ids": _EMPTY, "block_size": _ZERO} | known
+    return known
+
+
+_EMPTY: Final = msgspec.Raw(b"\x90")
+_ZERO: Final = msgspec.Raw(b"\x00")
+_MOONCAKE_TAGS: Final = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
+_MOONCAKE_NAMES: Final = {
+    "seq_hashes": "block_hashes",
+    "parent_hash": "parent_block_hash",
+    "additional_salt": "cache_salt",
+}
+_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}
+
+
+def _build_stored(fields: FieldReader) -> BlockStored:
+    hashes, digests = fields.hashes()
+    parent, parent_digest = fields.parent()
+    block_size = fields.integer("block_size")
+    if block_size is None:
+        raise DecodeRejectedError("bad-field", "block_size is missing")
+    return BlockStored(
+        hashes,
+        parent,
+        fields.tokens(),
+        block_size,
+        lora_id=fields.integer("lora_id"),
+        medium=fields.text("medium"),
+        lora_name=fields.text("lora_name"),
+        extra_keys=fields.extra_keys(),
+        group_idx=fields.integer("group_idx"),
+        kv_cache_spec_kind=fields.text("kv_cache_spec_kind"),
+        kv_cache_spec_sliding_window=fields.integer("kv_cache_spec_sliding_window"),
+        locality=fields.text("locality"),
+        ownership=fields.text("ownership"),
+        session_id=fields.text("session_id"),
+        lookahead_token_ids=fields.lookahead(),
+        cache_salt=fields.text("cache_salt"),
+        block_keys=fields.keys(),
+        block_digests=digests,
+        parent_block_digest=parent_digest,
+        unrecognised=fields.unknown_fields(),
+    )
+
+
+def _build_removed(fields: FieldReader) -> BlockRemoved:
+    hashes, digests = fields.hashes()
+    return BlockRemoved(
+        hashes,
+        medium=fields.text("medium"),
+        group_idx=fields.integer("group_idx"),
+        locality=fields.text("locality"),
+        ownership=fields.text("ownership"),
+        heartbeat=fields.heartbeat(),
+        block_digests=digests,
+        unrecognised=fields.unknown_fields(),
+    )
+
+
+def _build_cleared(fields: FieldReader) -> AllBlocksCleared:
+    return AllBlocksCleared(unrecognised=fields.unknown_fields())
+
+
+_BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
+    "BlockStored": _build_stored,
+    "BlockRemoved": _build_removed,
+    "AllBlocksCleared": _build_cleared,
+}
+
+
+# --- fields ------------------------------------------------------------------------------------------------------------------
+
+
+class FreeFormBudget:
+    """Limits how much one batch may hold in fields of free form, in bytes and in containers."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes_left = max_bytes
+        self._containers_left = MAX_FREE_CONTAINERS
+
+    def take_bytes(self, name: str, size: int) -> None:
+        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` above the limit."""
+        if size > self._bytes_left:
+            raise DecodeRejectedError(
+                "oversized", f"{name} has {size} bytes; the limit max_free_bytes of a batch is {self._max_bytes}"
+            )
+        self._bytes_left -= size
+
+    def take_container(self, name: str) -> None:
+        """Count a list or a map in the field `name`. Raise `DecodeRejectedError` above the limit."""
+        if not self._containers_left:
+            raise DecodeRejectedError(
+                "oversized", f"{name} has more lists and maps than the {MAX_FREE_CONTAINERS} that a batch may have"
+            )
+        self._containers_left -= 1
+
+
+class FieldReader:
+    """Reads the raw fields of one event, each with its own type and within its own limit.
+
+    Each method removes the field that it reads; `unknown_fields`, called last, returns what is left. All methods raise
+    `DecodeRejectedError` if a field is invalid.
+    """
+
+    def __init__(self, fields: dict[str, msgspec.Raw], limits: WireLimits, budget: FreeFormBudget) -> None:
+        self._fields = fields
+        self._limits = limits
+        self._budget = budget
+
+    def integer(self, name: str) -> int | None:
+        """Return an integer, or None if the field is missing or nil."""
+        return self._read(name, _INTEGER) if name in self._fields else None
+
+    def text(self, name: str) -> str | None:
+        """Return a string, or None if the field is missing or nil."""
+        return self._read(name, _TEXT) if name in self._fields else None
+
+    def hashes(self) -> tuple[list[int], list[bytes] | None]:
+        """Return the block hashes as unsigned integers and, if all of them were sent as bytes, the bytes."""
+        name = "block_hashes"
+        self._check_count(name)
+        try:
+            values: list[Any] = _INTEGERS.decode(self._fields.get(name, NIL))
+        except MSGPACK_ERRORS:
+            values = self._read(name, _HASHES)
+        else:
+            del self._fields[name]
+        digests = values if values and all(type(value) is bytes for value in values) else None
+        return [_unsigned_hash(name, value) for value in values], digests
+
+    def parent(self) -> tuple[int | None, bytes | None]:
+        """Return the parent hash as an unsigned integer and, if it was sent as bytes, the bytes."""
+        value = self._read("parent_block_hash", _HASH)
+        if value is None:
+            return None, None
+        return _unsigned_hash("parent_block_hash", value), value if type(value) is bytes else None
+
+    def tokens(self) -> list[int | tuple[int, int]]:
+        """Return token ids, which are integers, pairs of integers (SGLang with EAGLE) or decimal strings (TensorRT-LLM)."""
+        try:
+            values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
+        except MSGPACK_ERRORS:
+            return [_token(value) for value in self._read("token_ids", _TOKENS)]
+        del self._fields["token_ids"]
+        return values
+
+    def extra_keys(self) -> list[tuple[Any, ...] | None] | None:
+        """Return the extra keys of each block, or None if the field is missing or nil."""
+        name = "extra_keys"
+        raw = self._optional(name)
+        if raw is None:
+            return None
+        self._check_count(name)
+        self._budget.take_bytes(name, len(memoryview(raw)))
+        try:
+            keys: list[tuple[Any, ...] | None] = _EXTRA_KEYS.decode(raw)
+        except MSGPACK_ERRORS:
+            keys = self._free_form_extra_keys(raw)
+        del self._fields[name]
+        return keys
+
+    def _free_form_extra_keys(self, raw: msgspec.Raw) -> list[tuple[Any, ...] | None]:
+        values = to_python(raw, "extra_keys", self._limits.max_nesting - 1, self._budget.take_container)
+        if not isinstance(values, list) or not all(value is None or isinstance(value, list) for value in values):
+            raise DecodeRejectedError("bad-field", "extra_keys is not a list of lists or nil")
+        return [None if value is None else tuple(value) for value in values]
+
+    def lookahead(self) -> list[list[int]] | None:
+        """Return the lookahead tokens of each block, or None if the field is missing or nil."""
+        name = "lookahead_token_ids"
+        if self._optional(name) is None:
+            return None
+        self._check_count(name)
+        tokens: list[list[int]] = self._read(name, _LOOKAHEAD)
+        return tokens
+
+    def keys(self) -> list[int] | None:
+        """Return the block keys that are sent instead of tokens, modulo 2**64, or None if the field is missing or nil."""
+        if self._optional("block_keys") is None:
+            return None
+        self._check_count("block_keys")
+        return [key & _MASK for key in self._read("block_keys", _INTEGERS)]
+
+    def heartbeat(self) -> Heartbeat | None:
+        """Return a heartbeat of kvevents. Anything else under this name stays an unknown field."""
+        raw = self._optional("heartbeat")
+        if raw is None:
+            return None
+        with suppress(*MSGPACK_ERRORS):
+            heartbeat = _HEARTBEAT.decode(raw)
+            del self._fields["heartbeat"]
+            return heartbeat
+        return None
+
+    def unknown_fields(self) -> dict[str, Any] | None:
+        """Return the fields that no other method has read, within the limits of free form."""
+        for name in _INTERNAL_FIELDS:
+            # The fast decoder ignores these fields if they are nil, so this one does too.
+            self._optional(name)
+        for name, raw in self._fields.items():
+            self._budget.take_bytes(name[:64], len(memoryview(raw)))
+        depth, take = self._limits.max_nesting - 1, self._budget.take_container
+        return {name: to_python(raw, name[:64], depth, take) for name, raw in self._fields.items()} or None
+
+    def _read(self, name: str, decoder: _Decoder[Any]) -> Any:
+        try:
+            return decoder.decode(self._fields.pop(name, NIL))
+        except MSGPACK_ERRORS as error:
+            raise rejection_of(error, name) from error
+
+    def _optional(self, name: str) -> msgspec.Raw | None:
+        """Return the raw field; remove it and return None if it is missing or nil."""
+        raw = self._fields.get(name, NIL)
+        if not is_nil(raw):
+            return raw
+        self._fields.pop(name, None)
+        return None
+
+    def _check_count(self, name: str) -> None:
+        """Limit a field with one entry per block to `max_hashes` entries."""
+        count, limit = declared_length(memoryview(self._fields.get(name, NIL))), self._limits.max_hashes
+        if count > limit:
+            raise DecodeRejectedError("too-many-hashes", f"{name} has {count} entries; the limit max_hashes is {limit}")
+
+
+def _unsigned_hash(name: str, value: int | bytes) -> int:
+    if type(value) is int:
+        return value & _MASK
+    if len(value) < _MIN_DIGEST_BYTES:  # type: ignore[arg-type]
+        raise DecodeRejectedError("bad-field", f"{name} holds a digest of less than {_MIN_DIGEST_BYTES} bytes")
+    return int.from_bytes(value[-8:], "big")  # type: ignore[index]
+
+
+def _token(value: int | str | tuple[int, int]) -> int | tuple[int, int]:
+    if not isinstance(value, str):
+        return value
+    # The length is limited because converting a long string of digits takes quadratic time, or raises.
+    if value.isascii() and value.isdigit() and len(value) <= 20 and int(value) <= _MASK:
+        return int(value)
+    raise DecodeRejectedError("bad-field", "token_ids holds a string that is no token id")
