@@ -127,7 +127,7 @@ def late_joiner(batches: int) -> tuple[float, int, int, int]:
                 if time.monotonic() > began + DEADLINE:
                     sys.exit(f"not exact after {DEADLINE:g} s: {subscriber.status()}, {publisher.stats().history}")
                 for delivery in subscriber.receive_many(timeout=0.01):
-                    subscriber.report(delivery, index.apply(delivery).findings)
+                    subscriber.report(delivery, index.apply(delivery).report)
                     read += len(getattr(delivery, "payload", b""))
         return time.monotonic() - began, read, engine.live_bytes(), index.stats().blocks
     finally:

@@ -51,7 +51,7 @@ class Recorder:
         self._reads_ahead = reads_ahead
         self._next = 0
 
-    def coming(self, limit: int) -> range:
+    def expected_run(self, limit: int) -> range:
         return range(self._next, self._next + limit) if self._reads_ahead else range(0)
 
     def receive_run(self, payloads: Sequence[bytes], _now: float) -> None:
@@ -74,7 +74,7 @@ class Recorder:
         else:
             self.log.append(("replay", reply.seq) if isinstance(reply, ReplayBatch) else ("odd", len(frames)))
 
-    def replay_waits(self, _now: float) -> None:
+    def defer_replay_timeout(self, _now: float) -> None:
         assert self._reads_ahead
 
     def connected(self, _now: float) -> None:

@@ -18,11 +18,11 @@ import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEventBatch
 from kvevents.stream import (
-    Ask,
     Batch,
+    BatchReport,
     Checkpoint,
-    Doubt,
-    Findings,
+    DegradedReason,
+    FetchRequest,
     Gap,
     RawBatch,
     Reset,
@@ -30,10 +30,10 @@ from kvevents.stream import (
     Stream,
     StreamCounters,
     StreamLimits,
+    StreamPosition,
     Trust,
-    findings_of,
+    inspect_events,
 )
-from kvevents.stream.checkpoint import Standing
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from kvevents.wire.framing import encode_seq
 
@@ -152,9 +152,9 @@ class Observer:
         """The stream goes on from there; the state is as it was."""
         self.incarnation, self.next_seq = incarnation, next_seq
 
-    def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> list[tuple[Batch, Findings]]:
+    def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> list[tuple[Batch, BatchReport]]:
         """What there is to report of them."""
-        found: list[tuple[Batch, Findings]] = []
+        found: list[tuple[Batch, BatchReport]] = []
         for delivery in deliveries:
             if isinstance(delivery, Reset):
                 self._reset(delivery)
@@ -167,9 +167,9 @@ class Observer:
                     self.applied = delivery.last
                     self.gap_since_clear = True
             else:
-                findings = self._batch(delivery)
-                if findings is not None:
-                    found.append((delivery, findings))
+                report = self._batch(delivery)
+                if report is not None:
+                    found.append((delivery, report))
         return found
 
     def spoil(self) -> None:
@@ -183,7 +183,7 @@ class Observer:
         self.known = False
         self._forget()
 
-    def _batch(self, batch: Batch) -> Findings | None:
+    def _batch(self, batch: Batch) -> BatchReport | None:
         assert batch.seq == self.next_seq, f"{batch.seq} delivered where {self.next_seq} was due"
         assert batch.incarnation == self.incarnation
         life, seq = divmod(int(batch.ts), 1_000_000)
@@ -194,7 +194,7 @@ class Observer:
         self.life, self.known = life, True
         assert batch.payload == self.publisher.lives[life].payloads[seq]
         self.next_seq = seq + 1
-        found = findings_of(batch.events, batch.rejected)
+        found = inspect_events(batch.events, batch.rejected)
         if seq <= self.applied:
             return found
         self._apply(life, batch)
@@ -211,12 +211,12 @@ class Observer:
             self.unreadable_since_clear = True
             self.unread |= {(life, batch.seq)}
 
-    def _compare(self, heartbeat: Heartbeat, found: Findings) -> Findings:
+    def _compare(self, heartbeat: Heartbeat, found: BatchReport) -> BatchReport:
         self.said = heartbeat.trust
         agrees = digest_of(self.held - self.unread) == heartbeat.digest
         if agrees:
             self._believe_all()
-        return replace(found, agrees=agrees)
+        return replace(found, digest_matches=agrees)
 
     def _believe_all(self) -> None:
         self.gap_since_clear = self.unreadable_since_clear = self.spoilt = False
@@ -242,8 +242,8 @@ class Twins:
         self.decoding = Stream(source, limits)
         self.unreported: list[tuple[RawBatch, Batch]] = []
 
-    def standing(self) -> Standing:
-        return self.raw.standing()
+    def position(self) -> StreamPosition:
+        return self.raw.position()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.raw.restore(checkpoint)
@@ -262,8 +262,8 @@ class Twins:
         return self.raw.last_seq
 
     @property
-    def asking(self) -> bool:
-        return self.raw.asking
+    def is_fetching(self) -> bool:
+        return self.raw.is_fetching
 
     @property
     def counters(self) -> StreamCounters:
@@ -279,7 +279,7 @@ class Twins:
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         self.decoding.receive_live(frames, now)
-        if frames[1] in map(encode_seq, self.raw.coming(1)) and frames[0] == self.raw.topic:
+        if frames[1] in map(encode_seq, self.raw.expected_run(1)) and frames[0] == self.raw.topic:
             self.raw.receive_run([frames[2]], now)
         else:
             self.raw.receive_live(frames, now)
@@ -292,10 +292,10 @@ class Twins:
         self.raw.tick(now)
         self.decoding.tick(now)
 
-    def ask(self, now: float) -> Ask | None:
-        ask = self.raw.ask(now)
-        assert ask == self.decoding.ask(now)
-        return ask
+    def request_to_send(self, now: float) -> FetchRequest | None:
+        request = self.raw.request_to_send(now)
+        assert request == self.decoding.request_to_send(now)
+        return request
 
     def deliveries(self) -> list[Batch | Gap | Reset]:
         deliveries: list[Batch | Gap | Reset] = []
@@ -309,33 +309,35 @@ class Twins:
         # What a heartbeat says of its sender may end the life at hand, which the other one has read already.
         deliveries += [delivery for delivery in self.raw.deliveries() if not isinstance(delivery, RawBatch)]
         assert deliveries == self.decoding.deliveries()
-        assert self.decoding.doubts - {Doubt.REJECTED} <= self.raw.doubts, "healed by a clear that is older"
+        assert self.decoding.degraded_reasons - {DegradedReason.REJECTED} <= self.raw.degraded_reasons, (
+            "healed by a clear that is older"
+        )
         return deliveries
 
     def _read(self, raw: RawBatch, batch: Batch) -> None:
-        findings = findings_of(batch.events, batch.rejected)
-        if findings is not None and findings.heartbeat is not None:
-            self.raw.report(raw, findings)
-        elif findings is not None:
+        report = inspect_events(batch.events, batch.rejected)
+        if report is not None and report.heartbeat is not None:
+            self.raw.report(raw, report)
+        elif report is not None:
             self.unreported.append((raw, batch))
 
-    def report(self, batch: Batch, findings: Findings) -> None:
+    def report(self, batch: Batch, report: BatchReport) -> None:
         """Both are told whether the state is the sender's, and before it of all else: what is known already may explain it."""
         while self.unreported:
             self.report_one(-1)
         raw = RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, batch.replayed, batch.payload, batch.topic)
-        self.raw.report(raw, Findings(agrees=findings.agrees))
-        self.decoding.report(batch, findings)
+        self.raw.report(raw, BatchReport(digest_matches=report.digest_matches))
+        self.decoding.report(batch, report)
 
     def report_one(self, which: int) -> None:
         """Report one of the batches that wait for it."""
         raw, batch = self.unreported.pop(which % len(self.unreported))
-        self.raw.report(raw, Findings(batch.rejected, clears(batch)))
+        self.raw.report(raw, BatchReport(batch.rejected, clears(batch)))
 
     def report_all(self) -> None:
         while self.unreported:
             self.report_one(-1)
-        assert self.raw.doubts == self.decoding.doubts
+        assert self.raw.degraded_reasons == self.decoding.degraded_reasons
         assert self.raw.counters == self.decoding.counters
         assert self.raw.trust == self.decoding.trust
 
@@ -367,10 +369,10 @@ class Network:
         self.mute = False
         self.asked: list[int] = []
         self.saved: list[Saved] = []
-        self._standing = stream.standing()
+        self._standing = stream.position()
         self._before = (self._standing, copy(self.observer))
         self._delivered: list[Batch | Gap | Reset] = []
-        self.unreported: list[tuple[Batch, Findings]] = []
+        self.unreported: list[tuple[Batch, BatchReport]] = []
         self.reports_at_once = True
         self.moved = False
         """Whether anything was delivered since the network was last at rest."""
@@ -443,12 +445,12 @@ class Network:
 
     def save(self, waiting: int = 0) -> None:
         """Keep a checkpoint as of before the last `waiting` of the newest deliveries, and the state of that moment."""
-        now, state = self.stream.standing(), copy(self.observer)
+        now, state = self.stream.position(), copy(self.observer)
         if waiting := min(waiting, len(self._delivered)):
             before, state = self._before[0], copy(self._before[1])
             handed_out = self._delivered[:-waiting]
             state.take(handed_out)
-            now = before.after(handed_out, now)
+            now = before.after_deliveries(handed_out, now)
         checkpoint = now.checkpoint(self.stream.source.label, self.stream.source.rank)
         assert Checkpoint.decode(checkpoint.encode()) == checkpoint
         assert (checkpoint.incarnation, checkpoint.last_seq + 1) == (state.incarnation, state.next_seq)
@@ -463,7 +465,7 @@ class Network:
         kept = self.saved[min(older + newer, len(self.saved) - 1)]
         checkpoint = self.saved[older].checkpoint
         if newer:
-            checkpoint = checkpoint.spanning(kept.checkpoint)
+            checkpoint = checkpoint.merge_later(kept.checkpoint)
         del self.saved[older:]
         stream.restore(checkpoint)
         assert stream.trust == Trust.STALE
@@ -472,7 +474,7 @@ class Network:
         self.ever_up = False
         self.live.clear()
         self.unreported.clear()
-        self._delivered, self._standing = [], stream.standing()
+        self._delivered, self._standing = [], stream.position()
         self.saved.append(Saved(checkpoint, copy(self.observer)))
 
     def spoil(self) -> None:
@@ -482,9 +484,9 @@ class Network:
 
     def report(self, which: int = 0) -> None:
         """The application says what one of the heartbeats has shown that it has not reported yet."""
-        batch, findings = self.unreported.pop(which % len(self.unreported))
-        self.stream.report(batch, findings)
-        if findings.agrees is False and batch.incarnation == self.observer.incarnation:
+        batch, report = self.unreported.pop(which % len(self.unreported))
+        self.stream.report(batch, report)
+        if report.digest_matches is False and batch.incarnation == self.observer.incarnation:
             self.observer.spoilt = False
         self._settle()
 
@@ -500,22 +502,22 @@ class Network:
             self._before = (self._standing, before)
             self._delivered = deliveries
         self.unreported += [each for each in self.observer.take(deliveries) if each[1].heartbeat is not None]
-        self._standing = self.stream.standing()
+        self._standing = self.stream.position()
         if self.reports_at_once:
             self.report_all()
-        while (ask := self.stream.ask(self.now)) is not None:
-            self._answer(ask)
-        if not self.stream.asking:
+        while (request := self.stream.request_to_send(self.now)) is not None:
+            self._answer(request)
+        if not self.stream.is_fetching:
             self.replies.clear()
         self.check_exact()
 
-    def _answer(self, ask: Ask) -> None:
-        self.asked.append(ask.start)
-        if ask.fresh:
+    def _answer(self, request: FetchRequest) -> None:
+        self.asked.append(request.start)
+        if request.new_connection:
             self.replies.clear()
         if not self.up or self.mute:
             return
-        reply = self.publisher.reply(ask.start)
+        reply = self.publisher.reply(request.start)
         if self.reply_limit is not None:
             reply = reply[: self.reply_limit]
         self.replies.extend(reply)

@@ -177,9 +177,9 @@ class Consumer:
             self.seen.append(delivery)
             applied = self.index.apply(delivery)
             self.applied.append(applied)
-            findings = applied.findings
-            if findings is not None and (self.heeds or findings.heartbeat is None):
-                self._subscriber.report(delivery, findings)
+            report = applied.report
+            if report is not None and (self.heeds or report.heartbeat is None):
+                self._subscriber.report(delivery, report)
 
     @property
     def trust(self) -> Trust:
@@ -197,7 +197,9 @@ class Consumer:
         return self._subscriber.status().counters.resets
 
     def agreements(self) -> list[bool]:
-        return [found.findings.agrees for found in self.applied if found.findings and found.findings.agrees is not None]
+        return [
+            found.report.digest_matches for found in self.applied if found.report and found.report.digest_matches is not None
+        ]
 
     def close(self) -> None:
         self._subscriber.close()

@@ -25,7 +25,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBa
 from kvevents.index import block_keys
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.schemas import Problem
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint, publishing
 from test_cli import Ended, Program
 
@@ -308,7 +308,7 @@ _ENGINES: dict[str, Engine] = {}
 
 def is_unproven(source: Mapping[str, Any]) -> bool:
     """Whether no live batch has confirmed yet what replay has brought. Replicas of a log have the sentence, and no code."""
-    return Doubt.REPLAY_UNPROVEN.value in source["trust"]["reason"]
+    return DegradedReason.REPLAY_UNPROVEN.value in source["trust"]["reason"]
 
 
 def confirm(source: Mapping[str, Any]) -> None:

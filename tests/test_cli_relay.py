@@ -17,7 +17,7 @@ import pytest
 
 from kvevents.cli.options import engine
 from kvevents.cli.relay import HINT_SECONDS, Teller
-from kvevents.stream import Doubt, Source, Trust
+from kvevents.stream import DegradedReason, Source, Trust
 from ports import quiet_port
 from publisher_cases import ANY, DEADLINE, publishing
 from relay_cases import block
@@ -54,7 +54,7 @@ def until_exact(truth: Truth, *listeners: Listener) -> None:
         assert monotonic() < end, [str(each.subscriber.trust()) for each in listeners]
         for each in listeners:
             each.take()
-            unproven = Doubt.REPLAY_UNPROVEN.value in each.subscriber.trust().reason  # its own doubt, or the relay's
+            unproven = DegradedReason.REPLAY_UNPROVEN.value in each.subscriber.trust().reason  # its own doubt, or the relay's
             if unproven and each.digest == truth.digest and monotonic() > said_at + 1.0:
                 truth.say()
                 said_at = monotonic()

@@ -94,7 +94,7 @@ def test_json_lines_are_a_promise() -> None:
     assert objects.encode(Gap("pod", 1, 4, 6, 2)).decode() == f"{gap}false}}"
     assert objects.encode(Gap("pod", 1, 4, 6, 2, compacted=True)).decode() == f"{gap}true}}"
     assert objects.encode(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
-    trust = objects.encode_trust("pod", 1, Trust.STALE.because("gone"))
+    trust = objects.encode_trust("pod", 1, Trust.STALE.with_reason("gone"))
     assert trust.decode() == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'
 
 

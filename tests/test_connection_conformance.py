@@ -13,7 +13,7 @@ import pytest
 
 from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, descriptors
 from kvevents.errors import EndpointError
-from kvevents.stream import Ask, Source
+from kvevents.stream import FetchRequest, Source
 from kvevents.testing import zmtp
 from kvevents.wire import live_frames
 from ports import LOOPBACK
@@ -119,19 +119,19 @@ def test_replay_answers_come_and_a_fresh_request_gets_no_old_ones(rig: Any, open
     reader = open_connection(engine)
     rig.connect(engine, reader)
     reader.until(lambda: reader.recorder.log == ["up"])
-    reader.connection.request_replay(Ask(0, fresh=True))
+    reader.connection.request_replay(FetchRequest(0, new_connection=True))
     engine.answer(0, 1)
     reader.until(lambda: "end" in reader.recorder.log)
-    reader.connection.request_replay(Ask(2, fresh=False))
+    reader.connection.request_replay(FetchRequest(2, new_connection=False))
     engine.answer(2)
     reader.until(lambda: reader.recorder.log.count("end") == 2)
-    reader.connection.request_replay(Ask(3, fresh=False))
+    reader.connection.request_replay(FetchRequest(3, new_connection=False))
     engine.answer(3)
-    reader.connection.request_replay(Ask(4, fresh=True))
+    reader.connection.request_replay(FetchRequest(4, new_connection=True))
     engine.answer(4)
     reader.until(lambda: reader.recorder.log.count("end") == 3)
     assert reader.recorder.log == ["up", ("replay", 0), ("replay", 1), "end", ("replay", 2), "end", ("replay", 4), "end"]
-    reader.connection.request_replay(Ask(5, fresh=False))
+    reader.connection.request_replay(FetchRequest(5, new_connection=False))
     engine.answer(5)
     reader.connection.end_replay()
     reader.quiet()
@@ -144,7 +144,7 @@ def test_while_nothing_is_missing_all_that_is_live_comes_before_an_answer(rig: A
     reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=True), rig.clock, 10)
     rig.connect(engine, reader)
     reader.until(lambda: reader.recorder.log == ["up"])
-    reader.connection.request_replay(Ask(0, fresh=True))
+    reader.connection.request_replay(FetchRequest(0, new_connection=True))
     engine.publish(*range(100))
     engine.answer(*range(100, 150))
     log: list[object] = reader.recorder.log
@@ -165,7 +165,7 @@ def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_connection: Callab
     rig.connect(engine, reader)
     reader.until(lambda: reader.recorder.log == ["up"])
     engine.publish(*range(50))
-    reader.connection.request_replay(Ask(0, fresh=True))
+    reader.connection.request_replay(FetchRequest(0, new_connection=True))
     engine.answer(*range(50))
     before = 1
     while len(reader.recorder.log) < 102:

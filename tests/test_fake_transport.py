@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockRemoved
-from kvevents.stream import Batch, Delivery, Doubt, Gap, Reset, Source, StreamLimits, Trust
+from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber
 from kvevents.testing import FakeEngine, FakeTransport
 
@@ -57,9 +57,9 @@ def test_waiting_passes_virtual_time(transport: FakeTransport, engine: FakeEngin
         [batch] = take(subscriber)
         assert isinstance(batch, Batch)
         assert batch.replayed
-        assert transport.clock() >= StreamLimits().quiet_before_probe
+        assert transport.clock() >= StreamLimits().idle_before_probe
         assert subscriber.trust("e") == Trust.DEGRADED
-        assert subscriber.status("e").doubts == {Doubt.REPLAY_UNPROVEN}
+        assert subscriber.status("e").degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
         engine.publish(BlockRemoved([2]))
         [batch] = take(subscriber)
         assert isinstance(batch, Batch)

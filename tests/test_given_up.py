@@ -15,7 +15,7 @@ from kvevents.cli.asking import _request as request
 from kvevents.cli.asking import ask, dealers
 from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
-from kvevents.stream import Ask, Batch, Source
+from kvevents.stream import Batch, FetchRequest, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.testing import zmtp
 from zmtp_peer import DEADLINE, LIMITS, OPTIONS, PUB, Line, Peer, batch, peer
@@ -127,12 +127,12 @@ def test_a_replay_request_that_cannot_be_sent_is_made_on_another_connection(peer
     made = ZmqTransport(options=OPTIONS)
     connection = made.open(Source("tcp://127.0.0.1:1", asked.endpoint))
     try:
-        connection.request_replay(Ask(0, fresh=True))
+        connection.request_replay(FetchRequest(0, new_connection=True))
         end = time.monotonic() + DEADLINE
         while len(asked.times) < 2:
             assert time.monotonic() < end
             made.wait(0.01)
-            connection.request_replay(Ask(0, fresh=False))
+            connection.request_replay(FetchRequest(0, new_connection=False))
     finally:
         made.close()
 

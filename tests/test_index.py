@@ -33,7 +33,7 @@ from index_keys import Scope, prompt_keys
 from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
 from kvevents.events import BlockRemoved, BlockStored
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
-from kvevents.stream import Findings, Gap, Reset
+from kvevents.stream import BatchReport, Gap, Reset
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
 from wire_cases import batch_of, pack, stored
 
@@ -201,15 +201,15 @@ def test_a_clear_may_be_of_one_tier_or_one_group(
     feed(chain(1), chain(1, medium="CPU"), chain(1, medium="DISK", group_idx=1))
     feed(store([9], [9, 9], 2, 1), store([8], [8, 8], 2, 77))
     applied = feed(cleared(**scope))
-    assert applied.findings == (None if scope else Findings(cleared=True))
+    assert applied.report == (None if scope else BatchReport(cleared=True))
     assert {tier for _, value, tier, *_ in blocks_of(index, feed.worker) if value == 1} == set(left)
     assert waiting_of(index) == ("gpu" in left)
 
 
 def test_what_is_stored_after_a_clear_counts(index: PrefixIndex, feed: Feed) -> None:
-    assert feed(chain(1, 2), cleared(), chain(1)).findings == Findings(cleared=True)
+    assert feed(chain(1, 2), cleared(), chain(1)).report == BatchReport(cleared=True)
     assert tokens_of(index, PROMPT) == 2
-    assert feed(chain(1, 2)).findings is None
+    assert feed(chain(1, 2)).report is None
 
 
 # --- hybrid models ----------------------------------------------------------------------------------------------------------
@@ -805,8 +805,8 @@ def test_a_bad_event_costs_neither_its_neighbours_nor_its_number(index: PrefixIn
     ]
     applied = index.apply_payload(("a", 0), 0, 0, batch_of(*events))
     assert applied.status == "applied"
-    assert applied.findings is not None
-    assert [rejected.index for rejected in applied.findings.rejected] == [1, 2, 3]
+    assert applied.report is not None
+    assert [rejected.index for rejected in applied.report.rejected] == [1, 2, 3]
     assert len(blocks_of(index, ("a", 0))) == 2
     assert index.apply_payload(("a", 0), 0, 0, batch_of(stored())).status == "duplicate"
 
@@ -816,8 +816,8 @@ def test_a_bad_event_costs_neither_its_neighbours_nor_its_number(index: PrefixIn
 )
 def test_what_is_no_batch_is_set_aside_and_told(index: PrefixIndex, payload: bytes) -> None:
     applied = index.apply_payload(("a", 0), 0, 0, payload)
-    assert applied.findings is not None
-    assert len(applied.findings.rejected) == 1
+    assert applied.report is not None
+    assert len(applied.report.rejected) == 1
     assert index.stats().blocks == 0
 
 

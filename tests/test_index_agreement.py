@@ -9,7 +9,7 @@ import pytest
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied, IndexLimits, PrefixIndex
-from kvevents.stream import Batch, Findings, RawBatch, RawDelivery, Reset
+from kvevents.stream import Batch, BatchReport, RawBatch, RawDelivery, Reset
 from kvevents.wire import Rejected, dialect_for, encode_batch
 from kvevents.wire.dialects import Dialect
 
@@ -55,9 +55,9 @@ class Sides:
         """What the consumer finds at a heartbeat."""
         applied = self.send(beat(self.sender.digest(WORKER)))
         assert applied is not None
-        assert applied.findings is not None
-        assert applied.findings.heartbeat is not None
-        return applied.findings.agrees
+        assert applied.report is not None
+        assert applied.report.heartbeat is not None
+        return applied.report.digest_matches
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -87,8 +87,8 @@ def test_a_digest_is_of_the_end_of_its_batch(place: int) -> None:
     events.insert(place, beat(ahead.digest(WORKER)))
     applied = sides.send(*events)
     assert applied is not None
-    assert applied.findings is not None
-    assert applied.findings.agrees is True
+    assert applied.report is not None
+    assert applied.report.digest_matches is True
 
 
 def test_of_several_the_last_counts() -> None:
@@ -96,12 +96,12 @@ def test_of_several_the_last_counts() -> None:
     sides.send(stored(0))
     applied = sides.send(beat(WRONG), beat(sides.sender.digest(WORKER)))
     assert applied is not None
-    assert applied.findings is not None
-    assert applied.findings.agrees is True
+    assert applied.report is not None
+    assert applied.report.digest_matches is True
     applied = sides.send(beat(sides.sender.digest(WORKER)), beat(WRONG))
     assert applied is not None
-    assert applied.findings is not None
-    assert applied.findings.agrees is False
+    assert applied.report is not None
+    assert applied.report.digest_matches is False
 
 
 def test_a_heartbeat_may_stand_beside_a_clear_and_what_cannot_be_read() -> None:
@@ -112,8 +112,8 @@ def test_a_heartbeat_may_stand_beside_a_clear_and_what_cannot_be_read() -> None:
     digest = index.digest(WORKER)
     rejected = (Rejected("unknown-tag", "never heard of", 0),)
     batch = Batch(*WORKER, 0, 1, 1.0, [stored(0), AllBlocksCleared(), beat(digest)], False, rejected=rejected)
-    findings = index.apply(batch).findings
-    assert findings == Findings(rejected, True, beat(digest).heartbeat, True)
+    report = index.apply(batch).report
+    assert report == BatchReport(rejected, True, beat(digest).heartbeat, True)
 
 
 def test_of_what_is_not_applied_only_the_heartbeat_is_told() -> None:
@@ -123,9 +123,9 @@ def test_of_what_is_not_applied_only_the_heartbeat_is_told() -> None:
     events = [beat(WRONG)]
     sides.apply(sides.consumer, events)
     again = sides.apply(sides.consumer, events)
-    assert again == Applied("duplicate", Findings(heartbeat=events[0].heartbeat))
+    assert again == Applied("duplicate", BatchReport(heartbeat=events[0].heartbeat))
     sides.consumer.apply(Reset(*WORKER, 1, "another life"))
-    assert sides.apply(sides.consumer, events) == Applied("void", Findings(heartbeat=events[0].heartbeat))
+    assert sides.apply(sides.consumer, events) == Applied("void", BatchReport(heartbeat=events[0].heartbeat))
     assert sides.apply(sides.consumer, [stored(1)]) == Applied("void")
 
 
@@ -148,8 +148,8 @@ def test_runs_of_raw_batches_are_applied_in_order_around_heartbeats() -> None:
         deliveries.append(RawBatch(*WORKER, 0, number, False, payload))
         sides.sender.apply(deliveries[-1])
     found = sides.consumer.apply_many(deliveries)
-    assert [at for at, applied in enumerate(found) if applied.findings is not None] == list(range(3, 60, 7))
-    assert all(applied.findings is None or applied.findings.agrees is True for applied in found)
+    assert [at for at, applied in enumerate(found) if applied.report is not None] == list(range(3, 60, 7))
+    assert all(applied.report is None or applied.report.digest_matches is True for applied in found)
     assert sides.consumer.digest(WORKER) == sides.sender.digest(WORKER)
 
 
@@ -162,9 +162,9 @@ def test_heartbeats_of_every_dialect_are_compared(release: tuple[str, str]) -> N
     for block in (BlockStored([1], None, [1, 2], 2), BlockStored([2], 1, [3, 4], 2)):
         index.apply_payload(WORKER, 0, seq, encode_batch(KVEventBatch(1.0, [block]), dialect))
         payload = encode_batch(KVEventBatch(1.0, [beat(index.digest(WORKER))]), dialect)
-        findings = index.apply_payload(WORKER, 0, seq + 1, payload).findings
-        assert findings is not None
-        assert findings.agrees is True
+        report = index.apply_payload(WORKER, 0, seq + 1, payload).report
+        assert report is not None
+        assert report.digest_matches is True
         seq += 2
 
 

@@ -463,5 +463,5 @@ def test_threads_run_now_and_then_while_much_that_was_set_aside_is_made_into_obj
     batches = [RawBatch("a", 0, 0, seq, False, payload) for seq in range(50)]
     before = turns()
     found = index.apply_many(batches)
-    assert all(applied.findings is not None and len(applied.findings.rejected) == 1_000 for applied in found)
+    assert all(applied.report is not None and len(applied.report.rejected) == 1_000 for applied in found)
     assert turns() - before >= 15

@@ -14,7 +14,7 @@ from index_model import Oracle
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.index import PrefixIndex
 from kvevents.recording import Stream, live_batches, recorded_streams
-from kvevents.stream import Batch, findings_of
+from kvevents.stream import Batch, inspect_events
 from kvevents.wire import decode_batch
 from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, stored
 
@@ -34,7 +34,7 @@ class Mirrors:
         batch = Batch(*WORKER, 0, seq, decoded.batch.ts, decoded.batch.events, False, payload)
         assert self.oracle.apply(batch) == self.by_event.apply(batch).status == "applied"
         applied = self.by_payload.apply_payload(WORKER, 0, seq, payload)
-        assert (applied.status, applied.findings) == ("applied", findings_of(decoded.batch.events, decoded.rejected))
+        assert (applied.status, applied.report) == ("applied", inspect_events(decoded.batch.events, decoded.rejected))
 
     def check(self) -> None:
         expected = self.oracle.blocks(WORKER)

@@ -78,7 +78,7 @@ class Trio:
             if isinstance(step, Batch):
                 applied = self._by_payload(step, spelled(step, spelling), raw=spelling % 2 == 0)
                 assert applied.status == status
-                assert applied.findings is None or not applied.findings.rejected
+                assert applied.report is None or not applied.report.rejected
             else:
                 assert self.by_payload.apply(step).status == status
 

@@ -212,7 +212,7 @@ def test_less_trust_is_told_together_with_what_it_is_about() -> None:
     assert _trust_in([each for heard in told for each in heard])[-1] == "EXACT"
     told.clear()
     engine.publish(BlockRemoved([1]), lost=True)
-    transport.clock.advance(StreamLimits().quiet_before_probe)
+    transport.clock.advance(StreamLimits().idle_before_probe)
     listener._look_at = float("inf")
     for _ in range(5):
         listener._turn()

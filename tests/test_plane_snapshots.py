@@ -24,7 +24,7 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, Kept, Snapshots, Taken, take
 from kvevents.service.replica.coordination import Comparing
 from kvevents.service.replica.index_build import Taking
-from kvevents.stream import Batch, Doubt
+from kvevents.stream import Batch, DegradedReason
 from nats_servers import nats_server, needs_nats
 from plane_cases import plane_at
 
@@ -81,7 +81,7 @@ async def partitions_apart(plane: PlaneSettings, folder: Path) -> None:
         snapshots, path = Snapshots(js, layout), folder / "index"
         index = filled(100)
         index.apply(Batch("other", 0, 0, 0, 0.0, [BlockStored([7, 8], None, list(range(8)), 4)], replayed=False))
-        doubts = {("engine", 0): frozenset({Doubt.LOST}), ("other", 0): frozenset({Doubt.REJECTED})}
+        doubts = {("engine", 0): frozenset({DegradedReason.LOST}), ("other", 0): frozenset({DegradedReason.REJECTED})}
         for partition, name in enumerate(("engine", "other")):
             made = (await state_of(js, layout, partition)).made
             await snapshots.save(take(partition, of((name, 0)), doubts, index, path), path, 0, "test", made)

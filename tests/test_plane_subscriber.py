@@ -27,7 +27,7 @@ from kvevents.plane.records import (
 )
 from kvevents.plane.subscriber import MOST_BEHIND, LogSubscriber
 from kvevents.publisher.compaction import Compactor, encode_snapshot
-from kvevents.stream import Doubt, Findings, Gap, Trust
+from kvevents.stream import BatchReport, DegradedReason, Gap, Trust
 from kvevents.wire import Rejected, encode_batch
 from kvevents.wire.encode import batch_encoder
 
@@ -51,7 +51,7 @@ def test_what_a_bridge_doubts_is_in_the_status() -> None:
     found.receive_many(timeout=0.0)
     status = found.status("engine", 0)
     assert (status.trust, status.trust.reason) == (Trust.DEGRADED, "some sentence")
-    assert status.doubts == {Doubt.IDENTITY}
+    assert status.degraded_reasons == {DegradedReason.IDENTITY}
 
 
 def test_a_partition_is_complete_once_its_end_was_read() -> None:
@@ -104,7 +104,7 @@ def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(c
     assert (counters.compacted, counters.gaps, counters.lost) == ((5, 0, 0) if compacted else (0, 1, 5))
     assert found.trust("engine") == (Trust.REPLAYING if compacted else Trust.DEGRADED), "the snapshot is not in the index yet"
     index = PrefixIndex()
-    found.report(batch, index.apply(batch).findings)
+    found.report(batch, index.apply(batch).report)
     assert found.trust("engine") == Trust.EXACT
 
 
@@ -202,17 +202,17 @@ def batched(seq: int, payload: bytes, incarnation: int = 0) -> Batched:
     return Batched("engine", 0, incarnation, seq, False, payload)
 
 
-@pytest.mark.parametrize("findings", [Findings(cleared=True), Findings(agrees=True)])
-def test_a_report_ends_no_doubt_that_is_newer_than_its_batch(findings: Findings) -> None:
+@pytest.mark.parametrize("report", [BatchReport(cleared=True), BatchReport(digest_matches=True)])
+def test_a_report_ends_no_doubt_that_is_newer_than_its_batch(report: BatchReport) -> None:
     """Many batches are read before the first of them is applied: what is missing behind it is missing still."""
     found = followed()
     lost = Lost("engine", 0, 0, 2, 4)
     found.put(0, [pushed(2, batched(1, CLEAR), lost, batched(5, CLEAR))])
     first, gap, later = found.receive_many(timeout=0.0)
     assert isinstance(gap, Gap)
-    found.report(first, findings)
-    assert found.status("engine").doubts == {Doubt.LOST}
-    found.report(later, findings)
+    found.report(first, report)
+    assert found.status("engine").degraded_reasons == {DegradedReason.LOST}
+    found.report(later, report)
     assert found.trust("engine") == Trust.EXACT
 
 
@@ -221,12 +221,12 @@ def test_a_report_of_a_life_that_has_ended_says_nothing_of_the_next_one() -> Non
     renewed = (Renewed("engine", 0, 1, "restart"), batched(0, b"y", 1), said("bridge", "EXACT"))
     found.put(0, [pushed(2, batched(1, b"x"), *renewed)])
     old, _, new = found.receive_many(timeout=0.0)
-    found.report(old, Findings(agrees=False, rejected=(Rejected("tag", "Other"),)))
+    found.report(old, BatchReport(digest_matches=False, rejected=(Rejected("tag", "Other"),)))
     assert (found.trust("engine"), found.diverged) == (Trust.EXACT, 0)
-    found.report(new, Findings(agrees=False))
-    assert found.status("engine").doubts == {Doubt.DIVERGED}
-    found.report(old, Findings(cleared=True, agrees=True))
-    assert found.status("engine").doubts == {Doubt.DIVERGED}
+    found.report(new, BatchReport(digest_matches=False))
+    assert found.status("engine").degraded_reasons == {DegradedReason.DIVERGED}
+    found.report(old, BatchReport(cleared=True, digest_matches=True))
+    assert found.status("engine").degraded_reasons == {DegradedReason.DIVERGED}
     assert found.diverged == 1
 
 
@@ -234,7 +234,7 @@ def test_a_report_of_a_stream_that_has_left_does_not_wait_for_it_to_come_back() 
     found = followed()
     found.put(0, [pushed(2, batched(1, b"x"), Leave("engine", 0, "gone"), Join("engine", 0, b""), said("bridge", "EXACT"))])
     old, _ = found.receive_many(timeout=0.0)
-    found.report(old, Findings(agrees=False))
+    found.report(old, BatchReport(digest_matches=False))
     assert found.trust("engine") == Trust.EXACT
 
 
@@ -263,7 +263,7 @@ def test_a_snapshot_in_parts_is_not_exact_before_its_last_part_is_in_the_index()
         found.put(0, [pushed(position, batched(position + 5, part))])
         for delivery in found.receive_many(timeout=0.0):
             trusts.append(found.trust("engine"))
-            found.report(delivery, index.apply(delivery).findings)
+            found.report(delivery, index.apply(delivery).report)
             trusts.append(found.trust("engine"))
     assert trusts[:-1] == [Trust.REPLAYING] * (len(trusts) - 1)
     assert trusts[-1] == Trust.EXACT
@@ -288,7 +288,7 @@ def test_a_snapshot_of_a_replica_that_has_read_a_part_knows_that_others_are_to_c
 
 def read(found: LogSubscriber, index: PrefixIndex) -> None:
     for delivery in found.receive_many(timeout=0.0):
-        found.report(delivery, index.apply(delivery).findings)
+        found.report(delivery, index.apply(delivery).report)
 
 
 def test_an_engine_that_does_not_trust_itself_is_doubted_by_the_replica_as_well() -> None:
@@ -297,9 +297,9 @@ def test_an_engine_that_does_not_trust_itself_is_doubted_by_the_replica_as_well(
     for seq, trust in ((1, "EXACT"), (2, "DEGRADED"), (3, "EXACT")):
         found.put(0, [pushed(seq + 1, batched(seq, b"x"))])
         (batch,) = found.receive_many(timeout=0.0)
-        found.report(batch, Findings(heartbeat=Heartbeat("0" * 32, 60.0, trust), agrees=True))
+        found.report(batch, BatchReport(heartbeat=Heartbeat("0" * 32, 60.0, trust), digest_matches=True))
         assert found.trust("engine").name == trust
-        assert found.status("engine").doubts == ({Doubt.SENDER} if trust == "DEGRADED" else set())
+        assert found.status("engine").degraded_reasons == ({DegradedReason.SENDER} if trust == "DEGRADED" else set())
 
 
 def test_a_partition_that_is_broken_stays_so_while_pages_of_it_wait() -> None:

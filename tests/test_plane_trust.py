@@ -38,7 +38,7 @@ from kvevents.plane.records import (
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.plane.writing import Composer
 from kvevents.publisher.compaction import Compactor, encode_snapshot
-from kvevents.stream import Doubt, RawBatch, Source, Trust
+from kvevents.stream import DegradedReason, RawBatch, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
 from kvevents.wire import encode_batch
@@ -114,7 +114,7 @@ class Scene:
         self.heard.clear()
         deliveries = self.log.receive_many(timeout=0.0)
         for delivery, applied in zip(deliveries, self.index.apply_many(deliveries), strict=True):
-            self.log.report(delivery, applied.findings)
+            self.log.report(delivery, applied.report)
 
     def _write(self, *records: Record) -> None:
         self.position += 1
@@ -185,7 +185,7 @@ def test_events_that_could_not_be_read_are_doubted_by_the_replica_until_a_clear(
     play(scene, "store", "garble")
     assert scene.trust == Trust.DEGRADED
     assert "could not be read" in scene.trust.reason
-    assert scene.log.status(*KEY).doubts == {Doubt.REJECTED}
+    assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.REJECTED}
     play(scene, "clear")
     assert scene.trust == Trust.EXACT
 
@@ -243,7 +243,7 @@ def test_a_digest_that_differs_is_doubted_by_the_replica() -> None:
     scene.hold(stored(7))  # it has said nothing of it
     scene.beat()
     scene.settle()
-    assert scene.log.status(*KEY).doubts == {Doubt.DIVERGED}
+    assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.DIVERGED}
     assert scene.log.diverged == 1
 
 
@@ -251,7 +251,7 @@ def test_a_loss_that_is_known_is_no_reason_to_read_the_log_again() -> None:
     """A replica builds its index again where a digest differs for no known reason; what the log lacks it lacks then as well."""
     scene = Scene(buffer_steps=2)
     play(scene, "store", "burn", "store", "store", "beat", "beat", "beat")
-    assert Doubt.LOST in scene.log.status(*KEY).doubts
+    assert DegradedReason.LOST in scene.log.status(*KEY).degraded_reasons
     assert scene.log.diverged == 0
 
 
@@ -259,7 +259,7 @@ def test_a_loss_that_is_known_is_no_reason_to_read_the_log_again() -> None:
 
 
 def applied(payload: bytes) -> tuple[bool, Heartbeat | None]:
-    found = PrefixIndex().apply(RawBatch("engine", 0, 0, 0, False, payload)).findings
+    found = PrefixIndex().apply(RawBatch("engine", 0, 0, 0, False, payload)).report
     return (False, None) if found is None else (found.cleared, found.heartbeat)
 
 
@@ -291,11 +291,11 @@ def test_a_replica_names_the_doubts_of_an_idle_stream() -> None:
     scene.engine.reconnect()
     scene.settle()
     assert scene.trust == Trust.DEGRADED
-    assert scene.log.status(*KEY).doubts == {Doubt.REPLAY_UNPROVEN}
+    assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     assert scene.log.ledgers[0].start(KEY, "bridge").resume is not None
     scene.say(stored(2))
     scene.settle()
-    assert scene.log.status(*KEY).doubts == frozenset()
+    assert scene.log.status(*KEY).degraded_reasons == frozenset()
     assert scene.trust == Trust.EXACT
 
 
@@ -353,7 +353,7 @@ class LogReader:
     def read(self, position: int, page: Page) -> None:
         self.log.put(0, [Pushed(position, encode_page(page), 0, page.name)])
         for delivery in self.log.receive_many(timeout=0.0):
-            self.log.report(delivery, self.index.apply(delivery).findings)
+            self.log.report(delivery, self.index.apply(delivery).report)
 
     def restart(self, folder: Path) -> None:
         ledger, doubts = Ledger.restore(self.log.ledgers[0].save()), self.log.doubts()

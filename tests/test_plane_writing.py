@@ -27,10 +27,7 @@ from kvevents.plane.records import (
     encode_page,
 )
 from kvevents.plane.writing import RECORD_BYTES, Composer
-from kvevents.stream import Checkpoint, Gap, RawBatch, Reset
-from kvevents.stream.checkpoint import Fingerprint
-from kvevents.stream.state import digest_of
-from kvevents.stream.trust import KEPT_BY_CHECKPOINT
+from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
 
 KEY = ("engine", 0)
 ROOM = 1_000
@@ -126,7 +123,7 @@ def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
     # It is followed anew from where the log stands, which the checkpoint makes its publisher prove.
     resume = two.ledger.start(KEY, "b").resume
     assert resume is not None
-    assert resume.anchors == (Fingerprint(0, digest_of(b"this life"), live=True),)
+    assert resume.fingerprints == (Fingerprint(0, payload_digest(b"this life"), live=True),)
     two.anchor(KEY)
     two.offer(Renewed(*KEY, 1, "another life"))
     two.offer(batched(0, b"that life", 1))
@@ -152,7 +149,7 @@ def test_a_bridge_that_missed_a_life_does_not_take_its_own_for_the_one_in_the_lo
     settle(partition, one)
     assert list(one.adrift) == [KEY]
     assert one.ledger.start(KEY, "a").resume == Checkpoint(
-        *KEY, 1, 8, (Fingerprint(8, digest_of(b"second life"), live=True),), True, {}
+        *KEY, 1, 8, (Fingerprint(8, payload_digest(b"second life"), live=True),), True, {}
     )
 
 
@@ -433,7 +430,7 @@ def test_long_texts_count() -> None:
     assert all(standing.told for standing in composer.ledger.streams.values())
 
 
-DOUBTS = [doubt.name for doubt in KEPT_BY_CHECKPOINT]
+DOUBTS = [doubt.name for doubt in PERSISTENT_REASONS]
 
 
 def test_a_page_stays_within_its_room() -> None:
@@ -623,8 +620,10 @@ class Watcher:
         if checkpoint is None:
             return
         self.incarnation = checkpoint.incarnation
-        anchors = checkpoint.anchors
-        held = [engine.first <= each.seq < len(self.life) and digest_of(self.life[each.seq]) == each.digest for each in anchors]
+        held = [
+            engine.first <= each.seq < len(self.life) and payload_digest(self.life[each.seq]) == each.digest
+            for each in checkpoint.fingerprints
+        ]
         if held and all(held):
             self.handed = checkpoint.last_seq + 1
             return

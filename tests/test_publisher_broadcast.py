@@ -87,9 +87,9 @@ def test_a_subscriber_is_exact_with_a_stream_that_goes_on_in_another_life() -> N
                 if server.subscribers:
                     server.send([batch for batch in [next(left, None)] if batch is not None])
                 for delivery in subscriber.receive_many(timeout=0.01):
-                    findings = index.apply(delivery).findings
-                    if findings is not None:
-                        subscriber.report(delivery, findings)
+                    report = index.apply(delivery).report
+                    if report is not None:
+                        subscriber.report(delivery, report)
                 return subscriber.status().last_seq == sent[-1][0] and subscriber.trust().name == "EXACT"
 
             wait_until(there, "EXACT at the last number")

@@ -141,16 +141,16 @@ class Consumer:
                 self._settle()
 
     def _settle(self) -> None:
-        ask = self.stream.ask(self._now)
+        ask = self.stream.request_to_send(self._now)
         if ask is not None:
-            if ask.fresh:
+            if ask.new_connection:
                 self._reply.clear()
             self._reply.extend(replay_batch_frames(b"", *batch) for batch in self._sent.buffer.batches_from(ask.start))
             self._reply.append(replay_end_frames(with_topic=True))
         for delivery in self.stream.deliveries():
-            findings = self.index.apply(delivery).findings
-            if isinstance(delivery, Batch) and findings is not None:
-                self.stream.report(delivery, findings)
+            report = self.index.apply(delivery).report
+            if isinstance(delivery, Batch) and report is not None:
+                self.stream.report(delivery, report)
         if self.stream.trust.name == "EXACT" and self.stream.last_seq >= 0:
             number = self.stream.last_seq
             assert self._sent.whole[number], f"EXACT at {number}, though something is missing"

@@ -23,7 +23,7 @@ from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
 from kvevents.publisher.compaction import Compactor
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import ReplayBufferSettings
-from kvevents.stream import Doubt, RawBatch
+from kvevents.stream import DegradedReason, RawBatch
 from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch, encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
@@ -131,7 +131,7 @@ def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int, trus
 
     def there() -> bool:
         for delivery in subscriber.receive_many(timeout=0.05):
-            subscriber.report(delivery, index.apply(delivery).findings)
+            subscriber.report(delivery, index.apply(delivery).report)
         return subscriber.status().last_seq == last and subscriber.trust().name == trust
 
     wait_until(there, f"{trust} at {last}")
@@ -148,9 +148,9 @@ def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], inde
     def there() -> bool:
         nonlocal newest
         for delivery in subscriber.receive_many(timeout=0.05):
-            subscriber.report(delivery, index.apply(delivery).findings)
+            subscriber.report(delivery, index.apply(delivery).report)
         status = subscriber.status()
-        assert status.doubts <= {Doubt.REPLAY_UNPROVEN}
+        assert status.degraded_reasons <= {DegradedReason.REPLAY_UNPROVEN}
         if status.trust.name == "DEGRADED" and status.last_seq == newest:
             publisher.publish(KVEventBatch(0.0, []))
             newest += 1

@@ -94,10 +94,10 @@ def test_a_subscribers_index_agrees_at_each_heartbeat(dialect: str | None) -> No
             def agreed() -> bool:
                 publisher.publish(KVEventBatch(0.0, engine.events()))
                 for delivery in subscriber.receive_many(timeout=0.01):
-                    findings = index.apply(delivery).findings
-                    if findings is not None:
-                        subscriber.report(delivery, findings)
-                        seen.extend([findings.agrees] if findings.heartbeat is not None else [])
+                    report = index.apply(delivery).report
+                    if report is not None:
+                        subscriber.report(delivery, report)
+                        seen.extend([report.digest_matches] if report.heartbeat is not None else [])
                 return len(seen) >= 10
 
             wait_until(agreed, "ten heartbeats")

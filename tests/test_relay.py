@@ -251,7 +251,7 @@ def test_numbers_that_a_snapshot_represents_are_no_hole(made: World) -> None:
     made.settle()
     assert relay.status().skipped_seqs == 0
     assert not any(isinstance(each, Gap) for each in consumer.seen)
-    assert relay._checkpoints.checkpoints[0].doubts == {}
+    assert relay._checkpoints.checkpoints[0].degraded_reasons == {}
 
 
 def test_history_that_was_truncated_before_the_relay_came_is_told_of_as_far_as_it_is_known(made: World) -> None:

@@ -40,10 +40,10 @@ class Listener:
 
     def take(self) -> None:
         for delivery in self.subscriber.receive_many(timeout=0):
-            findings = self.index.apply(delivery).findings
-            self.subscriber.report(delivery, findings)
-            if findings is not None and findings.agrees is not None:
-                self.agreements.append(findings.agrees)
+            report = self.index.apply(delivery).report
+            self.subscriber.report(delivery, report)
+            if report is not None and report.digest_matches is not None:
+                self.agreements.append(report.digest_matches)
 
     @property
     def digest(self) -> str:

@@ -99,9 +99,9 @@ def agree(*payloads: bytes) -> None:
     for seq, payload in enumerate(payloads):
         raw = RawBatch("a", 0, 0, seq, False, payload)
         found, expected = by_payload.apply(raw), by_event.apply(raw.decode())
-        if found.findings is not None and expected.findings is not None:
-            rejected = worded_as(found.findings.rejected, expected.findings.rejected)
-            expected = Applied(expected.status, replace(expected.findings, rejected=rejected))
+        if found.report is not None and expected.report is not None:
+            rejected = worded_as(found.report.rejected, expected.report.rejected)
+            expected = Applied(expected.status, replace(expected.report, rejected=rejected))
         assert found == expected
     assert by_payload.digest("a") == by_event.digest("a")
     assert blocks_of(by_payload, ("a", 0)) == blocks_of(by_event, ("a", 0))

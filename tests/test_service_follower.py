@@ -76,7 +76,7 @@ def test_trust_is_lowered_before_the_index_has_the_batch_that_lowers_it() -> Non
     assert seen[-1] == (False, "EXACT")
     seen.clear()
     engine.publish(BlockRemoved([1]), lost=True)
-    transport.clock.advance(StreamLimits().quiet_before_probe)
+    transport.clock.advance(StreamLimits().idle_before_probe)
     turn()
     assert [state for is_replayed, state in seen if is_replayed]
     assert "EXACT" not in [state for is_replayed, state in seen if is_replayed]

@@ -22,7 +22,7 @@ from kvevents.service.metrics import Tally
 from kvevents.service.reasons import Fault, Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
-from kvevents.stream import Doubt, RawBatch, Trust
+from kvevents.stream import DegradedReason, RawBatch, Trust
 from kvevents.wire import encode_batch
 
 BLOCK = 16
@@ -134,9 +134,9 @@ def test_each_doubt_has_a_word(service: Service) -> None:
     member = register(service)
     look(service)
     assert member.status
-    member.status = replace(member.status, doubts=frozenset(Doubt))
-    member.judge(Trust.DEGRADED.because("..."), 0.0)
-    assert list(member.trusted.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in Doubt)
+    member.status = replace(member.status, degraded_reasons=frozenset(DegradedReason))
+    member.judge(Trust.DEGRADED.with_reason("..."), 0.0)
+    assert list(member.trusted.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in DegradedReason)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_each_doubt_has_a_word(service: Service) -> None:
         (Trust.STALE, Fault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), ["refused"]),
         (Trust.CONNECTING, Fault(Reason.WRONG_SOCKET, "it is a ROUTER socket"), ["wrong-socket"]),
         (Trust.EXACT, Fault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), []),
-        (Trust.DEGRADED.because("?"), None, ["other"]),
+        (Trust.DEGRADED.with_reason("?"), None, ["other"]),
     ],
 )
 def test_every_source_that_is_not_exact_has_a_reason(

@@ -11,7 +11,7 @@ import zmq
 
 from kvevents.service.config import Probing
 from kvevents.service.reasons import REASON_OF_DOUBT, Reason
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint
 from service_cases import MODEL, Service, Stream, engine, serving, until, write
 from test_cli import refusing
@@ -34,7 +34,7 @@ def test_a_fault_is_named_within_ten_seconds() -> None:
 
 def test_each_doubt_has_a_code_of_its_own() -> None:
     assert Reason.OTHER not in REASON_OF_DOUBT.values()
-    assert len(set(REASON_OF_DOUBT.values())) == len(Doubt)
+    assert len(set(REASON_OF_DOUBT.values())) == len(DegradedReason)
 
 
 def test_codes_of_a_newer_service_can_be_read() -> None:

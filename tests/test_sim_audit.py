@@ -20,7 +20,7 @@ from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import Batching
 from kvevents.sim.results import Difference
 from kvevents.sim.sequence import Sequence
-from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset
+from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
 from sim_cases import Run, request
 from sim_model import Mirror
@@ -313,7 +313,7 @@ def test_parts_of_a_batch_are_told_as_one() -> None:
     audit.add(WORKER)
     for position in (1, 2):
         audit.expect(WORKER, Expected(Mark(0, 0, position), stream.lookups[0].sequence, 5, 4 * (position - 1)))
-    assert audit.apply(raw(0, [AllBlocksCleared(), *stream.batches[0]])) == Applied("applied", Findings(cleared=True))
+    assert audit.apply(raw(0, [AllBlocksCleared(), *stream.batches[0]])) == Applied("applied", BatchReport(cleared=True))
     assert outcome(audit, []) == (2, 0, 0)
 
 
@@ -330,7 +330,7 @@ def test_a_heartbeat_in_a_batch_that_is_looked_into_is_of_its_end(place: int) ->
         audit = Audit(PrefixIndex())
         audit.add(WORKER)
         audit.expect(WORKER, Expected(Mark(0, 0, 1), stream.lookups[0].sequence, 5, 0))
-        assert audit.apply(raw(0, events)) == Applied("applied", Findings(heartbeat=beat, agrees=agrees))
+        assert audit.apply(raw(0, events)) == Applied("applied", BatchReport(heartbeat=beat, digest_matches=agrees))
 
 
 def test_a_decoded_batch_is_taken_as_well() -> None:

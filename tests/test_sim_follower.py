@@ -21,7 +21,7 @@ from kvevents.sim.audit import AuditCounts, Expected, Mark
 from kvevents.sim.follower import Follower
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.sockets import Sockets
-from kvevents.stream import Doubt, Findings, Gap, RawBatch, RawDelivery, Reset, Source, Trust
+from kvevents.stream import BatchReport, DegradedReason, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import Sink
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
@@ -53,8 +53,8 @@ class Scripted:
     """A subscriber whose deliveries are written down; `doubts` holds from the beginning."""
 
     script: deque[RawDelivery]
-    doubts: frozenset[Doubt] = frozenset()
-    reports: list[tuple[RawDelivery, Findings | None]]
+    doubts: frozenset[DegradedReason] = frozenset()
+    reports: list[tuple[RawDelivery, BatchReport | None]]
 
     def __init__(self, sources: Sequence[Source], *, decode: bool, sink: Sink) -> None:
         assert not decode
@@ -73,11 +73,11 @@ class Scripted:
             return None
         delivery = self.script.popleft()
         (outcome,) = self.sink.apply_many([delivery])
-        self.reports.append((delivery, outcome.findings))
+        self.reports.append((delivery, outcome.report))
         return delivery
 
     def status(self, source: str, rank: int) -> Any:
-        return SimpleNamespace(source=source, rank=rank, trust=Trust.EXACT, doubts=self.doubts)
+        return SimpleNamespace(source=source, rank=rank, trust=Trust.EXACT, degraded_reasons=self.doubts)
 
     def statuses(self) -> list[Any]:
         return [self.status(*WORKER)]
@@ -91,12 +91,12 @@ def outcome(
     script: Sequence[RawDelivery],
     lookups: Sequence[Expected],
     monkeypatch: pytest.MonkeyPatch,
-    doubts: frozenset[Doubt] = frozenset(),
+    doubts: frozenset[DegradedReason] = frozenset(),
 ) -> AuditCounts:
     """What the audit says when all of it was delivered."""
     monkeypatch.setattr(follower_module, "Subscriber", Scripted)
     monkeypatch.setattr(Scripted, "script", deque(script), raising=False)
-    reports: list[tuple[RawDelivery, Findings | None]] = []
+    reports: list[tuple[RawDelivery, BatchReport | None]] = []
     monkeypatch.setattr(Scripted, "reports", reports, raising=False)
     monkeypatch.setattr(Scripted, "doubts", doubts)
     with closing(Follower(PrefixIndex(), life)) as follower:
@@ -154,7 +154,7 @@ def test_a_reset_for_nothing_makes_nothing_wrong_when_all_is_sent_again(monkeypa
 def test_a_reset_for_nothing_is_unproven_where_the_stream_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What came before is not sent again, so the index knows less than the engine has; the stream says so."""
     script: list[RawDelivery] = [Reset(*WORKER, 1, "it seemed so"), Gap(*WORKER, 0, 1, 1), raw(0, 2, [stored(5)], 1)]
-    found = outcome(script, [expected(0, 2, 8), expected(0, 3, 8)], monkeypatch, frozenset({Doubt.LOST}))
+    found = outcome(script, [expected(0, 2, 8), expected(0, 3, 8)], monkeypatch, frozenset({DegradedReason.LOST}))
     assert (found.checked, found.unproven) == (0, 2)
 
 

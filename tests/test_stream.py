@@ -17,9 +17,9 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbe
 from kvevents.stream import (
     TRANSITIONS,
     Batch,
+    BatchReport,
     Checkpoint,
-    Doubt,
-    Findings,
+    DegradedReason,
     Fingerprint,
     Gap,
     Phase,
@@ -29,9 +29,10 @@ from kvevents.stream import (
     Stream,
     StreamLimits,
     Trust,
+    payload_digest,
 )
-from kvevents.stream.identity import MAX_ANCHORS, Evidence
-from kvevents.stream.state import Anchor, digest_of
+from kvevents.stream.identity import MAX_ANCHORS, CrossCheck
+from kvevents.stream.state import Anchor
 from kvevents.wire import Rejected, encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
@@ -71,7 +72,7 @@ class Wire:
             self.stream.receive_replay(frames, self.now)
 
     def asked(self) -> int | None:
-        ask = self.stream.ask(self.now)
+        ask = self.stream.request_to_send(self.now)
         return None if ask is None else ask.start
 
     def later(self, seconds: float) -> None:
@@ -86,7 +87,7 @@ class Wire:
     def confirm(self, life: int = 0) -> None:
         """Go on in the open answer, or give the one that is asked for: up to the live batch that came behind replayed ones."""
         start = self.asked()
-        assert self.stream.asking
+        assert self.stream.is_fetching
         assert self.stream.trust == Trust.REPLAYING
         self.answer(*(replayed(seq, life) for seq in range(start or 0, self.stream.last_seq + 1)), END)
 
@@ -166,45 +167,45 @@ def test_a_number_that_no_answer_holds_becomes_a_gap(wire: Wire) -> None:
     assert wire.asked() == 1
     wire.answer(replayed(2), END)
     assert wire.taken() == ["b0", "g1-1", "b2"]
-    assert wire.stream.doubts == {Doubt.LOST}
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST}
 
 
 def test_a_mute_replay_endpoint_is_given_up_in_bounded_time(wire: Wire) -> None:
     """Rule 2: three requests of two seconds, then the gap is declared and live batches go on."""
     wire.feed(live(0), live(2))
     assert wire.asked() == 1
-    for _ in range(LIMITS.max_unanswered - 1):
+    for _ in range(LIMITS.max_unanswered_requests - 1):
         wire.later(LIMITS.replay_timeout)
         assert wire.asked() == 1
     wire.later(LIMITS.replay_timeout)
     assert wire.taken() == ["b0", "g1-1", "b2"]
-    assert wire.stream.doubts == {Doubt.LOST, Doubt.REPLAY_SILENT}
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REPLAY_SILENT}
     wire.feed(live(3))
     assert wire.taken() == ["b3"]
 
 
 def test_an_endless_answer_without_anything_new_is_cut_off() -> None:
     """Rule 8: a replay endpoint that repeats itself for ever costs a bounded number of messages and no hang."""
-    wire = Wire(limits=StreamLimits(max_useless_replies=50))
+    wire = Wire(limits=StreamLimits(max_duplicate_replies=50))
     wire.stream.connected(0.0)
     asks = 0
     for _ in range(1_000):
         asks += wire.asked() is not None
         wire.answer(replayed(7))
-    assert asks == LIMITS.max_unanswered
+    assert asks == LIMITS.max_unanswered_requests
     assert wire.stream.trust == Trust.DEGRADED
 
 
 def test_an_endless_answer_that_begins_with_what_must_be_proven_is_cut_off() -> None:
     """Rule 8: each answer repeats the batch that shows whose it is, and then nothing but that: no reason to ask for ever."""
-    wire = Wire(limits=StreamLimits(max_useless_replies=50))
+    wire = Wire(limits=StreamLimits(max_duplicate_replies=50))
     wire.stream.connected(0.0)
     asks = 0
     for _ in range(1_000):
         asks += wire.asked() is not None
         wire.answer(replayed(0))
     assert wire.taken() == ["r0"]
-    assert asks == 1 + LIMITS.max_unanswered
+    assert asks == 1 + LIMITS.max_unanswered_requests
     assert wire.stream.trust == Trust.DEGRADED
 
 
@@ -213,13 +214,13 @@ def test_answers_that_break_off_behind_what_must_be_proven_are_given_up(wire: Wi
     wire.stream.connected(0.0)
     assert wire.asked() == 0
     wire.answer(replayed(0))
-    for _ in range(LIMITS.max_unanswered):
-        wire.later(LIMITS.reply_silence)
+    for _ in range(LIMITS.max_unanswered_requests):
+        wire.later(LIMITS.reply_idle_timeout)
         assert wire.asked() == 0
         wire.answer(replayed(0))
-    wire.later(LIMITS.reply_silence)
+    wire.later(LIMITS.reply_idle_timeout)
     assert wire.asked() is None
-    assert Doubt.REPLAY_SILENT in wire.stream.doubts
+    assert DegradedReason.REPLAY_SILENT in wire.stream.degraded_reasons
     assert wire.stream.trust == Trust.DEGRADED
 
 
@@ -309,7 +310,7 @@ def test_a_life_that_no_longer_knows_the_number_is_another_one(wire: Wire) -> No
     wire.answer(replayed(2))
     wire.stream.disconnected()
     wire.stream.connected(2.0)
-    for _ in range(LIMITS.max_fruitless):
+    for _ in range(LIMITS.max_incomplete_answers):
         assert wire.asked() == 1  # the newest live one that stood before replayed ones
         wire.answer(END)
     assert wire.taken() == ["b0", "b1", "r2", "b3", "R1"]
@@ -322,7 +323,7 @@ def reconnect_with_a_mute_replay_endpoint(wire: Wire) -> None:
     wire.stream.connected(2.0)
     wire.feed(live(1))
     wire.now = 2.0
-    for _ in range(LIMITS.max_unanswered):
+    for _ in range(LIMITS.max_unanswered_requests):
         assert wire.asked() == 0
         wire.later(LIMITS.replay_timeout)
     assert wire.taken() == ["b0", "b1"]
@@ -331,7 +332,11 @@ def reconnect_with_a_mute_replay_endpoint(wire: Wire) -> None:
 def test_identity_that_cannot_be_checked_is_a_doubt(wire: Wire) -> None:
     """Rule 5 with a dead replay endpoint: live batches go on after a bounded wait, DEGRADED."""
     reconnect_with_a_mute_replay_endpoint(wire)
-    assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_SILENT, Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {
+        DegradedReason.IDENTITY,
+        DegradedReason.REPLAY_SILENT,
+        DegradedReason.REPLAY_UNPROVEN,
+    }
 
 
 def test_a_later_probe_settles_a_doubted_identity(wire: Wire) -> None:
@@ -348,10 +353,10 @@ def test_a_proof_that_the_publisher_has_forgotten_is_asked_for_no_longer(wire: W
     reconnect_with_a_mute_replay_endpoint(wire)
     wire.feed(live_frames(TOPIC, 2, payload_of(0, 2, clear=True)), live(3))
     wire.later(LIMITS.max_probe_interval)
-    for _ in range(LIMITS.max_fruitless):
+    for _ in range(LIMITS.max_incomplete_answers):
         assert wire.asked() == 0
         wire.answer(replayed(3), END)
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.later(LIMITS.max_probe_interval)
     assert wire.asked() == 3
     wire.answer(replayed(3), replayed(4), END)
@@ -367,18 +372,20 @@ def test_a_forgotten_proof_leaves_the_identity_doubted(wire: Wire) -> None:
     reconnect_with_a_mute_replay_endpoint(wire)
     wire.feed(live(2), live(3))
     wire.later(LIMITS.max_probe_interval)
-    for _ in range(LIMITS.max_fruitless):
+    for _ in range(LIMITS.max_incomplete_answers):
         assert wire.asked() == 0
         wire.answer(replayed(3), END)
     wire.later(LIMITS.max_probe_interval)
     assert wire.asked() == 3
     wire.answer(replayed(3), END)
-    assert wire.stream.doubts == {Doubt.IDENTITY}
+    assert wire.stream.degraded_reasons == {DegradedReason.IDENTITY}
     wire.stream.disconnected()
     wire.stream.connected(wire.now)
     assert wire.asked() == 3
     wire.answer(replayed(3), END)
-    assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_UNPROVEN}, "nor does the same batch on the next connection"
+    assert wire.stream.degraded_reasons == {DegradedReason.IDENTITY, DegradedReason.REPLAY_UNPROVEN}, (
+        "nor does the same batch on the next connection"
+    )
 
 
 def test_a_batch_from_after_the_reconnect_settles_no_doubted_identity(wire: Wire) -> None:
@@ -386,10 +393,10 @@ def test_a_batch_from_after_the_reconnect_settles_no_doubted_identity(wire: Wire
     wire.feed(live(0, life=1), live(1, life=1))
     wire.stream.disconnected()
     wire.stream.connected(2.0)
-    for _ in range(LIMITS.max_unanswered):
+    for _ in range(LIMITS.max_unanswered_requests):
         assert wire.asked() == 1
         wire.later(LIMITS.replay_timeout)
-    assert Doubt.IDENTITY in wire.stream.doubts
+    assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
     wire.feed(live(2, life=2), live(4, life=2))
     for _ in range(5):
         if (start := wire.asked()) is not None:
@@ -406,13 +413,13 @@ def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
     """Rule 6: batches lost at the end are found without any further live batch; the next one confirms them."""
     wire.feed(live(0))
     assert wire.taken() == ["b0"]
-    wire.later(LIMITS.quiet_before_probe)
+    wire.later(LIMITS.idle_before_probe)
     assert wire.asked() == 0
     wire.answer(replayed(0), replayed(1), replayed(2), END)
     assert wire.taken() == ["r1", "r2"]
     assert wire.asked() == 2
     wire.answer(replayed(2), END)
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.feed(live(3))
     wire.confirm()
     assert wire.stream.trust == Trust.EXACT
@@ -421,14 +428,14 @@ def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
 def test_the_tail_behind_an_empty_batch_is_found(wire: Wire) -> None:
     """By the replay that is all a connection without life has; and that it was no batch is told, where batches are read."""
     wire.feed(live(0))
-    wire.later(LIMITS.quiet_before_probe)
+    wire.later(LIMITS.idle_before_probe)
     assert wire.asked() == 0
     wire.answer(replayed(0), replay_batch_frames(TOPIC, 1, b""), replayed(2), END)
     assert wire.stream.last_seq == 2
     assert wire.asked() == 2
     wire.answer(replayed(2), END)
     assert wire.stream.trust == Trust.DEGRADED
-    assert Doubt.REJECTED in wire.stream.doubts
+    assert DegradedReason.REJECTED in wire.stream.degraded_reasons
 
 
 def test_without_replay_gaps_are_told_at_once_and_trust_is_never_exact() -> None:
@@ -438,7 +445,7 @@ def test_without_replay_gaps_are_told_at_once_and_trust_is_never_exact() -> None
     wire.feed(live(2), live(3), live(6))
     assert wire.taken() == ["g0-1", "b2", "b3", "g4-5", "b6"]
     assert wire.stream.trust == Trust.DEGRADED
-    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.LOST}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.LOST}
     assert wire.asked() is None
     assert wire.stream.deadline() is None
 
@@ -465,7 +472,7 @@ def test_what_does_not_fit_the_buffer_is_replayed_later() -> None:
     wire.answer(*(replayed(seq) for seq in range(7)))
     wire.answer(END)
     assert wire.taken() == ["r0", "b1", "b2", "b3", "r4", "r5", "r6"]
-    assert Doubt.REPLAY_UNPROVEN in wire.stream.doubts, "the newest came by replay alone"
+    assert DegradedReason.REPLAY_UNPROVEN in wire.stream.degraded_reasons, "the newest came by replay alone"
     wire.feed(live(7))
     while (start := wire.asked()) is not None:
         wire.answer(replayed(start), *map(replayed, range(start + 1, 8)), END)
@@ -475,7 +482,7 @@ def test_what_does_not_fit_the_buffer_is_replayed_later() -> None:
 def test_a_clear_heals_what_was_lost_before_it(wire: Wire) -> None:
     """EXACT again after a clear: nothing older matters."""
     wire.feed(live(0), live(2))
-    for _ in range(LIMITS.max_fruitless):
+    for _ in range(LIMITS.max_incomplete_answers):
         assert wire.asked() == 1
         wire.answer(replayed(2), END)
     assert wire.stream.trust == Trust.DEGRADED
@@ -491,7 +498,7 @@ def test_a_batch_that_cannot_be_read_is_delivered_empty_and_doubted(wire: Wire) 
     assert one.events == []
     assert one.rejected[0].reason == "not-a-batch"
     assert isinstance(two, Batch)
-    assert wire.stream.doubts == {Doubt.REJECTED}
+    assert wire.stream.degraded_reasons == {DegradedReason.REJECTED}
     assert wire.stream.counters.rejected == {"not-a-batch": 1}
 
 
@@ -534,7 +541,7 @@ def test_a_replay_endpoint_of_another_topic_is_not_believed(wire: Wire) -> None:
     assert wire.asked() == 1
     wire.answer(replay_batch_frames(b"other", 1, payload(1)))
     assert wire.taken() == ["b0", "g1-1", "b2"]
-    assert wire.stream.doubts == {Doubt.LOST, Doubt.REPLAY_FOREIGN}
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REPLAY_FOREIGN}
 
 
 @pytest.mark.parametrize("held", [1, 2, 5])
@@ -543,7 +550,7 @@ def test_a_replay_endpoint_of_another_stream_that_ends_before_the_live_one_is_fo
     wire = Wire()
     wire.stream.connected(0.0)
     seq, seconds = 2, 0.02
-    while Doubt.REPLAY_FOREIGN not in wire.stream.doubts:
+    while DegradedReason.REPLAY_FOREIGN not in wire.stream.degraded_reasons:
         assert wire.now < 10.0
         assert wire.stream.trust != Trust.EXACT
         while (start := wire.asked()) is not None:
@@ -565,8 +572,8 @@ def test_a_replay_endpoint_that_ends_too_early_once_may_have_lost_the_rest() -> 
     wire.feed(live(2))
     assert wire.asked() == 1
     wire.answer(replayed(1), END)
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
-    wire.later(LIMITS.quiet_before_probe)
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+    wire.later(LIMITS.idle_before_probe)
     wire.feed(live(3))
     assert wire.asked() == 1
     wire.answer(replayed(1), replayed(2), replayed(3), END)
@@ -592,7 +599,7 @@ def test_a_replay_endpoint_of_another_stream_is_found_out() -> None:
     batches = [delivery for delivery in after if isinstance(delivery, Batch)]
     assert all(batch.payload == payload(batch.seq) and not batch.replayed for batch in batches)
     assert len(batches) > 20
-    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+    assert DegradedReason.REPLAY_FOREIGN in wire.stream.degraded_reasons
 
 
 def test_a_replay_endpoint_that_was_not_believed_is_asked_again_and_may_agree() -> None:
@@ -606,7 +613,7 @@ def test_a_replay_endpoint_that_was_not_believed_is_asked_again_and_may_agree() 
         else:
             wire.feed(live(seq))
             seq += 1
-    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+    assert DegradedReason.REPLAY_FOREIGN in wire.stream.degraded_reasons
     for life in (9, 0):
         assert wire.asked() is None
         due = wire.stream.deadline()
@@ -616,10 +623,10 @@ def test_a_replay_endpoint_that_was_not_believed_is_asked_again_and_may_agree() 
         assert start is not None
         wire.answer(*(replayed(number, life) for number in range(start, seq)), END)
         believed = life == 0
-        assert (Doubt.REPLAY_FOREIGN in wire.stream.doubts) is not believed
+        assert (DegradedReason.REPLAY_FOREIGN in wire.stream.degraded_reasons) is not believed
         wire.feed(live(seq))
         seq += 1
-    assert Doubt.REPLAY_UNCONFIRMED not in wire.stream.doubts
+    assert DegradedReason.REPLAY_UNCONFIRMED not in wire.stream.degraded_reasons
 
 
 def lives_after_the_last_reset(taken: list[Batch | Gap | Reset]) -> set[int]:
@@ -738,24 +745,24 @@ def test_an_answer_that_begins_with_a_snapshot_ends_the_wait_for_all_before_it(w
     wire.answer(snapshot(6), replayed(7), replayed(8), END)
     assert wire.taken() == ["b0", "b1", "g2-2", "b3", "g4-4", "b5", "r6", "r7", "b8"]
     assert wire.stream.counters.requests == 2
-    assert Doubt.LOST not in wire.stream.doubts
+    assert DegradedReason.LOST not in wire.stream.degraded_reasons
 
 
 @pytest.mark.parametrize("decode", [True, False])
 def test_numbers_that_a_snapshot_represents_are_not_lost(decode: bool) -> None:
     """They have a counter of their own, whether or not payloads are read here; a checkpoint right behind them has no doubt."""
     stream = Stream(SOURCE, LIMITS) if decode else Stream(SOURCE, LIMITS, decode=None)
-    before = stream.standing()
+    before = stream.position()
     stream.connected(0.0)
-    assert stream.ask(0.0) is not None
+    assert stream.request_to_send(0.0) is not None
     for frames in (snapshot(6), replayed(7), END):
         stream.receive_replay(frames, 0.0)
     deliveries = stream.deliveries()
     assert deliveries[0] == Gap("engine", 3, 0, 5, compacted=True)
     counters = stream.counters
     assert (counters.compacted, counters.gaps, counters.lost, counters.delivered) == (6, 0, 0, 2)
-    assert Doubt.LOST not in stream.doubts
-    assert before.after(deliveries[:1], stream.standing()).checkpoint("engine", 3).doubts == {}
+    assert DegradedReason.LOST not in stream.degraded_reasons
+    assert before.after_deliveries(deliveries[:1], stream.position()).checkpoint("engine", 3).degraded_reasons == {}
 
 
 def test_a_snapshot_in_parts_represents_the_numbers_before_its_first_part(wire: Wire) -> None:
@@ -771,7 +778,7 @@ def test_a_snapshot_in_parts_represents_the_numbers_before_its_first_part(wire: 
     assert wire.taken() == ["b0", "c1-5", "r6", "g7-7", "r8", "b9"]
     counters = wire.stream.counters
     assert (counters.compacted, counters.gaps, counters.lost) == (5, 1, 1)
-    assert Doubt.LOST in wire.stream.doubts
+    assert DegradedReason.LOST in wire.stream.degraded_reasons
 
 
 def test_numbers_before_a_clear_of_the_engine_itself_are_lost(wire: Wire) -> None:
@@ -827,11 +834,11 @@ def joined(*history: list[bytes], limits: StreamLimits = LIMITS) -> Wire:
 def test_an_idle_stream_is_not_exact_before_a_live_batch_has_confirmed_its_history(known: int) -> None:
     """Whatever replay holds, be it nothing: only a live batch shows whose replay endpoint that is."""
     wire = joined(*map(replayed, range(known)))
-    wire.later(LIMITS.quiet_before_probe)
+    wire.later(LIMITS.idle_before_probe)
     if wire.asked() is not None:
         wire.answer(*([replayed(known - 1)] if known else []), END)
     assert wire.stream.trust == Trust.DEGRADED
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.feed(live(known))
     wire.confirm()
     assert wire.stream.trust == Trust.EXACT
@@ -841,7 +848,7 @@ def test_an_idle_stream_is_not_exact_before_a_live_batch_has_confirmed_its_histo
 @pytest.mark.parametrize("older", [0, 1, 30, 39])
 def test_a_live_batch_below_what_was_replayed_is_compared_however_old_its_number(older: int) -> None:
     """Another engine that is ahead: no batch of the live one is dropped as known because of its number alone."""
-    wire = joined(*(replayed(seq, life=1) for seq in range(50)), limits=StreamLimits(max_recent=10))
+    wire = joined(*(replayed(seq, life=1) for seq in range(50)), limits=StreamLimits(max_replayed_digests=10))
 
     def answer() -> None:
         while (start := wire.asked()) is not None:
@@ -855,7 +862,7 @@ def test_a_live_batch_below_what_was_replayed_is_compared_however_old_its_number
         wire.feed(live(seq))
         answer()
     assert wire.stream.counters.conflicts == LIMITS.max_conflicts
-    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+    assert DegradedReason.REPLAY_FOREIGN in wire.stream.degraded_reasons
     ours = [delivery for delivery in wire.stream.deliveries() if isinstance(delivery, Batch) and not delivery.replayed]
     assert [delivery.payload for delivery in ours[-3:]] == [payload(seq) for seq in range(older + 7, older + 10)]
 
@@ -864,7 +871,7 @@ def test_what_replay_has_brought_beyond_the_newest_live_batch_stays_unproven() -
     """Both engines may be alike up to some number: agreement about one number proves no later one."""
     wire = joined(*map(replayed, range(5)), *(replayed(seq, life=1) for seq in range(5, 9)))
     wire.feed(live(3), live(4))
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.feed(live(5))
     assert wire.stream.counters.conflicts == 1
     assert "R1" in wire.taken()
@@ -879,7 +886,7 @@ def test_replay_that_repeats_itself_confirms_nothing() -> None:
     while (start := wire.asked()) is not None:
         wire.answer(*map(replayed, range(start, 4)), END)
     assert wire.taken() == ["r0", "r1", "r2", "r3"]
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
 
 
 def test_a_snapshot_under_the_number_of_a_live_batch_shows_nothing() -> None:
@@ -893,8 +900,8 @@ def test_a_snapshot_under_the_number_of_a_live_batch_shows_nothing() -> None:
         wire.feed(live(seq))
         while wire.asked() is not None:
             wire.answer(snapshot(seq), END)
-        assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
-    assert (wire.stream.counters.resets, wire.stream.counters.conflicts) == (LIMITS.max_diverged_restarts, 0)
+        assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+    assert (wire.stream.counters.resets, wire.stream.counters.conflicts) == (LIMITS.max_consecutive_resyncs, 0)
     assert wire.taken()[-15:] == [f"b{seq}" for seq in range(5, 20)]
     wire.feed(live_frames(TOPIC, 20, payload_of(0, 20, clear=True)))
     wire.later(LIMITS.max_probe_interval)
@@ -910,7 +917,7 @@ def test_a_publisher_that_keeps_nothing_is_not_exact() -> None:
     while wire.asked() is not None:
         wire.answer(END)
     assert wire.stream.trust == Trust.DEGRADED
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.feed(live(1))
     assert wire.taken() == ["b0", "b1"]
 
@@ -918,11 +925,11 @@ def test_a_publisher_that_keeps_nothing_is_not_exact() -> None:
 def test_a_live_heartbeat_that_agrees_confirms_what_was_replayed_before_it() -> None:
     """The state is the live sender's, wherever it came from; replayed heartbeats and older ones show nothing."""
     wire = joined(*map(replayed, range(3)))
-    found = Findings(heartbeat=Heartbeat("0" * 32, 10.0, "EXACT"), agrees=True)
+    found = BatchReport(heartbeat=Heartbeat("0" * 32, 10.0, "EXACT"), digest_matches=True)
     *_, newest = wire.stream.deliveries()
     assert isinstance(newest, Batch)
     wire.stream.report(newest, found)
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.feed(live(3))
     (delivery,) = wire.stream.deliveries()
     assert isinstance(delivery, Batch)
@@ -939,12 +946,12 @@ def test_an_answer_that_confirms_a_live_batch_brings_none_that_is_on_its_way() -
     wire.feed(live(0))
     assert wire.asked() == 0
     wire.answer(replayed(0), replayed(1))
-    assert not wire.stream.asking
+    assert not wire.stream.is_fetching
     wire.answer(replayed(2), END)
     wire.feed(live(1), live(2))
     assert wire.taken() == ["b0", "b1", "b2"]
     counters = wire.stream.counters
-    assert (counters.replayed, counters.healed, counters.requests, counters.complete) == (0, 0, 2, 2)
+    assert (counters.replayed, counters.gaps_repaired, counters.requests, counters.complete) == (0, 0, 2, 2)
     assert wire.stream.trust == Trust.EXACT
 
 
@@ -960,8 +967,8 @@ def test_requests_that_confirm_are_paced() -> None:
             wire.answer(snapshot(seq + 5), END)
             wire.stream.deliveries()
         assert wire.stream.trust != Trust.EXACT
-    assert 2 <= len(asks) <= 10 * LIMITS.max_fruitless
-    assert wire.stream.counters.resets == LIMITS.max_diverged_restarts
+    assert 2 <= len(asks) <= 10 * LIMITS.max_incomplete_answers
+    assert wire.stream.counters.resets == LIMITS.max_consecutive_resyncs
 
 
 def busy_with_requests(answer: Callable[[int], list[list[bytes]]], seconds: float) -> tuple[Wire, int]:
@@ -986,7 +993,7 @@ def test_requests_are_bounded_where_each_answer_brings_one_more() -> None:
     """Live batches do not arrive, as with another topic, and the engine goes on: replay does not become a way to poll it."""
     limits = LIMITS
     wire, count = busy_with_requests(lambda start: [replayed(start), replayed(start + 1)], seconds=60.0)
-    assert limits.max_requests_at_once < count <= limits.max_requests_at_once + 60.0 / limits.request_interval + 1
+    assert limits.max_request_burst < count <= limits.max_request_burst + 60.0 / limits.request_interval + 1
     assert wire.stream.last_seq == count
     assert wire.stream.trust == Trust.REPLAYING
     assert "many replay requests in a row" in wire.stream.trust.reason
@@ -999,7 +1006,7 @@ def test_a_reconnect_is_unproven_until_a_live_batch_of_the_new_connection_was_co
     wire.stream.connected(1.0)
     assert wire.asked() == 0
     wire.answer(replayed(0), END)
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     wire.feed(live(1, life=1))
     assert wire.asked() == 0
     wire.answer(replayed(0), replayed(1), END)
@@ -1020,7 +1027,7 @@ def test_an_exact_checkpoint_does_not_vouch_for_another_replay_endpoint(wire: Wi
     moved.answer(replayed(1), replayed(2), replayed(3), END)
     assert moved.asked() == 3
     moved.answer(replayed(3), END)
-    assert moved.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert moved.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     moved.feed(live(2, life=1))
     assert moved.stream.counters.conflicts == 1
 
@@ -1062,7 +1069,7 @@ def test_a_live_batch_that_replay_brought_before_is_not_a_restart() -> None:
 def outcomes(wire: Wire) -> dict[str, int]:
     """Counters of gaps and of requests for replay that are not 0, by name."""
     counted = asdict(wire.stream.counters)
-    names = ("gaps", "healed", "requests", "complete", "truncated", "unanswered", "conflicts")
+    names = ("gaps", "gaps_repaired", "requests", "complete", "truncated", "unanswered", "conflicts")
     return {name: counted[name] for name in names if counted[name]}
 
 
@@ -1086,11 +1093,11 @@ def test_each_hole_that_replay_fills_is_healed_once(wire: Wire) -> None:
     wire.feed(live(0), live(4), live(5), live(7))
     assert wire.asked() == 1
     wire.answer(replayed(1), END)
-    assert outcomes(wire) == {"healed": 1, "requests": 2, "complete": 1, "truncated": 1}
+    assert outcomes(wire) == {"gaps_repaired": 1, "requests": 2, "complete": 1, "truncated": 1}
     assert wire.asked() == 1
     wire.answer(replayed(1), replayed(2), replayed(3), replayed(6))
     assert wire.taken() == ["b0", "r1", "r2", "r3", "b4", "b5", "r6", "b7"]
-    assert outcomes(wire) == {"healed": 2, "requests": 3, "complete": 2, "truncated": 1}
+    assert outcomes(wire) == {"gaps_repaired": 2, "requests": 3, "complete": 2, "truncated": 1}
 
 
 def test_what_was_missed_between_two_connections_is_a_gap_that_was_healed(wire: Wire) -> None:
@@ -1102,7 +1109,7 @@ def test_what_was_missed_between_two_connections_is_a_gap_that_was_healed(wire: 
     assert wire.asked() == 1
     wire.answer(replayed(1), END)
     assert wire.taken() == ["b0", "r1"]
-    assert outcomes(wire) == {"healed": 1, "requests": 3, "complete": 3}
+    assert outcomes(wire) == {"gaps_repaired": 1, "requests": 3, "complete": 3}
 
 
 def test_a_gap_that_was_healed_in_part_counts_as_both(wire: Wire) -> None:
@@ -1116,23 +1123,23 @@ def test_a_gap_that_was_healed_in_part_counts_as_both(wire: Wire) -> None:
     assert wire.taken() == ["b0", "r1", "g2-2", "b3"]
     assert outcomes(wire) == {
         "gaps": 1,
-        "healed": 1,
+        "gaps_repaired": 1,
         "complete": 1,
-        "requests": 2 + LIMITS.max_fruitless,
-        "truncated": 1 + LIMITS.max_fruitless,
+        "requests": 2 + LIMITS.max_incomplete_answers,
+        "truncated": 1 + LIMITS.max_incomplete_answers,
     }
 
 
 def test_requests_without_an_answer_are_neither_complete_nor_truncated(wire: Wire) -> None:
     wire.feed(live(0), live(2))
-    for _ in range(LIMITS.max_unanswered):
+    for _ in range(LIMITS.max_unanswered_requests):
         assert wire.asked() == 1
         wire.later(LIMITS.replay_timeout)
     assert outcomes(wire) == {
         "gaps": 1,
         "complete": 1,
-        "requests": 1 + LIMITS.max_unanswered,
-        "unanswered": LIMITS.max_unanswered,
+        "requests": 1 + LIMITS.max_unanswered_requests,
+        "unanswered": LIMITS.max_unanswered_requests,
     }
 
 
@@ -1157,7 +1164,7 @@ def report(
 ) -> None:
     """What its consumer says of a raw batch that was delivered."""
     batch = RawBatch("engine", 3, incarnation, seq, False, b"")
-    stream.report(batch, Findings(tuple(rejected), cleared))
+    stream.report(batch, BatchReport(tuple(rejected), cleared))
 
 
 class RawWire:
@@ -1166,14 +1173,14 @@ class RawWire:
     def __init__(self, source: Source = SOURCE) -> None:
         self.stream = Stream(source, decode=None)
         self.stream.connected(0.0)
-        self.stream.ask(0.0)
+        self.stream.request_to_send(0.0)
         self.stream.receive_replay(END, 0.0)
         self.run(0, 4)
         self.confirm(3)
 
     def confirm(self, seq: int, life: int = 0) -> None:
         """Repeat the live batch that is compared."""
-        if self.stream.ask(0.0) is not None:
+        if self.stream.request_to_send(0.0) is not None:
             self.stream.receive_replay(replayed(seq, life), 0.0)
             self.stream.receive_replay(END, 0.0)
 
@@ -1183,10 +1190,10 @@ class RawWire:
     def lose(self, seq: int) -> None:
         """Number `seq` is lost for good, the one after it arrives."""
         self.stream.receive_live(live(seq + 1), 0.0)
-        while self.stream.ask(0.0) is not None:
+        while self.stream.request_to_send(0.0) is not None:
             self.stream.receive_replay(replayed(seq + 1), 0.0)
             self.stream.receive_replay(END, 0.0)
-        assert Doubt.LOST in self.stream.doubts
+        assert DegradedReason.LOST in self.stream.degraded_reasons
 
 
 def test_raw_batches_carry_what_decoded_ones_do() -> None:
@@ -1194,7 +1201,7 @@ def test_raw_batches_carry_what_decoded_ones_do() -> None:
     raw, decoding = Stream(SOURCE, decode=None), Stream(SOURCE)
     for stream in (raw, decoding):
         stream.connected(0.0)
-        stream.ask(0.0)
+        stream.request_to_send(0.0)
         stream.receive_replay(replayed(0), 0.0)
         stream.receive_replay(END, 0.0)
     raw.receive_run([payload(1), payload(2)], 0.0)
@@ -1212,13 +1219,13 @@ def test_raw_batches_carry_what_decoded_ones_do() -> None:
 def test_a_run_is_read_ahead_only_while_nothing_is_unsettled() -> None:
     """`coming` names the next numbers of a healthy stream, and none of one that waits for something."""
     fresh = Stream(SOURCE, decode=None)
-    assert not fresh.coming(3)
+    assert not fresh.expected_run(3)
     fresh.connected(0.0)
-    assert not fresh.coming(3)
+    assert not fresh.expected_run(3)
     stream = RawWire().stream
-    assert stream.coming(2) == range(4, 6)
+    assert stream.expected_run(2) == range(4, 6)
     stream.receive_live(live(6), 0.0)
-    assert not stream.coming(2)
+    assert not stream.expected_run(2)
 
 
 def test_a_run_that_was_read_before_the_connection_was_lost_waits_for_the_verdict() -> None:
@@ -1229,7 +1236,7 @@ def test_a_run_that_was_read_before_the_connection_was_lost_waits_for_the_verdic
     wire.run(4, 6)
     assert wire.stream.deliveries() == []
     wire.stream.connected(1.0)
-    wire.stream.ask(1.0)
+    wire.stream.request_to_send(1.0)
     wire.stream.receive_replay(replayed(3), 1.0)
     assert wire.stream.deliveries() == []
     for seq in (4, 5):
@@ -1241,14 +1248,14 @@ def test_the_newest_batch_of_a_run_after_replayed_history_is_asked_back() -> Non
     """The comparison of replay and live stream is not skipped on the fast way."""
     stream = Stream(SOURCE, decode=None)
     stream.connected(0.0)
-    stream.ask(0.0)
+    stream.request_to_send(0.0)
     stream.receive_replay(replayed(0), 0.0)
     stream.receive_replay(END, 0.0)
-    stream.ask(0.0)
+    stream.request_to_send(0.0)
     stream.receive_replay(replayed(0), 0.0)
     stream.receive_replay(END, 0.0)
     stream.receive_run([payload(1), payload(2)], 0.0)
-    ask = stream.ask(0.0)
+    ask = stream.request_to_send(0.0)
     assert ask is not None
     assert ask.start == 0
     for seq in range(3):
@@ -1262,7 +1269,7 @@ def test_what_the_consumer_could_not_read_is_doubted_and_counted() -> None:
     stream = RawWire().stream
     assert stream.trust == Trust.EXACT
     report(stream, 0, 2, BAD)
-    assert stream.doubts == {Doubt.REJECTED}
+    assert stream.degraded_reasons == {DegradedReason.REJECTED}
     assert stream.counters.rejected == {"unknown-tag": 1, "more": 4}
     report(stream, 0, 3, [Rejected("bad-timestamp", "nan")])
     assert stream.counters.rejected["bad-timestamp"] == 1
@@ -1273,7 +1280,7 @@ def test_a_clear_that_is_told_late_heals_only_what_is_older_than_it() -> None:
     wire = RawWire()
     wire.lose(4)
     report(wire.stream, 0, 3, cleared=True)
-    assert wire.stream.doubts == {Doubt.LOST}
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST}
     report(wire.stream, 0, 5, cleared=True)
     assert wire.stream.trust == Trust.EXACT
 
@@ -1284,16 +1291,16 @@ def test_an_identity_that_was_doubted_after_the_clear_stays_doubted() -> None:
     wire.stream.disconnected()
     wire.stream.connected(1.0)
     report(wire.stream, 0, 3, cleared=True)
-    assert Doubt.IDENTITY in wire.stream.doubts
+    assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
     wire.run(4, 5)
     report(wire.stream, 0, 4, cleared=True)
-    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
 
 
 @pytest.mark.parametrize("clear_first", [True, False])
 def test_reports_may_come_in_any_order(clear_first: bool) -> None:
     """Unreadable before the clear: healed. In the clear's own batch, or after it: doubted."""
-    for unreadable, doubts in ((1, set()), (2, {Doubt.REJECTED}), (3, {Doubt.REJECTED})):
+    for unreadable, doubts in ((1, set()), (2, {DegradedReason.REJECTED}), (3, {DegradedReason.REJECTED})):
         stream = RawWire().stream
         if clear_first:
             report(stream, 0, 2, cleared=True)
@@ -1303,14 +1310,14 @@ def test_reports_may_come_in_any_order(clear_first: bool) -> None:
         if not clear_first:
             report(stream, 0, 0, cleared=True)
             report(stream, 0, 2, cleared=True)
-        assert stream.doubts == doubts, unreadable
+        assert stream.degraded_reasons == doubts, unreadable
 
 
 def test_a_report_about_a_life_that_has_ended_is_only_counted() -> None:
     """Its batches are void: neither its clears nor its losses say anything about the new life."""
     wire = RawWire()
     wire.stream.receive_live(live(0, life=1), 0.0)
-    wire.stream.ask(0.0)
+    wire.stream.request_to_send(0.0)
     wire.stream.receive_replay(END, 0.0)
     wire.confirm(0, life=1)
     wire.stream.receive_live(live(1, life=1), 0.0)
@@ -1319,7 +1326,7 @@ def test_a_report_about_a_life_that_has_ended_is_only_counted() -> None:
     assert wire.stream.trust == Trust.EXACT
     assert wire.stream.counters.rejected == {"unknown-tag": 1, "more": 4}
     report(wire.stream, 1, 0, BAD)
-    assert wire.stream.doubts == {Doubt.REJECTED}
+    assert wire.stream.degraded_reasons == {DegradedReason.REJECTED}
     report(wire.stream, 1, 1, cleared=True)
     assert wire.stream.trust == Trust.EXACT
 
@@ -1338,7 +1345,7 @@ def test_a_report_about_what_was_never_delivered_is_void() -> None:
 
 def kept(stream: Stream[Batch]) -> Checkpoint:
     """As it comes back from a disk."""
-    return Checkpoint.decode(stream.standing().checkpoint("engine", 3).encode())
+    return Checkpoint.decode(stream.position().checkpoint("engine", 3).encode())
 
 
 def restored(checkpoint: Checkpoint, source: Source = SOURCE) -> Wire:
@@ -1360,7 +1367,7 @@ def checkpoint(wire: Wire) -> Checkpoint:
     """Of an EXACT stream that has handed out numbers 0 to 2, all of them live."""
     wire.feed(live(0), live(1), live(2))
     wire.stream.deliveries()
-    wire.later(LIMITS.quiet_before_probe)
+    wire.later(LIMITS.idle_before_probe)
     assert wire.asked() == 2
     wire.answer(replayed(2), END)
     assert wire.stream.trust == Trust.EXACT
@@ -1399,9 +1406,9 @@ def test_a_restored_stream_without_news_is_unproven_and_knows_its_anchor_again(c
     wire = resumed(checkpoint)
     assert wire.asked() == 2
     wire.answer(replayed(2), END)
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     assert kept(wire.stream) == checkpoint
-    wire.later(LIMITS.quiet_before_probe)
+    wire.later(LIMITS.idle_before_probe)
     assert wire.asked() == 2
     wire.answer(replayed(2), END)
     wire.feed(live(2))
@@ -1430,7 +1437,7 @@ def test_a_restored_stream_of_another_life_is_reset(checkpoint: Checkpoint) -> N
 def test_a_publisher_that_no_longer_holds_the_anchor_is_another_one(checkpoint: Checkpoint, known: int) -> None:
     """It holds less, or nothing where something was: a young life. The frames that waited are its own, and are kept."""
     wire = resumed(checkpoint)
-    for _ in range(LIMITS.max_fruitless):
+    for _ in range(LIMITS.max_incomplete_answers):
         assert wire.asked() == 2
         wire.answer(END)
     assert wire.taken() == ["R1"]
@@ -1471,11 +1478,15 @@ def test_a_mute_replay_endpoint_leaves_the_identity_of_a_restored_stream_in_doub
     """As after a reconnect: live batches go on after a bounded wait, DEGRADED, until the anchor is proven."""
     wire = resumed(checkpoint)
     wire.feed(live(3))
-    for _ in range(LIMITS.max_unanswered):
+    for _ in range(LIMITS.max_unanswered_requests):
         assert wire.asked() == 2
         wire.later(LIMITS.replay_timeout)
     assert wire.taken() == ["b3"]
-    assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_SILENT, Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {
+        DegradedReason.IDENTITY,
+        DegradedReason.REPLAY_SILENT,
+        DegradedReason.REPLAY_UNPROVEN,
+    }
     wire.later(LIMITS.max_probe_interval)
     assert wire.asked() == 2
     wire.answer(replayed(2), replayed(3), END)
@@ -1486,13 +1497,13 @@ def test_an_unproven_life_is_not_proven_by_its_own_batches(checkpoint: Checkpoin
     """A checkpoint keeps the anchor from before the doubt: a life that passed the old number unseen is found out later."""
     wire = resumed(checkpoint)
     wire.feed(live(3, life=1))
-    for _ in range(LIMITS.max_unanswered):
+    for _ in range(LIMITS.max_unanswered_requests):
         assert wire.asked() == 2
         wire.later(LIMITS.replay_timeout)
     assert wire.taken() == ["b3"]
     again = kept(wire.stream)
-    assert (again.last_seq, again.doubts) == (3, {"IDENTITY": 2})
-    assert again.anchors == (*checkpoint.anchors, Fingerprint(3, digest_of(payload(3, life=1)), live=True))
+    assert (again.last_seq, again.degraded_reasons) == (3, {"IDENTITY": 2})
+    assert again.fingerprints == (*checkpoint.fingerprints, Fingerprint(3, payload_digest(payload(3, life=1)), live=True))
     later = resumed(again)
     assert later.asked() == 2
     later.answer(replayed(2, life=1))
@@ -1504,27 +1515,27 @@ def test_without_replay_a_restored_stream_goes_on_in_doubt(checkpoint: Checkpoin
     wire = resumed(checkpoint, Source("tcp://engine:5557", name="engine", rank=3))
     wire.feed(live(3), live(5))
     assert wire.taken() == ["b3", "g4-4", "b5"]
-    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.IDENTITY, Doubt.LOST}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.IDENTITY, DegradedReason.LOST}
     proven = resumed(kept(wire.stream))
     assert proven.asked() == 2
     proven.answer(replayed(2), replayed(3), replayed(4), replayed(5), END)
     assert proven.taken() == []
-    assert proven.stream.doubts == {Doubt.LOST, Doubt.REPLAY_UNPROVEN}
+    assert proven.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REPLAY_UNPROVEN}
 
 
 def test_doubts_come_back_and_end_as_they_would_have(wire: Wire) -> None:
     """LOST stays through a restart, the next clear ends it; those about an endpoint stay behind."""
     wire.feed(live(0), live(2))
-    for _ in range(LIMITS.max_unanswered):
+    for _ in range(LIMITS.max_unanswered_requests):
         assert wire.asked() == 1
         wire.later(LIMITS.replay_timeout)
     assert wire.taken() == ["b0", "g1-1", "b2"]
-    assert wire.stream.doubts == {Doubt.LOST, Doubt.REPLAY_SILENT}
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REPLAY_SILENT}
     again = resumed(kept(wire.stream))
     assert again.asked() == 2
     again.answer(replayed(2), END)
     assert again.stream.trust == Trust.DEGRADED
-    assert again.stream.doubts == {Doubt.LOST, Doubt.REPLAY_UNPROVEN}
+    assert again.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REPLAY_UNPROVEN}
     again.feed(live_frames(TOPIC, 3, payload_of(0, 3, clear=True)))
     assert again.asked() == 3
     again.answer(replay_batch_frames(TOPIC, 3, payload_of(0, 3, clear=True)), END)
@@ -1549,12 +1560,12 @@ def test_an_anchor_that_was_replayed_does_not_vouch_for_the_replay_endpoint() ->
 @pytest.mark.parametrize("source", [SOURCE, Source("tcp://engine:5557", name="engine", rank=3)])
 def test_without_an_anchor_a_restored_stream_begins_with_a_reset(source: Source) -> None:
     """Nothing was handed out, or only a gap: whoever holds more than that cannot be told from another life."""
-    nothing = Stream(source).standing().checkpoint("engine", 3)
-    for checkpoint in (nothing, Checkpoint("engine", 3, 0, 4, doubts={"LOST": 4})):
+    nothing = Stream(source).position().checkpoint("engine", 3)
+    for checkpoint in (nothing, Checkpoint("engine", 3, 0, 4, degraded_reasons={"LOST": 4})):
         wire = resumed(checkpoint, source)
         wire.feed(live(0))
         assert wire.taken()[0] == "R1"
-        assert not wire.stream.doubts - {Doubt.NO_REPLAY, Doubt.REPLAY_UNPROVEN}
+        assert not wire.stream.degraded_reasons - {DegradedReason.NO_REPLAY, DegradedReason.REPLAY_UNPROVEN}
 
 
 def test_a_checkpoint_of_another_stream_is_refused(checkpoint: Checkpoint) -> None:
@@ -1584,22 +1595,22 @@ ANCHOR = Fingerprint(5, bytes(32), live=True)
         ({"last_seq": -2}, ">= -1"),
         ({"last_seq": 2**48}, "<= 281474976710655"),
         ({"last_seq": 1e300}, "got `float`"),
-        ({"last_seq": 4}, "anchor is number 5, but it ends with 4"),
-        ({"anchors": [{"seq": 5, "digest": "AAAA", "live": True}]}, "length >= 32"),
-        ({"anchors": [{"seq": 5, "digest": "?" * 43 + "=", "live": True}]}, "base64"),
-        ({"anchors": [{"seq": 5}]}, "required field `digest`"),
-        ({"anchors": [msgspec.to_builtins(ANCHOR)] * 2}, "not in order"),
-        ({"anchors": [msgspec.to_builtins(ANCHOR)] * (MAX_ANCHORS + 1)}, "length <= 16"),
-        ({"doubts": {"EVERYTHING": 3}}, "no doubt 'EVERYTHING' is known"),
-        ({"doubts": {"NO_REPLAY": 3}}, "no doubt 'NO_REPLAY' is known"),
-        ({"doubts": {"LOST": None}}, "got `null`"),
+        ({"last_seq": 4}, "fingerprint of batch 5 is after last_seq 4"),
+        ({"fingerprints": [{"seq": 5, "digest": "AAAA", "live": True}]}, "length >= 32"),
+        ({"fingerprints": [{"seq": 5, "digest": "?" * 43 + "=", "live": True}]}, "base64"),
+        ({"fingerprints": [{"seq": 5}]}, "required field `digest`"),
+        ({"fingerprints": [msgspec.to_builtins(ANCHOR)] * 2}, "not in rising order"),
+        ({"fingerprints": [msgspec.to_builtins(ANCHOR)] * (MAX_ANCHORS + 1)}, "length <= 16"),
+        ({"degraded_reasons": {"EVERYTHING": 3}}, "unknown degraded reason 'EVERYTHING'"),
+        ({"degraded_reasons": {"NO_REPLAY": 3}}, "unknown degraded reason 'NO_REPLAY'"),
+        ({"degraded_reasons": {"LOST": None}}, "got `null`"),
         ({"more": 1}, "unknown field `more`"),
     ],
     ids=str,
 )
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(checkpoint: object, message: str) -> None:
     """A corrupt or hostile file never becomes a position in a stream."""
-    good = Checkpoint("engine", 3, 0, 5, (ANCHOR,), doubts={"LOST": 3})
+    good = Checkpoint("engine", 3, 0, 5, (ANCHOR,), degraded_reasons={"LOST": 3})
     whole = {**msgspec.to_builtins(good), **checkpoint} if isinstance(checkpoint, dict) and checkpoint else checkpoint
     written = msgspec.json.encode(whole)
     with pytest.raises(SnapshotError, match=message) as caught:
@@ -1611,7 +1622,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(checkpoint: object, me
 def test_any_bytes_are_a_checkpoint_or_an_error(noise: bytes | tuple[int, bytes]) -> None:
     """Nothing else is raised, and what is accepted can be written again."""
     if isinstance(noise, tuple):
-        good = Checkpoint("engine", 3, 0, 5, (ANCHOR,), doubts={"LOST": 3}).encode()
+        good = Checkpoint("engine", 3, 0, 5, (ANCHOR,), degraded_reasons={"LOST": 3}).encode()
         noise = good[: noise[0]] + noise[1] + good[noise[0] + len(noise[1]) :]
     try:
         checkpoint = Checkpoint.decode(noise)
@@ -1628,16 +1639,16 @@ def test_a_checkpoint_goes_into_whatever_msgspec_writes(checkpoint: Checkpoint) 
 
 def test_a_state_of_a_later_moment_is_kept_with_the_doubts_of_both(checkpoint: Checkpoint) -> None:
     """A gap that the state has seen cannot be mended by a batch that it passes over; a new incarnation voids all of it."""
-    doubted = msgspec.structs.replace(checkpoint, doubts={"IDENTITY": 1, "LOST": 2})
-    later = msgspec.structs.replace(checkpoint, last_seq=9, anchors=(), doubts={"LOST": 7, "REJECTED": 8})
-    both = doubted.spanning(later)
-    assert (both.last_seq, both.anchors) == (2, checkpoint.anchors)
-    assert both.doubts == {"IDENTITY": 1, "LOST": 7, "REJECTED": 8}
+    doubted = msgspec.structs.replace(checkpoint, degraded_reasons={"IDENTITY": 1, "LOST": 2})
+    later = msgspec.structs.replace(checkpoint, last_seq=9, fingerprints=(), degraded_reasons={"LOST": 7, "REJECTED": 8})
+    both = doubted.merge_later(later)
+    assert (both.last_seq, both.fingerprints) == (2, checkpoint.fingerprints)
+    assert both.degraded_reasons == {"IDENTITY": 1, "LOST": 7, "REJECTED": 8}
     wire = resumed(both)
     assert wire.asked() == 2
     wire.answer(replayed(2), replay_batch_frames(TOPIC, 3, payload_of(0, 3, clear=True)), END)
-    assert wire.stream.doubts == {Doubt.LOST, Doubt.REJECTED, Doubt.REPLAY_UNPROVEN}
-    other = resumed(checkpoint.spanning(msgspec.structs.replace(later, incarnation=4)))
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST, DegradedReason.REJECTED, DegradedReason.REPLAY_UNPROVEN}
+    other = resumed(checkpoint.merge_later(msgspec.structs.replace(later, incarnation=4)))
     assert other.taken() == ["R5"]
 
 
@@ -1649,7 +1660,7 @@ def test_every_phase_can_be_left_and_every_transition_is_explained() -> None:
 
 def test_trust_compares_by_state_and_carries_the_reason() -> None:
     """`==` asks for the state; the reason is for people."""
-    degraded = Trust.DEGRADED.because("batches are lost")
+    degraded = Trust.DEGRADED.with_reason("batches are lost")
     assert degraded == Trust.DEGRADED
     assert degraded != Trust.EXACT
     assert hash(degraded) == hash(Trust.DEGRADED)
@@ -1739,19 +1750,19 @@ def test_an_answer_without_the_newest_batch_is_asked_for_again() -> None:
 def test_a_life_that_could_not_be_proven_at_once_is_proven_by_both_batches(newest: int, delivered: list[str]) -> None:
     """Replay is mute after the reconnect. Once it answers, the batch that is newer than what is asked back counts too."""
     wire = reconnected_behind_a_hole()
-    while Doubt.IDENTITY not in wire.stream.doubts:
+    while DegradedReason.IDENTITY not in wire.stream.degraded_reasons:
         wire.until_due()
         wire.asked()
     wire.feed(live(5))
     assert wire.taken() == ["b5"]
     assert wire.asked() is None, "it has just been mute"
-    assert Doubt.IDENTITY in wire.stream.doubts
+    assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
     while (start := wire.asked()) is None:
         wire.until_due()
     assert start == 2
     wire.answer(replayed(2), replayed(3), numbered(4, newest), replayed(5), END)
     assert wire.taken() == delivered
-    assert Doubt.IDENTITY not in wire.stream.doubts
+    assert DegradedReason.IDENTITY not in wire.stream.degraded_reasons
 
 
 def reconnected_with_frames_unread() -> Wire:
@@ -1773,10 +1784,10 @@ def test_frames_that_waited_are_delivered_once_the_answer_has_repeated_them() ->
     wire = reconnected_with_frames_unread()
     wire.answer(replayed(2), replayed(3), replayed(4), replayed(5))
     assert wire.taken() == []
-    assert wire.stream.standing().checkpoint("engine", 3).last_seq == 2, "what waits is in no checkpoint"
+    assert wire.stream.position().checkpoint("engine", 3).last_seq == 2, "what waits is in no checkpoint"
     wire.answer(replayed(6), END)
     assert wire.taken() == ["b3", "b4", "b5", "b6"]
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}, "all of them are of the connection before"
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}, "all of them are of the connection before"
 
 
 def test_of_the_frames_that_waited_an_answer_may_have_lost_some() -> None:
@@ -1802,7 +1813,7 @@ def test_frames_that_waited_and_are_of_a_life_that_was_like_this_one_are_dropped
 def test_where_replay_is_mute_the_newest_frame_that_waited_is_what_proves_the_life_later() -> None:
     for newest, delivered in ((6, []), (100, ["R1"])):
         wire = reconnected_with_frames_unread()
-        while Doubt.IDENTITY not in wire.stream.doubts:
+        while DegradedReason.IDENTITY not in wire.stream.degraded_reasons:
             wire.until_due()
             wire.asked()
         assert wire.taken() == ["b3", "b4", "b5", "b6"]
@@ -1811,7 +1822,7 @@ def test_where_replay_is_mute_the_newest_frame_that_waited_is_what_proves_the_li
         assert start == 2
         wire.answer(*map(replayed, range(2, 6)), numbered(6, newest), END)
         assert wire.taken() == delivered
-        assert Doubt.IDENTITY not in wire.stream.doubts
+        assert DegradedReason.IDENTITY not in wire.stream.degraded_reasons
 
 
 def life_with(marks: set[int], name: int) -> list[bytes]:
@@ -1866,7 +1877,7 @@ def test_whatever_two_lives_have_in_common_no_batch_is_lost_or_comes_twice(
     wire.stream.connected(0.0)
     for _ in range(40):
         serve(new, lost)
-        if not wire.stream.asking:
+        if not wire.stream.is_fetching:
             wire.until_due()
     batches = list(map(payload, range(20)))
     for told in by_life:
@@ -1886,7 +1897,7 @@ class Consumer:
             if isinstance(delivery, Reset):
                 self.state.clear()
             elif isinstance(delivery, Batch):
-                # It passes over numbers that it knows, as `Checkpoint.spanning` demands.
+                # It passes over numbers that it knows, as `Checkpoint.merge_later` demands.
                 self.state.setdefault(delivery.seq, delivery.payload)
 
     def is_served(self, life: list[bytes]) -> None:
@@ -1895,7 +1906,7 @@ class Consumer:
             if (start := self.wire.asked()) is not None:
                 self.wire.answer(*(replay_batch_frames(TOPIC, seq, life[seq]) for seq in range(start, len(life))), END)
             self.take()
-            if not self.wire.stream.asking:
+            if not self.wire.stream.is_fetching:
                 self.wire.until_due()
 
     def gives_up(self) -> None:
@@ -1911,13 +1922,13 @@ class Consumer:
         if how.startswith("reconnects"):
             self.wire.stream.disconnected()
         else:
-            self.wire = restored(now if how == "restarts" else before.spanning(now))
+            self.wire = restored(now if how == "restarts" else before.merge_later(now))
 
 
 def test_after_more_unproven_connections_than_are_remembered_a_doubt_stays() -> None:
     """Each needs batches of its own; those that are left do not prove all, in this process or in another one."""
     life = list(map(payload, range(40)))
-    doubts: list[frozenset[Doubt]] = []
+    doubts: list[frozenset[DegradedReason]] = []
     for reconnects in (MAX_ANCHORS // 2 - 1, MAX_ANCHORS // 2 + 1):
         for end in ("reconnects", "restarts"):
             consumer = Consumer()
@@ -1935,20 +1946,20 @@ def test_after_more_unproven_connections_than_are_remembered_a_doubt_stays() -> 
             assert list(consumer.state.values()) == life
             consumer.wire.feed(live_frames(TOPIC, len(life), payload(len(life))))
             consumer.is_served([*life, payload(len(life))])
-            doubts.append(consumer.wire.stream.doubts)
+            doubts.append(consumer.wire.stream.degraded_reasons)
             # What the next connection proves is the newest batch, and none of those that were not remembered.
             consumer.ends(end, kept(consumer.wire.stream))
             consumer.wire.stream.connected(consumer.wire.now)
             consumer.is_served([*life, payload(len(life))])
-            doubts.append(consumer.wire.stream.doubts - {Doubt.REPLAY_UNPROVEN})
-    assert doubts == [frozenset()] * 4 + [{Doubt.IDENTITY}] * 4
+            doubts.append(consumer.wire.stream.degraded_reasons - {DegradedReason.REPLAY_UNPROVEN})
+    assert doubts == [frozenset()] * 4 + [{DegradedReason.IDENTITY}] * 4
 
 
 def test_a_checkpoint_amid_deliveries_has_the_anchors_of_those_that_were_handed_out() -> None:
     """A consumer may stop between batches that became deliverable together, over connections of which none was proven."""
     wire = Wire()
     wire.stream.connected(0.0)
-    before = wire.stream.standing()
+    before = wire.stream.position()
     for seqs in ((0,), (1, 2, 3), (4, 5, 6)):
         wire.stream.disconnected()
         wire.stream.connected(wire.now)
@@ -1956,9 +1967,9 @@ def test_a_checkpoint_amid_deliveries_has_the_anchors_of_those_that_were_handed_
         while wire.stream.phase is not Phase.FOLLOWING:
             wire.asked()
             wire.until_due()
-    batches, now = wire.stream.deliveries(), wire.stream.standing()
-    found = [before.after(batches[:count], now).checkpoint("engine", 3) for count in range(8)]
-    assert [[each.seq for each in checkpoint.anchors] for checkpoint in found] == [
+    batches, now = wire.stream.deliveries(), wire.stream.position()
+    found = [before.after_deliveries(batches[:count], now).checkpoint("engine", 3) for count in range(8)]
+    assert [[each.seq for each in checkpoint.fingerprints] for checkpoint in found] == [
         [],
         [0],
         [0, 1],
@@ -2011,7 +2022,7 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_come() 
 
     What was live before the hole is of this publisher only if replay agrees with a live batch once more.
     """
-    evidence = Evidence()
+    evidence = CrossCheck()
     evidence.first_live = 134
     evidence.agreed(134)
     seen = [evidence.is_missing]
@@ -2026,7 +2037,7 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_come() 
 
 def test_answers_that_do_not_begin_with_each_other_are_proven_by_one_that_repeats_both() -> None:
     """A live batch in the newest answer says nothing of the one before."""
-    evidence = Evidence()
+    evidence = CrossCheck()
     evidence.first_live = 0
     for seq in (1, 5):
         evidence.begin_apart()
@@ -2043,7 +2054,7 @@ def test_answers_that_do_not_begin_with_each_other_are_proven_by_one_that_repeat
 
 def test_no_more_answers_are_kept_apart_than_can_be_repeated() -> None:
     """Then the next one has to begin with the one before."""
-    evidence = Evidence()
+    evidence = CrossCheck()
     for seq in range(2 * MAX_ANCHORS):
         evidence.begin_apart()
         evidence.brought(Anchor(seq, b"", live=False), None)
@@ -2076,7 +2087,7 @@ def test_one_answer_fills_a_hole_and_proves_whose_it_is(wire: Wire) -> None:
     assert wire.stream.trust == Trust.REPLAYING
     wire.answer(replayed(2))
     assert wire.stream.trust == Trust.EXACT
-    assert not wire.stream.asking
+    assert not wire.stream.is_fetching
 
 
 def test_an_unproven_answer_that_has_left_the_buffer_is_void(wire: Wire) -> None:
@@ -2085,7 +2096,7 @@ def test_an_unproven_answer_that_has_left_the_buffer_is_void(wire: Wire) -> None
     assert wire.asked() == 1
     wire.answer(replayed(1), END)
     assert wire.taken() == ["b0", "r1", "b2"]
-    for _ in range(LIMITS.max_fruitless):
+    for _ in range(LIMITS.max_incomplete_answers):
         assert wire.asked() == 1
         wire.answer(replayed(2), END)
     assert wire.taken() == ["R1"]
@@ -2098,50 +2109,50 @@ def test_an_unproven_answer_that_has_left_the_buffer_is_void(wire: Wire) -> None
 
 
 def test_an_answer_that_pauses_has_ended(wire: Wire) -> None:
-    """`reply_silence` counts from the last message of an answer on, `replay_timeout` from the request; both are counted."""
+    """`reply_idle_timeout` counts from the last message of an answer, `replay_timeout` from the request; both are counted."""
     wire.feed(live(0), live(3))
     assert wire.asked() == 1
     wire.answer(replayed(1))
-    assert wire.stream.deadline() == wire.now + LIMITS.reply_silence
-    wire.later(LIMITS.reply_silence)
+    assert wire.stream.deadline() == wire.now + LIMITS.reply_idle_timeout
+    wire.later(LIMITS.reply_idle_timeout)
     assert wire.stream.counters.unanswered == 1
     assert wire.asked() == 1
     assert wire.stream.deadline() == wire.now + LIMITS.replay_timeout
 
 
 def test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while(wire: Wire) -> None:
-    """`believe_again` after its last contradiction, and not before; what it says has to be confirmed then."""
+    """`distrust_cooldown` after its last contradiction, and not before; what it says has to be confirmed then."""
     wire.feed(live(0), live(2))
     assert wire.asked() == 1
     wire.answer([b"", b"other-topic", (1).to_bytes(8, "big"), payload(1)])
-    assert Doubt.REPLAY_FOREIGN in wire.stream.doubts
+    assert DegradedReason.REPLAY_FOREIGN in wire.stream.degraded_reasons
     assert wire.taken() == ["b0", "g1-1", "b2"]
-    assert wire.stream.deadline() == wire.now + LIMITS.believe_again
-    wire.later(LIMITS.believe_again - 0.1)
+    assert wire.stream.deadline() == wire.now + LIMITS.distrust_cooldown
+    wire.later(LIMITS.distrust_cooldown - 0.1)
     assert wire.asked() is None
     wire.later(0.1)
     assert wire.asked() == 2
-    assert Doubt.REPLAY_FOREIGN not in wire.stream.doubts
-    assert Doubt.REPLAY_UNCONFIRMED in wire.stream.doubts
+    assert DegradedReason.REPLAY_FOREIGN not in wire.stream.degraded_reasons
+    assert DegradedReason.REPLAY_UNCONFIRMED in wire.stream.degraded_reasons
 
 
 REACHED = {
     "max_pending_batches": "test_what_does_not_fit_the_buffer_is_replayed_later",
     "max_pending_bytes": "test_pending.py",
     "replay_timeout": "test_a_mute_replay_endpoint_is_given_up_in_bounded_time",
-    "reply_silence": "test_an_answer_that_pauses_has_ended",
-    "max_useless_replies": "test_an_endless_answer_without_anything_new_is_cut_off",
-    "max_unanswered": "test_requests_without_an_answer_are_neither_complete_nor_truncated",
-    "max_fruitless": "test_a_gap_that_was_healed_in_part_counts_as_both",
-    "max_requests_at_once": "test_requests_are_bounded_where_each_answer_brings_one_more",
+    "reply_idle_timeout": "test_an_answer_that_pauses_has_ended",
+    "max_duplicate_replies": "test_an_endless_answer_without_anything_new_is_cut_off",
+    "max_unanswered_requests": "test_requests_without_an_answer_are_neither_complete_nor_truncated",
+    "max_incomplete_answers": "test_a_gap_that_was_healed_in_part_counts_as_both",
+    "max_request_burst": "test_requests_are_bounded_where_each_answer_brings_one_more",
     "request_interval": "test_requests_are_bounded_where_each_answer_brings_one_more",
-    "quiet_before_probe": "test_the_tail_is_checked_when_a_stream_is_quiet",
+    "idle_before_probe": "test_the_tail_is_checked_when_a_stream_is_quiet",
     "max_probe_interval": "test_a_later_probe_settles_a_doubted_identity",
     "max_conflicts": "test_a_replay_endpoint_of_another_stream_is_found_out",
-    "believe_again": "test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while",
-    "max_recent": "test_pending.py",
-    "silent_intervals": "test_stream_heartbeats.py",
-    "max_diverged_restarts": "test_stream_heartbeats.py",
+    "distrust_cooldown": "test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while",
+    "max_replayed_digests": "test_pending.py",
+    "max_missed_heartbeats": "test_stream_heartbeats.py",
+    "max_consecutive_resyncs": "test_stream_heartbeats.py",
 }
 """Where each limit is reached, and what shows that: a test here, or another module."""
 

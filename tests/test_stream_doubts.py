@@ -7,8 +7,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.stream.doubts import MAX_MARKS, Doubts
-from kvevents.stream.trust import Doubt
+from kvevents.stream.trust import MAX_MARKS, DegradedReason, TrustLedger
 
 NUMBERS = st.integers(0, 30)
 
@@ -16,12 +15,12 @@ NUMBERS = st.integers(0, 30)
 SAID = st.lists(st.tuples(st.sampled_from(("lost", "clear", "agree")), NUMBERS), max_size=40)
 
 
-def told(said: list[tuple[str, int]]) -> tuple[Doubts, list[int]]:
+def told(said: list[tuple[str, int]]) -> tuple[TrustLedger, list[int]]:
     """Doubts that were told so, and the gaps that still stand."""
-    doubts, standing = Doubts(), list[int]()
+    doubts, standing = TrustLedger(), list[int]()
     for what, number in said:
         if what == "lost":
-            doubts.add(Doubt.LOST, number)
+            doubts.add(DegradedReason.LOST, number)
             standing.append(number)
         else:
             getattr(doubts, what)(number)
@@ -33,26 +32,26 @@ def told(said: list[tuple[str, int]]) -> tuple[Doubts, list[int]]:
 def test_every_gap_counts_until_a_clear_or_an_agreement_behind_it(said: list[tuple[str, int]], asked: int) -> None:
     """A difference is explained by the oldest gap that still stands, however many came later."""
     doubts, standing = told(said)
-    assert (Doubt.LOST in doubts) == bool(standing)
+    assert (DegradedReason.LOST in doubts) == bool(standing)
     assert doubts.explains(asked) == any(mark <= asked for mark in standing)
-    assert doubts.kept().get(Doubt.LOST) == max(standing, default=None)
+    assert doubts.kept().get(DegradedReason.LOST) == max(standing, default=None)
 
 
 @given(SAID, NUMBERS)
 def test_with_more_gaps_than_are_remembered_none_is_passed_over(said: list[tuple[str, int]], asked: int) -> None:
     """What is explained is said to be; that something is doubted, and how far, is known as exactly as before."""
-    with patch("kvevents.stream.doubts.MAX_MARKS", 3):
+    with patch("kvevents.stream.trust.MAX_MARKS", 3):
         doubts, standing = told(said)
     assert doubts.explains(asked) >= any(mark <= asked for mark in standing)
-    assert (Doubt.LOST in doubts) == bool(standing)
-    assert doubts.kept().get(Doubt.LOST) == max(standing, default=None)
+    assert (DegradedReason.LOST in doubts) == bool(standing)
+    assert doubts.kept().get(DegradedReason.LOST) == max(standing, default=None)
 
 
 def test_a_gap_among_hundreds_explains_what_is_found_long_after_it() -> None:
     """A consumer that lags says what was in the batches when hundreds of gaps behind them are known already."""
-    doubts = Doubts()
+    doubts = TrustLedger()
     for number in range(0, 20 * MAX_MARKS, 2):
-        doubts.add(Doubt.LOST, number)
+        doubts.add(DegradedReason.LOST, number)
     doubts.clear(101)
     assert not doubts.explains(100)
     assert doubts.explains(102)
@@ -60,12 +59,12 @@ def test_a_gap_among_hundreds_explains_what_is_found_long_after_it() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     """Where doubts began stays, and the newest, which says when all is healed."""
-    doubts = Doubts()
+    doubts = TrustLedger()
     for number in range(10 * MAX_MARKS):
-        doubts.add(Doubt.LOST, number)
+        doubts.add(DegradedReason.LOST, number)
     assert doubts.explains(0)
-    assert len(doubts._through[Doubt.LOST]) <= MAX_MARKS
+    assert len(doubts._through[DegradedReason.LOST]) <= MAX_MARKS
     doubts.clear(10 * MAX_MARKS - 1)
-    assert Doubt.LOST in doubts
+    assert DegradedReason.LOST in doubts
     doubts.clear(10 * MAX_MARKS)
-    assert Doubt.LOST not in doubts
+    assert DegradedReason.LOST not in doubts

@@ -9,9 +9,9 @@ import pytest
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.stream import (
     Batch,
+    BatchReport,
     Checkpoint,
-    Doubt,
-    Findings,
+    DegradedReason,
     Gap,
     Phase,
     RawBatch,
@@ -20,7 +20,7 @@ from kvevents.stream import (
     Stream,
     StreamLimits,
     Trust,
-    findings_of,
+    inspect_events,
 )
 from kvevents.wire import Rejected, encode_batch, live_frames, replay_batch_frames, replay_end_frames
 
@@ -75,7 +75,7 @@ class Wire:
             self.out += taken
             for delivery in taken:
                 self.report(delivery, agrees)
-            ask = self.stream.ask(self.now)
+            ask = self.stream.request_to_send(self.now)
             if ask is not None:
                 for seq in range(max(ask.start, self.first), len(self.history)):
                     self.stream.receive_replay(replay_batch_frames(TOPIC, seq, self.history[seq]), self.now)
@@ -91,9 +91,9 @@ class Wire:
     def report(self, delivery: Any, agrees: bool | None) -> None:
         if isinstance(delivery, Batch | RawBatch):
             batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
-            found = findings_of(batch.events, batch.rejected)
+            found = inspect_events(batch.events, batch.rejected)
             if found is not None and found.heartbeat is not None:
-                self.stream.report(delivery, Findings(found.rejected, found.cleared, found.heartbeat, agrees))
+                self.stream.report(delivery, BatchReport(found.rejected, found.cleared, found.heartbeat, agrees))
 
     def later(self, seconds: float) -> None:
         self.now += seconds
@@ -117,7 +117,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
     return found
 
 
-# --- findings --------------------------------------------------------------------------------------------------------------
+# --- report --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,23 +125,23 @@ def wire(request: pytest.FixtureRequest) -> Wire:
     [
         ([], None),
         ([BlockStored([1], None, [1], 1), BlockRemoved([1])], None),
-        ([AllBlocksCleared()], Findings(cleared=True)),
+        ([AllBlocksCleared()], BatchReport(cleared=True)),
         ([AllBlocksCleared(unrecognised={"medium": "GPU"})], None),
-        ([BlockRemoved([], heartbeat=heartbeat()), BlockRemoved([1])], Findings(heartbeat=heartbeat())),
-        ([BlockRemoved([1], heartbeat=heartbeat()), AllBlocksCleared()], Findings(cleared=True, heartbeat=heartbeat())),
+        ([BlockRemoved([], heartbeat=heartbeat()), BlockRemoved([1])], BatchReport(heartbeat=heartbeat())),
+        ([BlockRemoved([1], heartbeat=heartbeat()), AllBlocksCleared()], BatchReport(cleared=True, heartbeat=heartbeat())),
         (
             [BlockRemoved([], heartbeat=heartbeat("STALE")), BlockRemoved([], heartbeat=heartbeat("DEGRADED"))],
-            Findings(heartbeat=heartbeat("DEGRADED")),
+            BatchReport(heartbeat=heartbeat("DEGRADED")),
         ),
     ],
 )
-def test_of_several_heartbeats_the_last_counts_wherever_it_stands(events: list[KVEvent], expected: Findings | None) -> None:
+def test_of_several_heartbeats_the_last_counts_wherever_it_stands(events: list[KVEvent], expected: BatchReport | None) -> None:
     """Its digest is of the end of the batch, so its place in the batch says nothing; other events may stand beside it."""
-    assert findings_of(events) == expected
+    assert inspect_events(events) == expected
 
 
 def test_what_could_not_be_read_is_found_too() -> None:
-    assert findings_of([], BAD) == Findings(BAD)
+    assert inspect_events([], BAD) == BatchReport(BAD)
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------------
@@ -153,19 +153,19 @@ def test_an_agreement_heals_what_was_lost(wire: Wire) -> None:
     wire.send(telling(1), lost=True)
     wire.first = 2
     wire.send(telling(2))
-    assert wire.stream.doubts == {Doubt.LOST}
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST}
     wire.send(beating(), agrees=True)
     assert wire.stream.trust == Trust.EXACT
-    assert (wire.stream.counters.heartbeats, wire.stream.counters.agreements) == (1, 1)
+    assert (wire.stream.counters.heartbeats, wire.stream.counters.digests_matched) == (1, 1)
 
 
 def test_an_agreement_heals_an_identity_in_doubt_but_no_missing_replay() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(telling(0))
     wire.stream.connected(1.0)
-    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.IDENTITY}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.IDENTITY}
     wire.send(beating(), agrees=True)
-    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -174,17 +174,17 @@ def test_an_agreement_heals_what_could_not_be_read_up_to_its_own_batch(late: boo
     wire = Wire(raw=True)
     for number in range(5):
         wire.send(telling(number))
-    agreement = Findings(heartbeat=heartbeat(), agrees=True)
+    agreement = BatchReport(heartbeat=heartbeat(), digest_matches=True)
     if late:
         wire.stream.report(wire.batch(3), agreement)
     for seq in (1, 3):
-        wire.stream.report(wire.batch(seq), Findings(BAD))
+        wire.stream.report(wire.batch(seq), BatchReport(BAD))
     if not late:
-        assert wire.stream.doubts == {Doubt.REJECTED}
+        assert wire.stream.degraded_reasons == {DegradedReason.REJECTED}
         wire.stream.report(wire.batch(3), agreement)
-    assert not wire.stream.doubts
-    wire.stream.report(wire.batch(4), Findings(BAD))
-    assert wire.stream.doubts == {Doubt.REJECTED}
+    assert not wire.stream.degraded_reasons
+    wire.stream.report(wire.batch(4), BatchReport(BAD))
+    assert wire.stream.degraded_reasons == {DegradedReason.REJECTED}
 
 
 def test_an_agreement_that_is_told_late_heals_nothing_newer() -> None:
@@ -192,15 +192,19 @@ def test_an_agreement_that_is_told_late_heals_nothing_newer() -> None:
     wire.send(telling(0))
     wire.send(telling(1))
     wire.stream.connected(1.0)
-    wire.stream.report(wire.batch(1), Findings(heartbeat=heartbeat(), agrees=True))
-    assert Doubt.IDENTITY in wire.stream.doubts
+    wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat(), digest_matches=True))
+    assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
 
 
 def test_what_nobody_compares_changes_nothing(wire: Wire) -> None:
     """A consumer without an index, or one that has given up blocks."""
     wire.send(beating(), agrees=None)
     assert wire.stream.trust == Trust.EXACT
-    assert (wire.stream.counters.heartbeats, wire.stream.counters.agreements, wire.stream.counters.divergences) == (1, 0, 0)
+    assert (wire.stream.counters.heartbeats, wire.stream.counters.digests_matched, wire.stream.counters.digests_mismatched) == (
+        1,
+        0,
+        0,
+    )
 
 
 # --- divergence ------------------------------------------------------------------------------------------------------------
@@ -214,29 +218,29 @@ def test_a_divergence_is_counted_and_everything_is_asked_for_again(wire: Wire) -
     (delivery,) = wire.stream.deliveries()
     wire.report(delivery, agrees=False)
     assert wire.stream.trust == Trust.DEGRADED
-    assert wire.stream.doubts == {Doubt.DIVERGED}
+    assert wire.stream.degraded_reasons == {DegradedReason.DIVERGED}
     (reset,) = wire.stream.deliveries()
     assert (type(reset), wire.stream.phase) == (Reset, Phase.CATCHING_UP)
     wire.settle(agrees=True)
     assert [delivery.seq for delivery in wire.out[-2:]] == [0, 1]
     wire.send(telling(2))
     assert wire.stream.trust == Trust.EXACT
-    assert (wire.stream.incarnation, wire.stream.counters.divergences, wire.stream.counters.agreements) == (1, 1, 1)
+    assert (wire.stream.incarnation, wire.stream.counters.digests_mismatched, wire.stream.counters.digests_matched) == (1, 1, 1)
 
 
 def test_a_divergence_that_stays_is_told_and_not_asked_about_for_ever(wire: Wire) -> None:
     """Then DEGRADED, until a digest agrees. The replayed heartbeats are compared as any."""
     wire.send(telling(0))
     wire.send(beating(), agrees=False)
-    assert len(wire.resets) == LIMITS.max_diverged_restarts
+    assert len(wire.resets) == LIMITS.max_consecutive_resyncs
     assert wire.stream.trust == Trust.DEGRADED
-    assert wire.stream.trust.reason.startswith(Doubt.DIVERGED.value)
+    assert wire.stream.trust.reason.startswith(DegradedReason.DIVERGED.value)
     wire.send(beating(), agrees=False)
-    assert len(wire.resets) == LIMITS.max_diverged_restarts
+    assert len(wire.resets) == LIMITS.max_consecutive_resyncs
     wire.send(beating(), agrees=True)
     assert wire.stream.trust == Trust.EXACT
     wire.send(beating(), agrees=False)
-    assert len(wire.resets) > LIMITS.max_diverged_restarts
+    assert len(wire.resets) > LIMITS.max_consecutive_resyncs
 
 
 def test_an_older_agreement_that_is_replayed_is_no_reason_to_ask_again() -> None:
@@ -248,27 +252,27 @@ def test_an_older_agreement_that_is_replayed_is_no_reason_to_ask_again() -> None
     for _ in range(20):
         for delivery in wire.stream.deliveries():
             wire.report(delivery, agrees=getattr(delivery, "seq", 0) == 0)
-        ask = wire.stream.ask(wire.now)
+        ask = wire.stream.request_to_send(wire.now)
         if ask is not None:
             for seq in range(ask.start, 2):
                 wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, wire.history[seq]), wire.now)
             wire.stream.receive_replay(END, wire.now)
-    assert wire.stream.incarnation == LIMITS.max_diverged_restarts
-    assert wire.stream.doubts == {Doubt.DIVERGED, Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.incarnation == LIMITS.max_consecutive_resyncs
+    assert wire.stream.degraded_reasons == {DegradedReason.DIVERGED, DegradedReason.REPLAY_UNPROVEN}
 
 
 def test_a_clear_ends_a_divergence_as_it_ends_all_doubt_about_what_was_before() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(beating(), agrees=False)
-    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.DIVERGED}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.DIVERGED}
     wire.send(encode_batch(KVEventBatch(0.0, [AllBlocksCleared()])))
-    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
 
 
 def test_without_replay_there_is_nobody_to_ask() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(beating(), agrees=False)
-    assert (wire.resets, wire.stream.counters.divergences) == ([], 1)
+    assert (wire.resets, wire.stream.counters.digests_mismatched) == ([], 1)
     assert wire.stream.trust == Trust.DEGRADED
 
 
@@ -287,17 +291,17 @@ def test_a_difference_that_is_explained_is_no_divergence_but_ends_as_well(wire: 
     wire.settle(agrees=True)
     wire.send(telling(4))
     assert wire.stream.trust == Trust.EXACT
-    assert (wire.stream.counters.divergences, wire.stream.counters.resets) == (0, 1)
+    assert (wire.stream.counters.digests_mismatched, wire.stream.counters.resets) == (0, 1)
 
 
 def test_a_divergence_that_a_later_agreement_has_ended_is_old_news() -> None:
     wire = Wire(raw=True)
     for number in range(3):
         wire.send(telling(number))
-    wire.stream.report(wire.batch(2), Findings(heartbeat=heartbeat(), agrees=True))
-    wire.stream.report(wire.batch(1), Findings(heartbeat=heartbeat(), agrees=False))
+    wire.stream.report(wire.batch(2), BatchReport(heartbeat=heartbeat(), digest_matches=True))
+    wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat(), digest_matches=False))
     assert wire.stream.trust == Trust.EXACT
-    assert (wire.stream.deliveries(), wire.stream.counters.divergences) == ([], 0)
+    assert (wire.stream.deliveries(), wire.stream.counters.digests_mismatched) == ([], 0)
 
 
 def test_a_divergence_while_the_connection_is_gone_waits_for_it(wire: Wire) -> None:
@@ -321,10 +325,10 @@ def test_a_report_about_a_life_that_has_ended_says_nothing_of_this_one(wire: Wir
     wire.send(telling(0))
     wire.send(beating(), agrees=False)
     before = wire.stream.counters.copy()
-    wire.stream.report(RawBatch("relay", 0, 0, 1, False, b""), Findings(heartbeat=heartbeat("STALE"), agrees=True))
+    wire.stream.report(RawBatch("relay", 0, 0, 1, False, b""), BatchReport(heartbeat=heartbeat("STALE"), digest_matches=True))
     before.heartbeats += 1
     assert wire.stream.counters == before
-    assert Doubt.DIVERGED in wire.stream.doubts
+    assert DegradedReason.DIVERGED in wire.stream.degraded_reasons
 
 
 # --- how far the sender trusts itself --------------------------------------------------------------------------------------
@@ -345,7 +349,7 @@ def test_the_sender_is_trusted_no_more_than_it_trusts_itself(wire: Wire, said: s
     wire.send(beating(trust=said, reason="its engine is gone"), agrees=True)
     assert wire.stream.trust == trust
     assert wire.stream.trust.reason == f"its sender is {name}: its engine is gone"
-    assert wire.stream.doubts == {Doubt.SENDER}
+    assert wire.stream.degraded_reasons == {DegradedReason.SENDER}
     wire.send(telling(1))
     assert wire.stream.trust == trust
     wire.send(beating(), agrees=True)
@@ -361,21 +365,21 @@ def test_own_doubts_are_told_beside_the_senders() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(beating(trust="STALE"))
     assert wire.stream.trust == Trust.STALE
-    assert wire.stream.trust.reason == f"{Doubt.NO_REPLAY.value}; its sender is STALE"
+    assert wire.stream.trust.reason == f"{DegradedReason.NO_REPLAY.value}; its sender is STALE"
 
 
 def test_of_heartbeats_reported_out_of_order_the_newest_counts() -> None:
     wire = Wire(raw=True)
     for number in range(3):
         wire.send(telling(number))
-    wire.stream.report(wire.batch(2), Findings(heartbeat=heartbeat()))
-    wire.stream.report(wire.batch(1), Findings(heartbeat=heartbeat("STALE")))
+    wire.stream.report(wire.batch(2), BatchReport(heartbeat=heartbeat()))
+    wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat("STALE")))
     assert wire.stream.trust == Trust.EXACT
 
 
 def test_what_the_sender_said_of_itself_outlives_a_divergence_but_not_its_life(wire: Wire) -> None:
     wire.send(beating(trust="STALE"), agrees=False)
-    assert wire.stream.doubts == {Doubt.DIVERGED, Doubt.SENDER, Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.DIVERGED, DegradedReason.SENDER, DegradedReason.REPLAY_UNPROVEN}
     wire.history = [telling(100)]
     wire.stream.connected(1.0)
     wire.settle()
@@ -388,14 +392,14 @@ def test_what_the_sender_said_of_itself_is_kept_by_a_checkpoint() -> None:
     """Its words are not: a process that goes on knows that it was not trusted, and waits for what it says next."""
     wire = Wire()
     wire.send(beating(trust="STALE", reason="its engine is gone"))
-    checkpoint = Checkpoint.decode(wire.stream.standing().checkpoint("relay", 0).encode())
-    assert checkpoint.doubts == {"SENDER": 0}
+    checkpoint = Checkpoint.decode(wire.stream.position().checkpoint("relay", 0).encode())
+    assert checkpoint.degraded_reasons == {"SENDER": 0}
     wire.stream = Stream(SOURCE)
     wire.stream.restore(checkpoint)
     wire.stream.connected(1.0)
     wire.settle()
     assert wire.stream.trust == Trust.DEGRADED
-    assert wire.stream.doubts == {Doubt.SENDER, Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.SENDER, DegradedReason.REPLAY_UNPROVEN}
     wire.send(beating())
     assert wire.stream.trust == Trust.EXACT
 
@@ -403,7 +407,7 @@ def test_what_the_sender_said_of_itself_is_kept_by_a_checkpoint() -> None:
 def test_a_divergence_is_kept_by_a_checkpoint() -> None:
     wire = Wire()
     wire.send(beating(), agrees=False)
-    assert wire.stream.standing().checkpoint("relay", 0).doubts == {"DIVERGED": 0}
+    assert wire.stream.position().checkpoint("relay", 0).degraded_reasons == {"DIVERGED": 0}
 
 
 # --- its lives -------------------------------------------------------------------------------------------------------------
@@ -424,8 +428,8 @@ def test_two_lives_in_one_are_a_restart_that_nobody_saw(wire: Wire) -> None:
 def test_lives_that_take_turns_are_not_followed_for_ever(wire: Wire) -> None:
     wire.send(beating(incarnation=1))
     wire.send(beating(incarnation=2))
-    assert len(wire.resets) == LIMITS.max_diverged_restarts
-    assert wire.stream.doubts == {Doubt.IDENTITY, Doubt.REPLAY_UNPROVEN}
+    assert len(wire.resets) == LIMITS.max_consecutive_resyncs
+    assert wire.stream.degraded_reasons == {DegradedReason.IDENTITY, DegradedReason.REPLAY_UNPROVEN}
     wire.send(beating(incarnation=2), agrees=True)
     assert wire.stream.trust == Trust.EXACT
 
@@ -436,7 +440,7 @@ def test_an_unseen_restart_without_replay_forgets_all_the_same() -> None:
     wire.send(beating(incarnation=2))
     assert len(wire.resets) == 1
     wire.send(telling(2))
-    assert wire.stream.doubts == {Doubt.NO_REPLAY, Doubt.LOST}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.LOST}
 
 
 # --- its silence -----------------------------------------------------------------------------------------------------------
@@ -445,14 +449,14 @@ def test_an_unseen_restart_without_replay_forgets_all_the_same() -> None:
 def test_a_sender_that_promised_to_speak_and_does_not_is_stale(wire: Wire) -> None:
     """The connection may be half open, or the sender hang; until anything is heard."""
     wire.send(beating())
-    wire.later(LIMITS.silent_intervals * EVERY - 0.1)
+    wire.later(LIMITS.max_missed_heartbeats * EVERY - 0.1)
     wire.settle()
     assert wire.stream.trust == Trust.EXACT
     wire.later(0.1)
     wire.settle()
     assert wire.stream.trust == Trust.STALE
     assert wire.stream.trust.reason == "silent: it said that it speaks every 5 s, and nothing was heard for 3 times as long"
-    assert wire.stream.doubts == {Doubt.SILENT}
+    assert wire.stream.degraded_reasons == {DegradedReason.SILENT}
     wire.send(telling(1))
     assert wire.stream.trust == Trust.EXACT
 
@@ -462,18 +466,18 @@ def test_it_is_looked_at_when_it_is_due() -> None:
     wire = Wire(WITHOUT_REPLAY)
     assert wire.stream.deadline() is None
     wire.send(beating())
-    assert wire.stream.deadline() == LIMITS.silent_intervals * EVERY
-    wire.later(LIMITS.silent_intervals * EVERY)
+    assert wire.stream.deadline() == LIMITS.max_missed_heartbeats * EVERY
+    wire.later(LIMITS.max_missed_heartbeats * EVERY)
     assert (wire.stream.trust, wire.stream.deadline()) == (Trust.STALE, None)
 
 
 def test_a_run_of_messages_is_something_heard() -> None:
     wire = Wire(WITHOUT_REPLAY, raw=True)
     wire.send(beating())
-    wire.later(LIMITS.silent_intervals * EVERY)
-    assert Doubt.SILENT in wire.stream.doubts
+    wire.later(LIMITS.max_missed_heartbeats * EVERY)
+    assert DegradedReason.SILENT in wire.stream.degraded_reasons
     wire.stream.receive_run([telling(1)], wire.now)
-    assert wire.stream.doubts == {Doubt.NO_REPLAY}
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
 
 
 def test_what_is_found_by_replay_is_something_heard(wire: Wire) -> None:
@@ -484,14 +488,14 @@ def test_what_is_found_by_replay_is_something_heard(wire: Wire) -> None:
         wire.later(2 * EVERY)
         wire.settle()
         assert wire.stream.last_seq == number + 1
-        assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
-    wire.later(LIMITS.silent_intervals * EVERY)
+        assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+    wire.later(LIMITS.max_missed_heartbeats * EVERY)
     wire.settle()
     assert wire.stream.trust == Trust.STALE
     wire.send(beating(), lost=True)
     wire.later(LIMITS.max_probe_interval)
     wire.settle()
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
 
 
 def test_a_sender_without_heartbeats_may_be_silent_for_ever(wire: Wire) -> None:
@@ -510,14 +514,14 @@ def test_heartbeats_of_before_promise_nothing_on_this_connection(wire: Wire) -> 
     wire.settle()
     wire.later(1_000.0)
     wire.settle()
-    assert wire.stream.doubts == {Doubt.REPLAY_UNPROVEN}
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
 
 
 def test_silence_ends_with_the_connection(wire: Wire) -> None:
     wire.send(beating())
-    wire.later(LIMITS.silent_intervals * EVERY)
+    wire.later(LIMITS.max_missed_heartbeats * EVERY)
     wire.stream.disconnected()
-    assert wire.stream.doubts == set()
+    assert wire.stream.degraded_reasons == set()
 
 
 # --- snapshots of several batches --------------------------------------------------------------------------------------------
@@ -536,7 +540,7 @@ def asked_for_a_snapshot(raw: bool, parts: int) -> Wire:
     wire = Wire(raw=raw)
     wire.believe()
     wire.stream.receive_live(live_frames(TOPIC, 13, telling(13)), wire.now)
-    assert wire.stream.ask(wire.now) is not None
+    assert wire.stream.request_to_send(wire.now) is not None
     for number in range(parts):
         wire.stream.receive_replay(replay_batch_frames(TOPIC, 10 + number, part(number, is_last=number == 2)), wire.now)
     return wire
@@ -562,7 +566,7 @@ def test_parts_of_a_snapshot_take_the_place_of_live_batches(raw: bool, waiting: 
     wire.believe()
     for seq in waiting:
         wire.stream.receive_live(live_frames(TOPIC, seq, telling(seq)), wire.now)
-    assert wire.stream.ask(wire.now) is not None
+    assert wire.stream.request_to_send(wire.now) is not None
     told = [(10 + number, part(number, is_last=number == 2)) for number in range(3)] + [(13, telling(13))]
     for seq, payload in told:
         wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, payload), wire.now)
@@ -576,7 +580,7 @@ def test_a_snapshot_that_was_cut_is_told_again(raw: bool, parts: int) -> None:
     """Who asks behind its first number gets what follows the snapshot; so all is asked for."""
     wire = asked_for_a_snapshot(raw, parts)
     wire.stream.receive_replay(END, wire.now)
-    while (ask := wire.stream.ask(wire.now)) is not None:
+    while (ask := wire.stream.request_to_send(wire.now)) is not None:
         told = [10, 11, 12] if ask.start < 10 else []
         for seq in told:
             payload = part(seq - 10, is_last=seq == 12)
@@ -584,7 +588,7 @@ def test_a_snapshot_that_was_cut_is_told_again(raw: bool, parts: int) -> None:
         wire.stream.receive_replay(replay_batch_frames(TOPIC, 13, telling(13)), wire.now)
         wire.stream.receive_replay(END, wire.now)
     assert numbers(wire) == ["c", *range(10, 10 + parts), "R", "c", 10, 11, 12, 13]
-    assert Doubt.LOST not in wire.stream.doubts
+    assert DegradedReason.LOST not in wire.stream.degraded_reasons
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -594,12 +598,12 @@ def test_a_snapshot_whose_end_never_comes_is_a_loss(raw: bool, parts: int) -> No
     wire = asked_for_a_snapshot(raw, parts)
     while wire.stream.phase is not Phase.FOLLOWING:
         wire.later(LIMITS.replay_timeout)
-        wire.stream.ask(wire.now)
+        wire.stream.request_to_send(wire.now)
     wire.stream.receive_live(live_frames(TOPIC, 14, beating()), wire.now)
     assert numbers(wire)[-1] == 14
-    assert (Doubt.LOST in wire.stream.doubts) is (parts < 3)
+    assert (DegradedReason.LOST in wire.stream.degraded_reasons) is (parts < 3)
     wire.stream.receive_live(live_frames(TOPIC, 15, encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))), wire.now)
     for delivery in wire.stream.deliveries():
         if isinstance(delivery, RawBatch):
-            wire.stream.report(delivery, Findings(cleared=True))
-    assert Doubt.LOST not in wire.stream.doubts
+            wire.stream.report(delivery, BatchReport(cleared=True))
+    assert DegradedReason.LOST not in wire.stream.degraded_reasons

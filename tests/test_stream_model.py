@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvevents.stream import Batch, Doubt, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.stream import Batch, DegradedReason, RawBatch, Reset, Source, Stream, StreamLimits, Trust
 from kvevents.wire import live_frames, replay_batch_frames, replay_end_frames
 from kvevents.wire.framing import encode_seq
 from network_model import TOPIC, Network, Publisher, Twins, Word, payload_of
 
-LIMITS = StreamLimits(max_pending_batches=40, max_recent=8)
+LIMITS = StreamLimits(max_pending_batches=40, max_replayed_digests=8)
 KINDS = st.sampled_from(["sent", "sent", "sent", "dropped", "burnt", "clear", "unreadable", "unreadable clear"])
 WORDS: st.SearchStrategy[Word] = st.sampled_from(["EXACT", "EXACT", "EXACT", "lie", "DEGRADED", "STALE"])
 
@@ -113,7 +113,7 @@ class StreamMachine(RuleBasedStateMachine):
     @invariant()
     def divergence_is_never_a_false_alarm(self) -> None:
         if hasattr(self, "network") and self.network.honest:
-            assert self.network.stream.counters.divergences == 0
+            assert self.network.stream.counters.digests_mismatched == 0
 
     @precondition(lambda self: hasattr(self, "network"))
     @rule()
@@ -243,7 +243,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
     def read_live(self, count: int) -> None:
         for _ in range(min(count, len(self.live))):
             frames = self.live.popleft()
-            if frames[1] in map(encode_seq, self.stream.coming(1)) and frames[0] == self.stream.topic:
+            if frames[1] in map(encode_seq, self.stream.expected_run(1)) and frames[0] == self.stream.topic:
                 self.stream.receive_run([frames[2]], self.now)
             else:
                 self.stream.receive_live(frames, self.now)
@@ -278,7 +278,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
     @rule()
     def restart_the_subscriber(self) -> None:
         """It goes on with its checkpoint, whoever answers now."""
-        checkpoint = self.stream.standing().checkpoint("e", 0)
+        checkpoint = self.stream.position().checkpoint("e", 0)
         self.stream = Stream(self.stream.source, LIMITS)
         self.stream.restore(checkpoint)
         self.replies.clear()
@@ -292,11 +292,11 @@ class ForeignReplayMachine(RuleBasedStateMachine):
                 self.held.clear()
             elif isinstance(delivery, Batch | RawBatch):
                 self.held[delivery.seq] = delivery.payload
-        while (ask := self.stream.ask(self.now)) is not None:
-            if ask.fresh:
+        while (ask := self.stream.request_to_send(self.now)) is not None:
+            if ask.new_connection:
                 self.replies.clear()
             self.replies += [*self.reply(ask.start), replay_end_frames(with_topic=True)]
-        if not self.stream.asking:
+        if not self.stream.is_fetching:
             self.replies.clear()
         self.check()
 
@@ -316,10 +316,10 @@ class ForeignReplayMachine(RuleBasedStateMachine):
                 self.read_live(1000)
                 self.read_replies(1000)
                 self.advance(seconds)
-        assert self.stream.doubts <= {Doubt.LOST}, "what was given up while the endpoint was not believed"
-        assert (self.stream.trust == Trust.EXACT) == (not self.stream.doubts)
+        assert self.stream.degraded_reasons <= {DegradedReason.LOST}, "what was given up while the endpoint was not believed"
+        assert (self.stream.trust == Trust.EXACT) == (not self.stream.degraded_reasons)
         held = {seq: payload_of(0, seq, clear=False) for seq in range(self.sent)}
-        assert self.held == held if not self.stream.doubts else self.held.items() <= held.items()
+        assert self.held == held if not self.stream.degraded_reasons else self.held.items() <= held.items()
 
 
 SETTINGS = settings(max_examples=300, stateful_step_count=40)

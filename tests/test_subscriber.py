@@ -25,10 +25,10 @@ from kvevents.index import Applied, PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import (
     Batch,
+    BatchReport,
     Checkpoint,
+    DegradedReason,
     Delivery,
-    Doubt,
-    Findings,
     Gap,
     RawBatch,
     RawDelivery,
@@ -36,7 +36,7 @@ from kvevents.stream import (
     Source,
     StreamLimits,
     Trust,
-    findings_of,
+    inspect_events,
 )
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
 from kvevents.testing.fake_transport import FakeEngine, FakeTransport
@@ -47,10 +47,10 @@ from network_model import payload_of
 from publisher_cases import wait_until
 
 LIMITS = StreamLimits(
-    replay_timeout=2.0, reply_silence=0.5, quiet_before_probe=0.2, max_probe_interval=1.0, max_unanswered=1_000_000
+    replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0, max_unanswered_requests=1_000_000
 )
 """An answer that is late, as on a busy machine, is asked for again; nothing is given up because of it."""
-IMPATIENT = replace(LIMITS, replay_timeout=0.2, reply_silence=0.1, max_unanswered=2)
+IMPATIENT = replace(LIMITS, replay_timeout=0.2, reply_idle_timeout=0.1, max_unanswered_requests=2)
 """For replay endpoints that never help: their streams give up soon."""
 USUAL = SocketOptions()
 DEADLINE = 20.0
@@ -124,7 +124,7 @@ class Desk:
 
         def is_exact() -> bool:
             status = self.subscriber.status("e")
-            if status.trust == Trust.DEGRADED and status.doubts == {Doubt.REPLAY_UNPROVEN}:
+            if status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}:
                 publish()
             return status.trust == Trust.EXACT
 
@@ -512,15 +512,15 @@ def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., D
         tape.play(4)
         at.until(lambda: len(taken) == 4)
         at.trusted(Trust.DEGRADED if decode else Trust.EXACT)
-        at.subscriber.report(taken[3], Findings((taken[3] if decode else taken[3].decode()).rejected))
-        at.until(lambda: at.subscriber.status("e").doubts == {Doubt.REJECTED})
+        at.subscriber.report(taken[3], BatchReport((taken[3] if decode else taken[3].decode()).rejected))
+        at.until(lambda: at.subscriber.status("e").degraded_reasons == {DegradedReason.REJECTED})
         assert at.subscriber.status("e").counters.rejected == {"unknown-tag": 1}
         tape.play()
         at.until(lambda: len(taken) == 5)
-        at.subscriber.report(taken[4], Findings(cleared=True))
+        at.subscriber.report(taken[4], BatchReport(cleared=True))
         at.trusted(Trust.EXACT)
         at.subscriber.remove("e")
-        at.subscriber.report(taken[4], Findings(cleared=True))
+        at.subscriber.report(taken[4], BatchReport(cleared=True))
 
 
 class Counting:
@@ -553,7 +553,7 @@ def test_a_sink_has_each_delivery_before_it_is_handed_out(desk: Callable[..., De
         while len(at.taken) < 4:
             at.taken += at.driver.receive_many(None, 0.05)
             assert sink.given == at.taken
-        assert Doubt.REJECTED in at.subscriber.status("e").doubts
+        assert DegradedReason.REJECTED in at.subscriber.status("e").degraded_reasons
         assert sink.index.worker("e").blocks == 3
         tape.play()
         at.until(lambda: len(at.taken) == 5)
@@ -661,7 +661,7 @@ def test_a_restarted_subscriber_finds_that_the_publisher_restarted(
 
 def test_a_restarted_subscriber_waits_for_a_publisher_that_is_away(desk: Callable[..., Desk]) -> None:
     """Nothing is claimed and nothing forgotten; the checkpoint of that time is the one it was given."""
-    checkpoint = Checkpoint("e", 0, 2, 7, doubts={"LOST": 7})
+    checkpoint = Checkpoint("e", 0, 2, 7, degraded_reasons={"LOST": 7})
     at = desk()
     at.subscriber.add(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"), resume=checkpoint)
     assert at.driver.receive(0.1) is None
@@ -714,7 +714,7 @@ def test_a_checkpoint_is_never_ahead_of_what_was_handed_out() -> None:
             taken.append(delivery)
             checkpoints.append(subscriber.checkpoint("e"))
             waited += "0 ready" not in repr(subscriber)
-        assert subscriber.status("e").doubts == {Doubt.REPLAY_UNPROVEN}
+        assert subscriber.status("e").degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     assert waited > 3
     assert len(taken) == 9
     for position, checkpoint in enumerate(checkpoints, 1):
@@ -745,8 +745,8 @@ def test_a_checkpoint_between_two_lives_is_of_the_one_that_was_handed_out() -> N
             taken.append(subscriber.receive(timeout=5))
             positions.append(subscriber.checkpoint("e"))
     assert [(each.incarnation, each.last_seq) for each in positions] == [(1, seq) for seq in range(-1, 20)]
-    assert not positions[0].anchors
-    assert all(each.anchors and not each.doubts for each in positions[1:])
+    assert not positions[0].fingerprints
+    assert all(each.fingerprints and not each.degraded_reasons for each in positions[1:])
     for position, checkpoint in enumerate(positions[1:], 10):
         again, _ = follow(transport, engine, checkpoint)
         assert told(again) == told([item for item in taken[position:] if item is not None])
@@ -763,9 +763,9 @@ def test_what_was_reported_while_others_wait_is_in_the_checkpoint() -> None:
     with Subscriber(source, decode=False, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         raw = [subscriber.receive(timeout=5) for _ in range(5)][-1]
         assert isinstance(raw, RawBatch)
-        subscriber.report(raw, Findings(raw.decode().rejected))
+        subscriber.report(raw, BatchReport(raw.decode().rejected))
         assert subscriber.checkpoint("e").last_seq == 4
-        assert subscriber.checkpoint("e").doubts == {"REJECTED": 4}
+        assert subscriber.checkpoint("e").degraded_reasons == {"REJECTED": 4}
 
 
 def beating(engine: FakeEngine, digest: str = "0" * 32) -> None:
@@ -786,10 +786,10 @@ def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
             agreed: list[bool | None] = []
             for _ in range(10):
                 for delivery in subscriber.receive_many(timeout=0.1):
-                    findings = index.apply(delivery).findings
-                    subscriber.report(delivery, findings)
-                    if findings is not None:
-                        agreed.append(findings.agrees)
+                    report = index.apply(delivery).report
+                    subscriber.report(delivery, report)
+                    if report is not None:
+                        agreed.append(report.digest_matches)
             return agreed
 
         for number in range(3):
@@ -805,7 +805,7 @@ def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
         beating(engine, truth.digest("relay"))
         assert follow() == [True]
         assert subscriber.trust() == Trust.EXACT
-        assert subscriber.status().counters.divergences == 1
+        assert subscriber.status().counters.digests_mismatched == 1
         assert index.digest("relay") == truth.digest("relay")
 
 
@@ -819,7 +819,7 @@ def test_silence_is_noticed_though_nothing_else_is_due(decode: bool) -> None:
         delivery = subscriber.receive(timeout=1)
         assert isinstance(delivery, Batch | RawBatch)
         batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
-        subscriber.report(delivery, findings_of(batch.events))
+        subscriber.report(delivery, inspect_events(batch.events))
         assert subscriber.receive(timeout=14) is None
         assert subscriber.trust() == Trust.DEGRADED
         assert subscriber.receive(timeout=2) is None
@@ -990,7 +990,7 @@ def test_healed_gaps_leave_no_timers_behind() -> None:
     engine = transport.engine("tcp://e:1", "tcp://r:1")
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     ticks = 0
-    limits = replace(LIMITS, replay_timeout=0.4, reply_silence=0.2)
+    limits = replace(LIMITS, replay_timeout=0.4, reply_idle_timeout=0.2)
     with Subscriber(source, transport=transport, clock=transport.clock, limits=limits) as subscriber:
         stream = subscriber._multiplexer._entry("e", 0).stream
         tick = stream.tick
@@ -1007,7 +1007,7 @@ def test_healed_gaps_leave_no_timers_behind() -> None:
             while subscriber.receive(timeout=0) is not None:
                 pass
             transport.clock.advance(0.1)
-        assert subscriber.status("e").counters.healed == 499
+        assert subscriber.status("e").counters.gaps_repaired == 499
         assert len(subscriber._multiplexer._timers) < 10
     assert ticks < 500 * 2
 
@@ -1025,5 +1025,5 @@ def test_each_hole_costs_one_request(lost: float) -> None:
                 subscriber.receive_many(timeout=0)
             transport.clock.advance(0.01)
         counters = subscriber.status("e").counters
-        assert counters.healed > 10
-        assert counters.requests == counters.healed + 1, "one at the start"
+        assert counters.gaps_repaired > 10
+        assert counters.requests == counters.gaps_repaired + 1, "one at the start"

@@ -13,7 +13,18 @@ import pytest
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.stream import Ask, Batch, Doubt, Findings, RawBatch, Reset, Source, Stream, StreamLimits, Trust
+from kvevents.stream import (
+    Batch,
+    BatchReport,
+    DegradedReason,
+    FetchRequest,
+    RawBatch,
+    Reset,
+    Source,
+    Stream,
+    StreamLimits,
+    Trust,
+)
 from kvevents.subscriber import Connection, SocketOptions, Subscriber, Transport, ZmqTransport
 from kvevents.testing import FakeEngine, FakeTransport
 from kvevents.testing.clock import VirtualClock
@@ -80,7 +91,7 @@ class FaultyConnection:
     def deadline(self) -> float | None:
         return self._inner.deadline()
 
-    def request_replay(self, request: Ask) -> None:
+    def request_replay(self, request: FetchRequest) -> None:
         self._transport.fail("request", self._label)
         self._inner.request_replay(request)
 
@@ -146,7 +157,7 @@ class Plant:
         def are_exact() -> bool:
             statuses = self.subscriber.statuses()
             for status in statuses:
-                if status.trust == Trust.DEGRADED and status.doubts == {Doubt.REPLAY_UNPROVEN}:
+                if status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}:
                     self._publish_one(self.engines[int(status.source[1:])])
             return all(each.trust == Trust.EXACT for each in statuses)
 
@@ -273,9 +284,9 @@ def test_a_report_about_an_earlier_follow_is_ignored() -> None:
         new = follow()
         assert new.incarnation > old.incarnation
         assert subscriber.trust("pod") == Trust.DEGRADED
-        subscriber.report(old, Findings(cleared=True))
+        subscriber.report(old, BatchReport(cleared=True))
         assert subscriber.trust("pod") == Trust.DEGRADED
-        subscriber.report(new, Findings(cleared=True))
+        subscriber.report(new, BatchReport(cleared=True))
         assert subscriber.trust("pod") == Trust.EXACT
 
 

@@ -31,7 +31,7 @@ CLAIM_EVERY: Final = 0.004
 SAVE_EVERY: Final = 0.1
 """Seconds between two saved states."""
 
-BRISK: Final = StreamLimits(replay_timeout=0.5, reply_silence=0.2, quiet_before_probe=0.15, max_probe_interval=1.0)
+BRISK: Final = StreamLimits(replay_timeout=0.5, reply_idle_timeout=0.2, idle_before_probe=0.15, max_probe_interval=1.0)
 """A round shall not last as long as a production network's patience."""
 BRISK_SOCKETS: Final = SocketOptions(reconnect_ms=20, reconnect_max_ms=200, heartbeat_ms=150, heartbeat_timeout_ms=600)
 
@@ -128,7 +128,7 @@ class Follower:
         else:
             applied = self._index.apply_many(deliveries)
         for delivery, outcome in zip(deliveries, applied, strict=True):
-            self.subscriber.report(delivery, outcome.findings)
+            self.subscriber.report(delivery, outcome.report)
             self._note(delivery, outcome)
         now = time.monotonic()
         if self._consumer.claims and now >= self._claim_at:
@@ -148,7 +148,7 @@ class Follower:
             self._seq = delivery.last
             return
         self._seq = delivery.seq
-        speaks_of_itself = outcome.findings is not None and outcome.findings.heartbeat is not None
+        speaks_of_itself = outcome.report is not None and outcome.report.heartbeat is not None
         if outcome.status == "applied" and not speaks_of_itself:
             self._last = delivery
             if self._consumer.counts:
@@ -169,18 +169,18 @@ class Follower:
             self._claim()
         status = self.subscriber.status(NAME)
         trust = status.trust
-        doubts = tuple(sorted(doubt.name for doubt in status.doubts)) if trust == Trust.DEGRADED else ()
+        doubts = tuple(sorted(doubt.name for doubt in status.degraded_reasons)) if trust == Trust.DEGRADED else ()
         counters = status.counters
         counted = {
             "reconnects": counters.reconnects,
             "resets": self._resets,
-            "healed": counters.healed,
+            "healed": counters.gaps_repaired,
             "lost": counters.lost,
             "requests": counters.requests,
             "delivered": counters.delivered,
             "heartbeats": counters.heartbeats,
-            "agreements": counters.agreements,
-            "divergences": counters.divergences,
+            "agreements": counters.digests_matched,
+            "divergences": counters.digests_mismatched,
             "claims": self._claims,
             "got": len(self._got),
         }

@@ -8,11 +8,18 @@ from typing import Final, Literal, Self
 
 from benchmarks.chaos.consumer import Report
 from benchmarks.chaos.truth import EMPTY, NOTHING, UNPLACED, Claim, Key
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 
 LASTING: Final = frozenset(
     doubt.name
-    for doubt in (Doubt.NO_REPLAY, Doubt.LOST, Doubt.REJECTED, Doubt.IDENTITY, Doubt.REPLAY_FOREIGN, Doubt.REPLAY_UNCONFIRMED)
+    for doubt in (
+        DegradedReason.NO_REPLAY,
+        DegradedReason.LOST,
+        DegradedReason.REJECTED,
+        DegradedReason.IDENTITY,
+        DegradedReason.REPLAY_FOREIGN,
+        DegradedReason.REPLAY_UNCONFIRMED,
+    )
 )
 """Doubts that a stream keeps which has gone quiet."""
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from benchmarks.chaos.consumer import Report
 from benchmarks.chaos.judging import LASTING, Verdict, judge
 from benchmarks.chaos.parts import Broken, Part, Silent
-from kvevents.stream import Doubt, Trust
+from kvevents.stream import DegradedReason, Trust
 
 SETTLE_SECONDS: Final = 12.0
 """That consumers with little patience get to become exact, when all is quiet."""
@@ -85,8 +85,8 @@ class Settling:
         return verdict
 
     def _awaits_batch(self, report: Report) -> bool:
-        relayed = Doubt.SENDER.name in report.doubts and self._confirmations < CONFIRMATIONS_OF_SENDER
-        return relayed or Doubt.REPLAY_UNPROVEN.name in report.doubts
+        relayed = DegradedReason.SENDER.name in report.doubts and self._confirmations < CONFIRMATIONS_OF_SENDER
+        return relayed or DegradedReason.REPLAY_UNPROVEN.name in report.doubts
 
     def _longest(self, report: Report) -> float:
         follows = report.exact or report.trust == Trust.DEGRADED.name

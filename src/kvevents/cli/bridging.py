@@ -26,7 +26,7 @@ from kvevents.plane.metrics import BridgeCollector, Scraped
 from kvevents.service.discovery.runner import Finder
 from kvevents.service.errors import ConflictError
 from kvevents.service.registration import Key, Registration, check_alike
-from kvevents.stream import Checkpoint, Doubt
+from kvevents.stream import Checkpoint, DegradedReason
 
 log = logging.getLogger("kvevents.bridge")
 
@@ -187,7 +187,8 @@ class Process:
         for key, said in self.bridge.trusts().items():
             if said is not None and key in labels:
                 words = f"{said.trust} ({said.reason})" if said.reason else said.trust
-                is_calm = said.trust in _CALM or said.reason == Doubt.REPLAY_UNPROVEN.value  # as of idle engines after a start
+                # An idle engine is REPLAY_UNPROVEN after a start.
+                is_calm = said.trust in _CALM or said.reason == DegradedReason.REPLAY_UNPROVEN.value
                 yield labels[key], words, logging.INFO if is_calm else logging.WARNING
         status = self.bridge.status()
         late = sum(1 for partition in status.partitions if partition.fault)

@@ -12,7 +12,7 @@ from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import Console, Part, Span
 from kvevents.cli.lines import plural, trust_style
 from kvevents.cli.stopping import Stop
-from kvevents.stream import Batch, Delivery, Doubt, Gap, Trust
+from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Trust
 from kvevents.subscriber import Subscriber
 
 TURN: Final = 0.1
@@ -98,7 +98,11 @@ class Following:
         for status in self._subscriber.statuses():
             tally = self.tallies.get((status.source, status.rank), Tally())
             console.note(*_summary(f"{status.source}/{status.rank}", tally, status.trust))
-            if status.trust == Trust.DEGRADED and status.doubts == {Doubt.REPLAY_UNPROVEN} and not status.counters.live:
+            if (
+                status.trust == Trust.DEGRADED
+                and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+                and not status.counters.live
+            ):
                 console.note("nothing came live: send the engine a request; the next batch confirms the replay endpoint")
         if not self.silent:
             return OK

@@ -16,7 +16,7 @@ from kvevents.events import Heartbeat
 from kvevents.index.namespace import Namespace
 from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.saving import absorb, restore, snapshot
-from kvevents.stream import Batch, Findings, Gap, RawBatch, Reset, findings_of
+from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
 from kvevents.wire.canonical import encode_canonical
 
@@ -28,7 +28,7 @@ MAX_PAYLOAD_EXPANSION: Final = 100
 that stay. Blocks of one token in arrays of one-byte integers come to about 30, many small events in rare forms to about 80."""
 
 _APPLIED: Final = Applied("applied")
-_CLEARED: Final = Applied("applied", Findings(cleared=True))
+_CLEARED: Final = Applied("applied", BatchReport(cleared=True))
 _DUPLICATE: Final = Applied("duplicate")
 _VOID: Final = Applied("void")
 _LISTED_AT_ONCE: Final = 1_000
@@ -129,7 +129,7 @@ class PrefixIndex(_native.NativeIndex):
         applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)
         if applied is None:
             raise UsageError("events are not as kvevents.events declares them: a field has a value of another type")
-        found = findings_of(batch.events, batch.rejected)
+        found = inspect_events(batch.events, batch.rejected)
         if found is None:
             return applied
         heartbeat, agrees = found.heartbeat, None
@@ -151,13 +151,13 @@ class PrefixIndex(_native.NativeIndex):
     def _told(
         self, applied: Applied, rejected: tuple[Rejected, ...], heartbeat: Heartbeat | None, agrees: bool | None
     ) -> Applied:
-        """With findings. Of a batch that is not applied the heartbeat still says something of the sender."""
+        """With report. Of a batch that is not applied the heartbeat still says something of the sender."""
         if applied.status != "applied":
-            return applied if heartbeat is None else Applied(applied.status, Findings(heartbeat=heartbeat))
+            return applied if heartbeat is None else Applied(applied.status, BatchReport(heartbeat=heartbeat))
         with self._counting:
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
-        return Applied(applied.status, Findings(rejected, applied is _CLEARED, heartbeat, agrees))
+        return Applied(applied.status, BatchReport(rejected, applied is _CLEARED, heartbeat, agrees))
 
     # --- workers
 

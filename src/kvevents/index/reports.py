@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from kvevents.errors import ConfigError
-from kvevents.stream import Findings
+from kvevents.stream import BatchReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Applied:
 
     status: Literal["applied", "duplicate", "void"]
     """`duplicate`: it was there before. `void`: it is of an ended life of its publisher, or of a removed worker."""
-    findings: Findings | None = None
+    report: BatchReport | None = None
     """What to `report` to the subscriber; None, as nearly always, where that is nothing."""
 
 

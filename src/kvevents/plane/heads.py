@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvevents.plane.ledger import Half
 from kvevents.plane.records import Batched, Join, Leave, Lost, Renewed, StreamRecord
-from kvevents.stream.state import digest_of
+from kvevents.stream import payload_digest
 
 
 class Verdict(Enum):
@@ -108,7 +108,7 @@ def _is_same(head: Head, record: Batched) -> bool:
     """Whether the log has this batch as its newest one. Where it has a gap there, only an earlier comparison shows it."""
     if head.newest is not None:
         return record.payload == head.newest
-    return head.agrees if head.digest is None else head.digest == digest_of(record.payload)
+    return head.agrees if head.digest is None else head.digest == payload_digest(record.payload)
 
 
 _JUDGES: Final[dict[type[Any], Callable[[Head, Any], Verdict]]] = {

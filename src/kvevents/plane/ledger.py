@@ -45,14 +45,11 @@ from kvevents.plane.records import (
     Trusting,
     extend_history,
 )
-from kvevents.stream import Checkpoint, Gap, RawBatch, Reset
-from kvevents.stream.checkpoint import Fingerprint
-from kvevents.stream.state import digest_of
-from kvevents.stream.trust import KEPT_BY_CHECKPOINT
+from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
 from kvevents.structs import prepared
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
-_KEPT: Final = frozenset(doubt.name for doubt in KEPT_BY_CHECKPOINT)
+_KEPT: Final = frozenset(doubt.name for doubt in PERSISTENT_REASONS)
 MAX_DEPARTED: Final = 100_000
 """Streams that have left and whose last incarnation is remembered, so that late records of it are void; the oldest go first."""
 MAX_WATCHERS: Final = 64
@@ -389,14 +386,14 @@ class Ledger:
 
     def _digest(self, key: Key, standing: Standing) -> bytes | None:
         newest = self._newest.get(key)
-        return standing.digest if newest is None else digest_of(newest)
+        return standing.digest if newest is None else payload_digest(newest)
 
     # --- in a snapshot
 
     def save(self) -> bytes:
         """For `restore`, of this moment."""
         for key, newest in self._newest.items():
-            self.streams[key].digest = digest_of(newest)
+            self.streams[key].digest = payload_digest(newest)
         rows = [(*key, standing) for key, standing in self.streams.items()]
         beats = [(beaten.beat, beaten.page) for beaten in self.beats.values()]
         saved = _Saved(self.position, rows, beats, self.life, self.floor, self.hole, self._name, self.history, self.begins_at)

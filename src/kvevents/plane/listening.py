@@ -21,10 +21,7 @@ from kvevents.plane.ledger import Start
 from kvevents.plane.records import Batched, Key, Lost, Renewed, StreamRecord, Trusting
 from kvevents.plane.settings import RECEIVE_QUEUE
 from kvevents.plane.writing import RECORD_BYTES
-from kvevents.stream import Findings, Gap, RawBatch, Source, Trust
-from kvevents.stream.deliveries import RawDelivery
-from kvevents.stream.findings import findings_of
-from kvevents.stream.trust import HEALED_BY_CLEAR
+from kvevents.stream import REASONS_ENDED_BY_CLEAR, BatchReport, Gap, RawBatch, RawDelivery, Source, Trust, inspect_events
 from kvevents.subscriber import SocketOptions, Subscriber, ZmqTransport
 from kvevents.wire import decode_batch
 
@@ -142,36 +139,38 @@ class Listener(threading.Thread):
 
     def _hear(self, deliveries: Sequence[RawDelivery]) -> list[Heard]:
         for delivery in deliveries:
-            if isinstance(delivery, RawBatch) and (findings := findings_in(delivery.payload)) is not None:
-                self._subscriber.report(delivery, self._with_doubts(delivery, findings))
+            if isinstance(delivery, RawBatch) and (report := findings_in(delivery.payload)) is not None:
+                self._subscriber.report(delivery, self._with_doubts(delivery, report))
         records = [_record(delivery, self._incarnations[delivery.source, delivery.rank]) for delivery in deliveries]
         return [Heard(record, self._turns[record.key]) for record in records]
 
-    def _with_doubts(self, batch: RawBatch, findings: Findings) -> Findings:
+    def _with_doubts(self, batch: RawBatch, report: BatchReport) -> BatchReport:
         """Have a stream that is doubted start over where its sender can send all that it holds, as one with heartbeats does.
 
         Whether it holds what was delivered, which would end the doubts as well, only a replica can say.
         """
-        if findings.heartbeat is None or findings.cleared or batch.replayed:
-            return findings
+        if report.heartbeat is None or report.cleared or batch.replayed:
+            return report
         key = (batch.source, batch.rank)
-        doubts = self._subscriber.checkpoint(*key).doubts
+        doubts = self._subscriber.checkpoint(*key).degraded_reasons
         asked = self._asked_again.get(key, 0)
-        if any(doubt.name in doubts and doubts[doubt.name] < batch.seq for doubt in HEALED_BY_CLEAR):
+        if any(doubt.name in doubts and doubts[doubt.name] < batch.seq for doubt in REASONS_ENDED_BY_CLEAR):
             if asked == MAX_ASKED_AGAIN:
-                return findings
+                return report
             self._asked_again[key] = asked + 1
-            return replace(findings, agrees=False)
+            return replace(report, digest_matches=False)
         if asked:
             del self._asked_again[key]
-            return replace(findings, agrees=True)
-        return findings
+            return replace(report, digest_matches=True)
+        return report
 
     def _trust(self) -> list[Heard]:
         found: list[Heard] = []
         for key, trust in self._subscriber.trust_changes():
             status = self._subscriber.status(*key)
-            doubts = {doubt.name: status.last_seq for doubt in status.doubts} | self._subscriber.checkpoint(*key).doubts
+            doubts = {doubt.name: status.last_seq for doubt in status.degraded_reasons} | self._subscriber.checkpoint(
+                *key
+            ).degraded_reasons
             said = Trusting(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], doubts)
             found.append(Heard(said, self._turns[key]))
         return found
@@ -202,14 +201,14 @@ class Listener(threading.Thread):
         self._asked_again.pop(key, None)
 
 
-def findings_in(payload: bytes) -> Findings | None:
+def findings_in(payload: bytes) -> BatchReport | None:
     """What a stream has to know of a batch: whether everything was cleared, and what its sender says of itself.
 
     Nearly all batches have neither. Their bytes show that without being decoded, as text is written plainly in MessagePack.
     """
     if _CLEARED not in payload and _HEARTBEAT not in payload:
         return None
-    return findings_of(decode_batch(payload).batch.events)
+    return inspect_events(decode_batch(payload).batch.events)
 
 
 def size_of(record: StreamRecord) -> int:

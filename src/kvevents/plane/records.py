@@ -104,7 +104,7 @@ class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):
     """Empty: the bridge follows the stream no more, and what it said is void."""
     reason: str
     doubts: dict[str, _Through]
-    """Names of `Doubt`, each with the last number in doubt; with the newest one if a checkpoint does not keep the doubt."""
+    """Names of `DegradedReason`, each with the last number affected; the newest one if a checkpoint does not keep it."""
 
 
 class Blank(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):

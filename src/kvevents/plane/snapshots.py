@@ -28,7 +28,7 @@ from kvevents.plane.layout import Layout, PartitionInfo, state_of
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import has_tail
 from kvevents.plane.records import Key, Tail
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 from kvevents.structs import prepared
 
 if TYPE_CHECKING:
@@ -107,19 +107,21 @@ class Taken(msgspec.Struct, array_like=True):
     digests: list[tuple[str, int, str]]
     """Of the partition's streams in the index."""
 
-    def restored(self) -> tuple[Ledger, dict[Key, frozenset[Doubt]]]:
+    def restored(self) -> tuple[Ledger, dict[Key, frozenset[DegradedReason]]]:
         """Ledger and doubts as they were. Raises `SnapshotError`."""
         if self.version != VERSION:
             raise SnapshotError(f"a snapshot is of version {self.version}, and this release reads {VERSION}; take another one")
         try:
             ledger = Ledger.restore(self.ledger)
-            doubts = {(source, rank): frozenset(Doubt[name] for name in names) for source, rank, names in self.doubts}
+            doubts = {(source, rank): frozenset(DegradedReason[name] for name in names) for source, rank, names in self.doubts}
         except (ValueError, KeyError) as error:
             raise SnapshotError(f"the streams of a snapshot cannot be read: {error}; take another one") from error
         return ledger, doubts
 
 
-def take(partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]], index: PrefixIndex, path: Path) -> Taken:
+def take(
+    partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[DegradedReason]], index: PrefixIndex, path: Path
+) -> Taken:
     """Write the streams of a partition to `path`, and say what belongs to them. Nothing may be applied to them meanwhile."""
     index.snapshot(path, workers=list(ledger.streams))
     named = [(*key, [doubt.name for doubt in doubts[key]]) for key in ledger.streams if key in doubts]
@@ -240,7 +242,7 @@ class Snapshots:
             return [], revision
         return (found.kept if found.version == VERSION else []), revision
 
-    async def load(self, kept: Kept, index: PrefixIndex, folder: Path) -> tuple[Ledger, dict[Key, frozenset[Doubt]]]:
+    async def load(self, kept: Kept, index: PrefixIndex, folder: Path) -> tuple[Ledger, dict[Key, frozenset[DegradedReason]]]:
         """Add what a snapshot holds to an index, by way of a folder.
 
         Raises `SnapshotError` for one that is damaged, of which nothing stays in the index.

@@ -19,9 +19,19 @@ from kvevents.plane.ledger import Arrival, Breach, Departure, Event, Ledger, Sta
 from kvevents.plane.opinions import Place
 from kvevents.plane.reading import Pushed
 from kvevents.plane.records import Key, name_of
-from kvevents.stream import Checkpoint, Doubt, Findings, Gap, RawBatch, Reset, Source, StreamCounters, Trust
-from kvevents.stream.deliveries import RawDelivery
-from kvevents.stream.doubts import Doubts
+from kvevents.stream import (
+    BatchReport,
+    Checkpoint,
+    DegradedReason,
+    Gap,
+    RawBatch,
+    RawDelivery,
+    Reset,
+    Source,
+    StreamCounters,
+    Trust,
+    TrustLedger,
+)
 from kvevents.subscriber import Sink, StreamStatus
 
 log = logging.getLogger(__name__)
@@ -37,11 +47,11 @@ each of them: replicas that are apart by many pages still tell of one place. All
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _FOLLOWED: Final = frozenset({"EXACT", "DEGRADED"})
 """What is said of streams that are followed to their ends."""
-_SEEN_HERE: Final[Mapping[Doubt, str]] = {
-    Doubt.LOST: "batches are missing in the log",
-    Doubt.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
-    Doubt.DIVERGED: "the engine holds something else than the log says",
-    Doubt.SENDER: "the engine does not trust what it sends, or sends a snapshot of which batches are still to come",
+_SEEN_HERE: Final[Mapping[DegradedReason, str]] = {
+    DegradedReason.LOST: "batches are missing in the log",
+    DegradedReason.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
+    DegradedReason.DIVERGED: "the engine holds something else than the log says",
+    DegradedReason.SENDER: "the engine does not trust what it sends, or sends a snapshot of which batches are still to come",
 }
 
 
@@ -77,35 +87,35 @@ class _Seen:
     incarnation: int
     begun: bool = False
     """Whether there was a batch of it."""
-    doubts: Doubts = field(default_factory=Doubts)
+    doubts: TrustLedger = field(default_factory=TrustLedger)
     represented: int = -1
     """Last number that a snapshot represents which is not in the index, or not all of it; -1 where there is no such one."""
     heartbeat_seq: int = -1
     """Number of the batch with the newest heartbeat."""
 
-    def find(self, seq: int, findings: Findings) -> bool:
+    def find(self, seq: int, report: BatchReport) -> bool:
         """Take what applying batch `seq` has shown. Return whether the engine holds something else for no known reason.
 
         As in `kvevents.stream`, a clear or an agreement ends older doubts only, whenever it is reported.
         """
         doubts = self.doubts
-        if findings.cleared:
+        if report.cleared:
             doubts.clear(seq)
-        if any(each.loses_events for each in findings.rejected):
+        if any(each.loses_events for each in report.rejected):
             doubts.reject(seq)
-        heartbeat = findings.heartbeat
+        heartbeat = report.heartbeat
         if heartbeat is not None and seq > self.heartbeat_seq:
             self.heartbeat_seq = seq
-            doubts.discard(Doubt.SENDER)
+            doubts.discard(DegradedReason.SENDER)
             if heartbeat.trust != Trust.EXACT.name:
-                doubts.add(Doubt.SENDER, seq)
-        is_all = findings.cleared if heartbeat is None else heartbeat.trust == Trust.EXACT.name
+                doubts.add(DegradedReason.SENDER, seq)
+        is_all = report.cleared if heartbeat is None else heartbeat.trust == Trust.EXACT.name
         if is_all and seq > self.represented:
             # Of a snapshot in several batches each has a heartbeat, and only that of the last one is EXACT.
             self.represented = -1
-        if findings.agrees:
+        if report.digest_matches:
             doubts.agree(seq)
-        if findings.agrees is not False:
+        if report.digest_matches is not False:
             return False
         explained = doubts.explains(seq)
         return doubts.diverge(seq) and not explained
@@ -198,7 +208,7 @@ class LogSubscriber:
 
     # --- partitions
 
-    def add_partition(self, partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[Doubt]]) -> None:
+    def add_partition(self, partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[DegradedReason]]) -> None:
         """Go on with a partition from where a ledger ends; the index holds what belongs to it."""
         with self._partitions_lock:
             self._partitions = {**self._partitions, partition: Partition(ledger.position, None, "", None)}
@@ -251,7 +261,7 @@ class LogSubscriber:
             self._bell.set()
         if found and self._sink is not None:
             for delivery, outcome in zip(found, self._sink.apply_many(found), strict=True):
-                self.report(delivery, outcome.findings)
+                self.report(delivery, outcome.report)
         return found
 
     def _take_census(self) -> None:
@@ -315,7 +325,7 @@ class LogSubscriber:
             log.error("partition %d, %s rank %d: %s; no bridge writes that", partition, *event.key, event.what)
             standing = self.ledgers[partition].streams[event.key]
             # Nothing that is reported of the batches before it ends this.
-            self._life(event.key, standing.incarnation).doubts.add(Doubt.REJECTED, standing.last_seq + 1)
+            self._life(event.key, standing.incarnation).doubts.add(DegradedReason.REJECTED, standing.last_seq + 1)
         return None
 
     def _life(self, key: Key, incarnation: int) -> _Seen:
@@ -333,7 +343,7 @@ class LogSubscriber:
             if not seen.begun:
                 seen.begun = True
                 if event.seq > 0:
-                    seen.doubts.add(Doubt.LOST, event.seq - 1)
+                    seen.doubts.add(DegradedReason.LOST, event.seq - 1)
             counters.delivered += 1
             counters.replayed += event.replayed
         elif isinstance(event, Gap) and event.compacted:
@@ -342,21 +352,21 @@ class LogSubscriber:
         elif isinstance(event, Gap):
             counters.gaps += 1
             counters.lost += event.last - event.first + 1
-            seen.doubts.add(Doubt.LOST, event.last)
+            seen.doubts.add(DegradedReason.LOST, event.last)
         else:
             counters.resets += 1
 
-    def report(self, delivery: RawDelivery, findings: Findings | None) -> None:
+    def report(self, delivery: RawDelivery, report: BatchReport | None) -> None:
         """What applying a batch has shown; of a life that has ended that no longer matters."""
-        if findings is None or not isinstance(delivery, RawBatch):
+        if report is None or not isinstance(delivery, RawBatch):
             return
         key = (delivery.source, delivery.rank)
-        if findings.heartbeat is not None:
+        if report.heartbeat is not None:
             self._counters.setdefault(key, StreamCounters()).heartbeats += 1
         seen = self._seen.get(key)
         if seen is not None and seen.incarnation == delivery.incarnation:
             # Where it is known why, another index of the same log would not agree either.
-            self.diverged += seen.find(delivery.seq, findings)
+            self.diverged += seen.find(delivery.seq, report)
 
     # --- what is known
 
@@ -368,17 +378,17 @@ class LogSubscriber:
         partition_number, standing = self._find(key)
         partition = self._partitions[partition_number]
         if partition.fault:
-            return Trust.STALE.because(f"the log cannot be read: {partition.fault}")
+            return Trust.STALE.with_reason(f"the log cannot be read: {partition.fault}")
         if not partition.complete or partition.behind is None or partition.behind > MOST_BEHIND:
-            return Trust.REPLAYING.because("the log is being read")
+            return Trust.REPLAYING.with_reason("the log is being read")
         said = self._said(partition_number, standing)
         seen = self._seen.get(key)
         if said != Trust.EXACT or seen is None:
             return said
         if seen.represented >= 0:
-            return Trust.REPLAYING.because("a snapshot of the engine is being read")
+            return Trust.REPLAYING.with_reason("a snapshot of the engine is being read")
         if seen.doubts:
-            return Trust.DEGRADED.because("; ".join(sorted(_SEEN_HERE[doubt] for doubt in seen.doubts)))
+            return Trust.DEGRADED.with_reason("; ".join(sorted(_SEEN_HERE[doubt] for doubt in seen.doubts)))
         return said
 
     def _said(self, partition: int, standing: Standing) -> Trust:
@@ -386,8 +396,8 @@ class LogSubscriber:
         if (best := self._best(partition, standing)) is not None:
             return Trust(best.trust, best.reason)
         if standing.told:
-            return Trust.STALE.because("no bridge is heard that follows it")
-        return Trust.REPLAYING.because("no bridge has said yet how far it is to be trusted")
+            return Trust.STALE.with_reason("no bridge is heard that follows it")
+        return Trust.REPLAYING.with_reason("no bridge has said yet how far it is to be trusted")
 
     def _best(self, partition: int, standing: Standing) -> Told | None:
         """What the living bridge says that trusts a stream most; None if no bridge lives."""
@@ -426,7 +436,7 @@ class LogSubscriber:
         partition, standing = self._find(key)
         counters = self._counters.setdefault(key, StreamCounters())
         best, seen = self._best(partition, standing), self._seen.get(key)
-        said = () if best is None else (Doubt[name] for name in best.doubts if name in Doubt.__members__)
+        said = () if best is None else (DegradedReason[name] for name in best.doubts if name in DegradedReason.__members__)
         return StreamStatus(
             key[0],
             key[1],
@@ -443,9 +453,12 @@ class LogSubscriber:
         """The same of every stream."""
         return [self.status(*key) for key in self.cards]
 
-    def doubts(self) -> dict[Key, frozenset[Doubt]]:
+    def doubts(self) -> dict[Key, frozenset[DegradedReason]]:
         """What was seen here against each stream; for a snapshot."""
-        found = {key: frozenset((*seen.doubts, *((Doubt.LOST,) * (seen.represented >= 0)))) for key, seen in self._seen.items()}
+        found = {
+            key: frozenset((*seen.doubts, *((DegradedReason.LOST,) * (seen.represented >= 0))))
+            for key, seen in self._seen.items()
+        }
         return {key: doubts for key, doubts in found.items() if doubts}
 
     # --- what a subscriber can besides

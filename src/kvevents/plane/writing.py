@@ -39,8 +39,7 @@ from kvevents.plane.records import (
     StreamRecord,
     Trusting,
 )
-from kvevents.stream import RawBatch
-from kvevents.stream.trust import rank_of
+from kvevents.stream import RawBatch, trust_order
 
 RECORD_BYTES: Final = 96
 """Of a record beside its payload and its texts, at most."""
@@ -272,7 +271,7 @@ class Composer:
         told = None if standing is None else standing.told.get(self._bridge)
         if own.trusting is None or told is None or not own.records or not may_trust(head, own.followed):
             return None
-        return own.trusting if rank_of(own.trusting.trust) < rank_of(told.trust) else None
+        return own.trusting if trust_order(own.trusting.trust) < trust_order(told.trust) else None
 
     def _add(self, turn: _Turn, record: StreamRecord, size: int, verdict: Verdict) -> bool:
         """Take one more record, which may be there already. Whether there was room for all of it."""

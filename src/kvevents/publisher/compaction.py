@@ -178,7 +178,7 @@ class DigestTracker:
             raise MissingDependencyError(
                 "heartbeat needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
             ) from error
-        # An index that drops the findings of a payload, such as the publisher's own heartbeats.
+        # An index that drops the report of a payload, such as the publisher's own heartbeats.
         index: Any = type("DigestIndex", (native.NativeIndex,), {"_found": lambda _self, outcome, *_found: outcome})
         return cls(index(_NATIVE_LIMITS, None, _INDEX_LIMITS, _OUTCOMES))
 

@@ -26,7 +26,7 @@ from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, IndexedStr
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, Upstreams, resume_point
-from kvevents.stream import Checkpoint, Doubt, Fingerprint, Gap, Reset
+from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
 from kvevents.structs import prepared
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
@@ -90,7 +90,7 @@ class CheckpointWriter:
         self._written_number = -1
         """The next number when the upstreams' checkpoints were taken last."""
         self._written_at = self._snapshot_tried_at = -math.inf
-        self._doubts: list[frozenset[Doubt]] = []
+        self._doubts: list[frozenset[DegradedReason]] = []
         """Of the upstreams, at the last checkpoint."""
 
     def request(self) -> None:
@@ -106,8 +106,8 @@ class CheckpointWriter:
         """Record that batches of an upstream are lost. Call it before batches that follow the gap are sent."""
         checkpoint = self.checkpoints[ordinal]
         if checkpoint.incarnation == gap.incarnation:
-            doubts = {**checkpoint.doubts, Doubt.LOST.name: gap.last}
-            self.checkpoints[ordinal] = msgspec.structs.replace(checkpoint, doubts=doubts)
+            reasons = {**checkpoint.degraded_reasons, DegradedReason.LOST.name: gap.last}
+            self.checkpoints[ordinal] = msgspec.structs.replace(checkpoint, degraded_reasons=reasons)
             self.write()
 
     def run_due(self, statuses: Sequence[StreamStatus], now: float) -> None:
@@ -120,7 +120,7 @@ class CheckpointWriter:
             return
         has_news = self._sequencer.next_number != self._written_number
         is_due = has_news and now >= self._written_at + self._limits.checkpoint_interval
-        if is_due or [each.doubts for each in statuses] != self._doubts:
+        if is_due or [each.degraded_reasons for each in statuses] != self._doubts:
             self._written_at = now
             self.take(statuses)
         journal.tick(now)
@@ -131,7 +131,7 @@ class CheckpointWriter:
     def take(self, statuses: Sequence[StreamStatus]) -> None:
         """Take the checkpoints of the upstreams and write them. Call it when everything received has been sent."""
         self._written_number = self._sequencer.next_number
-        self._doubts = [each.doubts for each in statuses]
+        self._doubts = [each.degraded_reasons for each in statuses]
         self.checkpoints = self._upstreams.checkpoints()
         self.write()
 
@@ -306,7 +306,11 @@ class _NewestForwarded:
     def required_by(self, ordinal: int) -> Checkpoint:
         """Return the checkpoint of an upstream, extended by that batch."""
         checkpoint, newest = self._checkpoints[ordinal], self._newest.get(ordinal)
-        return checkpoint if newest is None else checkpoint.requiring(newest.seq, newest.payload)
+        return (
+            checkpoint
+            if newest is None
+            else checkpoint.with_fingerprint(Fingerprint.of(newest.seq, newest.payload, live=False))
+        )
 
 
 def _has_content(payload: bytes) -> bool:
@@ -316,11 +320,9 @@ def _has_content(payload: bytes) -> bool:
 
 def _requiring_origin(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
     """Extend the checkpoint of an upstream whose batches were changed by the newest one as received."""
-    if origin is None or origin.incarnation != checkpoint.incarnation or not checkpoint.anchors:
+    if origin is None or origin.incarnation != checkpoint.incarnation:
         return checkpoint
-    proof = checkpoint.proof()
-    proof.needs(Fingerprint(origin.seq, origin.digest, live=False).anchor())
-    return msgspec.structs.replace(checkpoint, anchors=tuple(map(Fingerprint.of, proof.anchors)), proof_lost=proof.is_lost)
+    return checkpoint.with_fingerprint(Fingerprint(origin.seq, origin.digest, live=False))
 
 
 def _fill(

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, Heartbeat, KVEvent, KVEventBatch
-from kvevents.stream import Findings
+from kvevents.stream import BatchReport
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch, encode_batch
 from kvevents.wire.detect import detect_dialect
 from kvevents.wire.dialects import Dialect, dialect_for
@@ -117,9 +117,9 @@ def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
     return [event if _heartbeat_of(event) is None else msgspec.structs.replace(event, heartbeat=None) for event in kept]
 
 
-def loses_events(findings: Findings) -> bool:
+def loses_events(report: BatchReport) -> bool:
     """Return whether events of a batch could not be decoded."""
-    return any(each.loses_events for each in findings.rejected)
+    return any(each.loses_events for each in report.rejected)
 
 
 def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:

@@ -49,8 +49,7 @@ from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
 from kvevents.relay.transform import PassThrough, Transform, received_streams
 from kvevents.relay.upstreams import Upstreams, lowest_trust
-from kvevents.stream import Findings, Gap, RawBatch, Reset, Trust
-from kvevents.stream.deliveries import RawDelivery
+from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.subscriber.transport import Transport
 
@@ -324,7 +323,7 @@ class Relay:
 
     def _forward_batches(self, ordinal: int, batches: list[RawBatch]) -> None:
         self._forwarded += len(batches)
-        if not self._checkpoints.checkpoints[ordinal].anchors:
+        if not self._checkpoints.checkpoints[ordinal].fingerprints:
             self._checkpoints.request()  # the first one by which the upstream can be recognised
             self._is_maintenance_due = True
         for start in range(0, len(batches), self._run_limit):
@@ -378,13 +377,13 @@ class Relay:
         self._has_skipped = self._has_gaps = True
         self._checkpoints.record_gap(ordinal, gap)
 
-    def _report(self, batch: RawBatch, findings: Findings) -> None:
+    def _report(self, batch: RawBatch, report: BatchReport) -> None:
         """Report what decoding a batch has shown; called by the transform."""
         self._is_maintenance_due = True
-        self._divergences += findings.agrees is False
-        self._has_gaps |= bool(findings.rejected)
-        self._upstreams.subscriber.report(batch, findings)
-        if findings.cleared:
+        self._divergences += report.digest_matches is False
+        self._has_gaps |= bool(report.rejected)
+        self._upstreams.subscriber.report(batch, report)
+        if report.cleared:
             self._has_skipped = False
             self._clear_if_empty()
 

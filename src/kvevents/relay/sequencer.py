@@ -17,8 +17,7 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.encoding import DialectEncoder, loses_events, without_heartbeats
 from kvevents.relay.journal import Batches, Journal, Origin
-from kvevents.stream import Findings, RawBatch, Reset, Trust
-from kvevents.stream.trust import rank_of
+from kvevents.stream import BatchReport, RawBatch, Reset, Trust, trust_order
 from kvevents.wire import decode_batch
 
 OWN_UPSTREAM: Final = 65_535
@@ -107,11 +106,11 @@ class Sequencer:
         applied = self._state.apply(payloads)
         first = 0
         for at, outcome in applied.items():
-            findings = outcome.findings
-            if findings is None or not (findings.heartbeat or loses_events(findings)):
+            report = outcome.report
+            if report is None or not (report.heartbeat or loses_events(report)):
                 continue
             self._send(ordinal, origins[first:at], payloads[first:at])
-            self._send_changed(ordinal, origins[at], payloads[at], findings)
+            self._send_changed(ordinal, origins[at], payloads[at], report)
             first = at + 1
         self._send(ordinal, origins[first:], payloads[first:])
         return applied
@@ -171,13 +170,13 @@ class Sequencer:
         incarnations, seqs = [origin.incarnation for origin in origins], [origin.seq for origin in origins]
         self._append_and_send([ordinal] * len(payloads), incarnations, seqs, payloads)
 
-    def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, findings: Findings) -> None:
+    def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Send a payload without its heartbeat, behind a skipped number if events are missing."""
-        if loses_events(findings):
+        if loses_events(report):
             # Before the batch: a relay that is killed in between skips a number again.
             self.skip_number()
         parts = [payload]
-        if findings.heartbeat is not None:
+        if report.heartbeat is not None:
             batch = decode_batch(payload).batch
             kept = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
             parts = self.encoder.encode_parts(kept)
@@ -231,7 +230,7 @@ class HeartbeatSchedule:
 
     def send_if_lower(self, trust: Trust, now: float) -> None:
         """Send a heartbeat if trust is below that of the last one, or below EXACT if there was none."""
-        if rank_of(trust.name) < rank_of("EXACT" if self._sent is None else self._sent.name):
+        if trust_order(trust.name) < trust_order("EXACT" if self._sent is None else self._sent.name):
             self.send_if_due(trust, now)
 
     def send(self, trust: Trust) -> None:
@@ -251,7 +250,7 @@ class HeartbeatSchedule:
 
     def _delay(self, trust: Trust) -> float:
         """Least time in seconds between the last heartbeat and one with this trust."""
-        if self._sent is None or rank_of(trust.name) < rank_of(self._sent.name):
+        if self._sent is None or trust_order(trust.name) < trust_order(self._sent.name):
             return 0.0
         is_same = (trust.name, trust.reason) == (self._sent.name, self._sent.reason)
         return self._heartbeat if is_same else self._trust_interval

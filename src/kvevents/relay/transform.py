@@ -18,12 +18,12 @@ from kvevents.relay.encoding import encode_parts, last_heartbeat, loses_events, 
 from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.relay.sequencer import IndexedStream, Sequencer
 from kvevents.relay.settings import RelayLimits, RelaySettings
-from kvevents.stream import Findings, RawBatch
+from kvevents.stream import BatchReport, RawBatch
 from kvevents.wire import Rejected, decode_batch
 from kvevents.wire.canonical import scope_of
 from kvevents.wire.dialects import Dialect
 
-Report: TypeAlias = Callable[[RawBatch, Findings], None]
+Report: TypeAlias = Callable[[RawBatch, BatchReport], None]
 
 
 class PassThrough:
@@ -39,8 +39,8 @@ class PassThrough:
         """See `Transform.forward`."""
         applied = self._sequencer.forward(ordinal, batches, [batch.payload for batch in batches])
         for at, outcome in applied.items():
-            if outcome.findings is not None:
-                self._report(batches[at], outcome.findings)
+            if outcome.report is not None:
+                self._report(batches[at], outcome.report)
 
     def retract(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is one upstream
         """See `Transform.retract`."""
@@ -108,22 +108,22 @@ class Transform:
         if received is not None:
             applied = received.apply([batch.payload]).get(0)
             # In a shared stream this state was restored from what was sent, which can lack blocks of the upstream.
-            agrees = None if applied is None or applied.findings is None or self._is_shared else applied.findings.agrees
+            agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         transformed = self._transforms[ordinal](batch)
         if not self.has_salted_prompts and any(each.has_salted_prompts for each in self._transforms.values()):
             # Before the batch is in the journal, so that a relay that is killed then knows.
             self.has_salted_prompts = True
             self._write_checkpoint()
-        findings = Findings(transformed.rejected, transformed.cleared, transformed.heartbeat, agrees)
-        if loses_events(findings):
+        report = BatchReport(transformed.rejected, transformed.cleared, transformed.heartbeat, agrees)
+        if loses_events(report):
             # Before the batch: a relay that is killed in between skips a number again.
             self._sequencer.skip_number()
         self._sequencer.forward(ordinal, [batch] * len(transformed.payloads), transformed.payloads)
-        if findings != _NO_FINDINGS:
-            self._report(batch, findings)
+        if report != _NO_FINDINGS:
+            self._report(batch, report)
 
 
-_NO_FINDINGS: Final = Findings()
+_NO_FINDINGS: Final = BatchReport()
 
 
 class TransformedBatch(NamedTuple):

@@ -10,17 +10,17 @@ from typing import Final, TypeAlias
 from kvevents.stream import (
     DEFAULT_STREAM_LIMITS,
     Checkpoint,
-    Doubt,
+    DegradedReason,
     Gap,
     RawBatch,
+    RawDelivery,
     Reset,
     Source,
     StreamLimits,
     Trust,
-    findings_of,
+    inspect_events,
+    trust_order,
 )
-from kvevents.stream.deliveries import RawDelivery
-from kvevents.stream.trust import rank_of
 from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.subscriber.transport import Transport
 
@@ -98,7 +98,7 @@ class Upstreams:
                 continue
             if isinstance(delivery, Gap) or self._is_new(ordinal, delivery):
                 new.append(delivery)
-            elif Doubt.IDENTITY in self.subscriber.status(delivery.source, delivery.rank).doubts:
+            elif DegradedReason.IDENTITY in self.subscriber.status(delivery.source, delivery.rank).degraded_reasons:
                 restarted.add(ordinal)
                 self._follow_from_start(ordinal)
             elif isinstance(delivery, RawBatch):
@@ -118,9 +118,9 @@ class Upstreams:
     def _report_findings(self, delivery: RawBatch) -> None:
         """Report what decoding a skipped batch shows: trust of the upstream in this process depends on it."""
         batch = delivery.decode()
-        findings = findings_of(batch.events, batch.rejected)
-        if findings is not None:
-            self.subscriber.report(delivery, findings)
+        report = inspect_events(batch.events, batch.rejected)
+        if report is not None:
+            self.subscriber.report(delivery, report)
 
     def _follow_from_start(self, ordinal: int) -> None:
         """Follow an upstream from number 0, since its numbers can be those of another incarnation."""
@@ -142,7 +142,7 @@ def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
 
 
 def _lowest(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
-    lowest = min((trust.name for trust in trusts.values()), key=rank_of)
+    lowest = min((trust.name for trust in trusts.values()), key=trust_order)
     if lowest == Trust.EXACT.name:
         return Trust.EXACT
     reasons = [f"{source} rank {rank}: {trust}" for (source, rank), trust in trusts.items() if trust.name == lowest]

@@ -222,18 +222,18 @@ _COUNTS: Final = (
     _Count("rejected_events", "Events that could not be decoded.", lambda counted: sum(counted.rejected.values())),
     _Count("replay_requests", "Replay requests sent.", lambda counted: counted.requests),
     _Count("heartbeats", "Heartbeats received with the publisher's digest.", lambda counted: counted.heartbeats),
-    _Count("digest_matches", "Heartbeats whose digest matched the index.", lambda counted: counted.agreements),
+    _Count("digest_matches", "Heartbeats whose digest matched the index.", lambda counted: counted.digests_matched),
     _Count(
         "divergences",
         "Heartbeats whose digest differed from the index without a known cause; stays at 0.",
-        lambda counted: counted.divergences,
+        lambda counted: counted.digests_mismatched,
     ),
 )
 _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]]], ...]] = (
     (
         "gaps",
         "Runs of missing batches by outcome; a run that was recovered in part counts for both outcomes.",
-        {"lost": lambda counted: counted.gaps, "recovered": lambda counted: counted.healed},
+        {"lost": lambda counted: counted.gaps, "recovered": lambda counted: counted.gaps_repaired},
     ),
     (
         "replays",

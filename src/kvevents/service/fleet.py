@@ -384,7 +384,7 @@ class Fleet(Listener):
     def on_failure(self, error: BaseException) -> None:
         """See `Listener`."""
         self.failure = f"{type(error).__name__}: {error}"
-        stale = Trust.STALE.because(f"the service follows nothing any more: {self.failure}")
+        stale = Trust.STALE.with_reason(f"the service follows nothing any more: {self.failure}")
         for member in list(self.members.values()):
             member.take(stale, (Reason.FAILED,), self._clock())
         self.state_version += 1

@@ -54,7 +54,7 @@ class Listener:
 class IndexSink:
     """Writes a subscriber's deliveries to the index, and calls the listener before and after that.
 
-    It is the `Sink` of the subscriber, which reports the findings to its streams.
+    It is the `Sink` of the subscriber, which reports the report to its streams.
     """
 
     def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:
@@ -67,8 +67,8 @@ class IndexSink:
         self.listener.on_received({(delivery.source, delivery.rank) for delivery in deliveries})
         outcomes = self._index.apply_many(deliveries)
         for delivery, applied in zip(deliveries, outcomes, strict=True):
-            if isinstance(delivery, RawBatch) and applied.findings is not None and applied.findings.rejected:
-                self.listener.on_rejected(delivery, applied.findings.rejected)
+            if isinstance(delivery, RawBatch) and applied.report is not None and applied.report.rejected:
+                self.listener.on_rejected(delivery, applied.report.rejected)
         return outcomes
 
 

@@ -107,9 +107,9 @@ class Member:
         faults = self._faults_in(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
-        doubts = self.status.doubts if self.status is not None else ()
+        doubts = self.status.degraded_reasons if self.status is not None else ()
         reasons = reasons_of(trust.name, doubts, faults, self.blamed)
-        return self.take(trust.because("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
+        return self.take(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
     def _faults_in(self, trust: Trust) -> list[Fault]:
         """Those faults of its endpoints that explain the state."""

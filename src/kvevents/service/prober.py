@@ -23,7 +23,7 @@ from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.member import Member
 from kvevents.service.reasons import Fault, Reason
 from kvevents.service.registration import Registration
-from kvevents.stream import Doubt, Trust
+from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake_async
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _in_doubt(member: Member) -> Which | None:
     """Which endpoint of a member has to be probed."""
     if member.trust in {Trust.CONNECTING, Trust.STALE}:
         return "endpoint"
-    is_silent = member.status is not None and Doubt.REPLAY_SILENT in member.status.doubts
+    is_silent = member.status is not None and DegradedReason.REPLAY_SILENT in member.status.degraded_reasons
     has_replay = member.registration.replay_endpoint is not None
     return "replay_endpoint" if has_replay and (is_silent or member.trust == Trust.REPLAYING) else None
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 
 
 class Reason(enum.StrEnum):
@@ -86,7 +86,9 @@ ENDPOINT_FAULTS: Final = frozenset(
     }
 )
 """Those for which nothing can come from an endpoint."""
-REASON_OF_DOUBT: Final[dict[Doubt, Reason]] = {doubt: Reason(doubt.name.lower().replace("_", "-")) for doubt in Doubt}
+REASON_OF_DOUBT: Final[dict[DegradedReason, Reason]] = {
+    doubt: Reason(doubt.name.lower().replace("_", "-")) for doubt in DegradedReason
+}
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
 """Of states that nothing else explains."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
@@ -99,7 +101,9 @@ class Fault(NamedTuple):
     sentence: str
 
 
-def reasons_of(state: str, doubts: Iterable[Doubt], faults: Collection[Fault], blamed: Collection[Fault]) -> tuple[Reason, ...]:
+def reasons_of(
+    state: str, doubts: Iterable[DegradedReason], faults: Collection[Fault], blamed: Collection[Fault]
+) -> tuple[Reason, ...]:
     """Every cause for which a source is in a state; at least one unless it is EXACT.
 
     `doubts` are those of the stream, `faults` what is wrong with its endpoints, `blamed` what the index says against it.

@@ -68,7 +68,7 @@ class Keeper:
             before = {(each.source, each.rank): each for each in standing()}
             _write_index(index, self.folder / _INDEX.format(generation))
             # The streams went on meanwhile. What was new to the snapshot comes again, and the index knows it by its number.
-            kept = [before[key].spanning(each) for each in standing() if (key := (each.source, each.rank)) in before]
+            kept = [before[key].merge_later(each) for each in standing() if (key := (each.source, each.rank)) in before]
             _write(streams, msgspec.msgpack.encode(kept))
             _write(self.folder / _CURRENT, generation.encode())
         except TimeoutError:

@@ -21,7 +21,7 @@ from kvevents.index import Applied, Namespace, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.results import Difference
 from kvevents.sim.sequence import Sequence
-from kvevents.stream import Batch, Gap, RawBatch, Reset, findings_of
+from kvevents.stream import Batch, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire.encode import batch_encoder
 
 MAX_EXAMPLES: Final = 10
@@ -168,7 +168,7 @@ class Audit:
         stream.life, stream.next = mark.life, mark.seq
 
     def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> Applied:
-        told, start = findings_of(batch.events, batch.rejected), 0
+        told, start = inspect_events(batch.events, batch.rejected), 0
         for split in splits:
             self._give(stream, _part(batch, batch.events[start:split]))
             start = split
@@ -177,8 +177,8 @@ class Audit:
         # Its digest is of the whole batch, wherever in it it stands.
         last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
         applied = self._give(stream, _part(batch, [*batch.events[start:], *last]))
-        agrees = applied.findings.agrees if applied.findings is not None else None
-        return Applied(applied.status, told and replace(told, agrees=agrees))
+        agrees = applied.report.digest_matches if applied.report is not None else None
+        return Applied(applied.status, told and replace(told, digest_matches=agrees))
 
     def _give(self, stream: _Stream, batch: Batch | RawBatch) -> Applied:
         number = stream.numbered

@@ -10,7 +10,7 @@ from kvevents.errors import PeerError
 from kvevents.index import Applied, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.audit import Audit
-from kvevents.stream import Batch, Doubt, Gap, RawBatch, Reset, Source
+from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 
 PAUSE: Final = 0.02
@@ -57,7 +57,9 @@ class Follower:
         An EXACT stream is that and up to date. Here it may be behind, as while a hole is being filled, and its replay endpoint,
         which is the fleet's own, need not be proven by a live batch. It must have no other doubts.
         """
-        return self._subscriber is not None and self._subscriber.status(*worker).doubts <= {Doubt.REPLAY_UNPROVEN}
+        return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
+            DegradedReason.REPLAY_UNPROVEN
+        }
 
     def statuses(self) -> list[StreamStatus]:
         """Of every stream, as of a moment ago."""

@@ -27,7 +27,7 @@ from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.sockets import Address, Sockets
 from kvevents.sim.timeline import Timeline
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 from kvevents.subscriber import StreamStatus
 
 CONNECT_SECONDS: Final = 10.0
@@ -169,7 +169,7 @@ class LiveFleet:
                 trust=str(status.trust),
                 batches=status.counters.delivered,
                 replayed=status.counters.replayed,
-                healed=status.counters.healed,
+                healed=status.counters.gaps_repaired,
                 lost=status.counters.lost,
                 resets=status.counters.resets,
                 reconnects=status.counters.reconnects,
@@ -227,7 +227,11 @@ class LiveFleet:
         return self._has_arrived(status) and status.trust.name == "EXACT"
 
     def _is_unproven(self, status: StreamStatus) -> bool:
-        return self._has_arrived(status) and status.trust.name == "DEGRADED" and status.doubts == {Doubt.REPLAY_UNPROVEN}
+        return (
+            self._has_arrived(status)
+            and status.trust.name == "DEGRADED"
+            and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+        )
 
     def _has_arrived(self, status: StreamStatus) -> bool:
         """Whether a subscriber has all batches of a life. A life of which it saw nothing it cannot have counted."""

@@ -1,23 +1,26 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
-from kvevents.stream.checkpoint import Checkpoint, Fingerprint
-from kvevents.stream.deliveries import Batch, Delivery, Gap, RawBatch, RawDelivery, Reset
-from kvevents.stream.findings import Findings, findings_of
+from kvevents.stream.checkpoint import Checkpoint, Fingerprint, StreamPosition
+from kvevents.stream.deliveries import Batch, BatchT, Delivery, Gap, RawBatch, RawDelivery, Reset
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.machine import Stream
+from kvevents.stream.report import BatchReport, inspect_events
 from kvevents.stream.source import Source
-from kvevents.stream.state import TRANSITIONS, Ask, Phase, StreamCounters
-from kvevents.stream.trust import Doubt, Trust
+from kvevents.stream.state import TRANSITIONS, FetchRequest, Phase, StreamCounters, payload_digest
+from kvevents.stream.trust import PERSISTENT_REASONS, REASONS_ENDED_BY_CLEAR, DegradedReason, Trust, TrustLedger, trust_order
 
 __all__ = [
     "DEFAULT_STREAM_LIMITS",
+    "PERSISTENT_REASONS",
+    "REASONS_ENDED_BY_CLEAR",
     "TRANSITIONS",
-    "Ask",
     "Batch",
+    "BatchReport",
+    "BatchT",
     "Checkpoint",
+    "DegradedReason",
     "Delivery",
-    "Doubt",
-    "Findings",
+    "FetchRequest",
     "Fingerprint",
     "Gap",
     "Phase",
@@ -28,6 +31,10 @@ __all__ = [
     "Stream",
     "StreamCounters",
     "StreamLimits",
+    "StreamPosition",
     "Trust",
-    "findings_of",
+    "TrustLedger",
+    "inspect_events",
+    "payload_digest",
+    "trust_order",
 ]

@@ -92,9 +92,9 @@ RawDelivery: TypeAlias = RawBatch | Reset | Gap
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    B = TypeVar("B", bound=Batch | RawBatch, default=Batch)
+    BatchT = TypeVar("BatchT", bound=Batch | RawBatch, default=Batch)
 else:
     from typing import TypeVar
 
     # A default is news of Python 3.13, and for type checkers only: `Subscriber` alone means `Subscriber[Batch]`.
-    B = TypeVar("B")
+    BatchT = TypeVar("BatchT")

@@ -14,7 +14,7 @@ MAX_ANCHORS: Final = 16
 """Each connection of which nothing could be proven needs two; if there are more of them in a row, a doubt stays."""
 
 
-class Suspects:
+class Quarantine:
     """Live frames that wait until it is known whether their publisher is the one from before, in the order they came in."""
 
     def __init__(self, limits: StreamLimits) -> None:
@@ -82,7 +82,7 @@ def _number(live: Live) -> int:
     return live.seq
 
 
-class Proof:
+class FingerprintChain:
     """What replay must repeat, so that all that was delivered is known to be of one life: the *anchors*.
 
     A life may be like another one up to some number only, or from one number to another. So of each connection since replay and
@@ -134,20 +134,20 @@ class Proof:
         """The next one."""
         return next((anchor for anchor in self.anchors if anchor.seq > seq), None)
 
-    def joined(self, other: Proof) -> Proof:
+    def joined(self, other: FingerprintChain) -> FingerprintChain:
         """What both need, of one stream."""
         of_both = {anchor.seq: anchor for anchor in (*other.anchors, *self.anchors)}
         anchors = [of_both[seq] for seq in sorted(of_both)]
-        found = Proof(anchors[:MAX_ANCHORS], is_lost=self.is_lost or other.is_lost)
+        found = FingerprintChain(anchors[:MAX_ANCHORS], is_lost=self.is_lost or other.is_lost)
         found.needs(*anchors[MAX_ANCHORS:])
         return found
 
-    def until(self, seq: int) -> Proof:
+    def until(self, seq: int) -> FingerprintChain:
         """The same for what was delivered up to this number."""
-        return Proof([anchor for anchor in self.anchors if anchor.seq <= seq], is_lost=self.is_lost)
+        return FingerprintChain([anchor for anchor in self.anchors if anchor.seq <= seq], is_lost=self.is_lost)
 
 
-class Evidence:
+class CrossCheck:
     """Whether what was replayed and what came live are of one publisher and of one life.
 
     A replay endpoint may belong to another engine, for one answer or for all of them, or be answered by the next life while the

@@ -50,17 +50,16 @@ from typing import Any, Final, Generic, overload
 
 from kvevents.errors import ConfigError
 from kvevents.events import Heartbeat
-from kvevents.stream.checkpoint import Checkpoint, Standing
-from kvevents.stream.deliveries import B, Batch, Gap, RawBatch, Reset
-from kvevents.stream.doubts import Doubts
-from kvevents.stream.findings import Findings, findings_of
-from kvevents.stream.identity import Evidence, Proof, Suspects
+from kvevents.stream.checkpoint import Checkpoint, StreamPosition
+from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Reset
+from kvevents.stream.heartbeat import HeartbeatMonitor
+from kvevents.stream.identity import CrossCheck, FingerprintChain, Quarantine
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
-from kvevents.stream.pending import Pending, Recent
-from kvevents.stream.sender import Sender
+from kvevents.stream.pending import ReorderBuffer, ReplayedDigests
+from kvevents.stream.report import BatchReport, inspect_events
 from kvevents.stream.source import Source
-from kvevents.stream.state import TRANSITIONS, Anchor, Ask, OpenAsk, Phase, StreamCounters, digest_of
-from kvevents.stream.trust import Doubt, Trust
+from kvevents.stream.state import TRANSITIONS, Anchor, FetchRequest, OpenAsk, Phase, StreamCounters, payload_digest
+from kvevents.stream.trust import DegradedReason, Trust, TrustLedger
 from kvevents.wire import (
     MAX_SEQ,
     Decoded,
@@ -74,11 +73,11 @@ from kvevents.wire import (
 )
 from kvevents.wire.peek import begins_with_clear, ends_with_digest
 
-_APART: Final = (Phase.CONNECTING, Phase.DOWN, Phase.RESTORED)
+_APART: Final = (Phase.CONNECTING, Phase.DISCONNECTED, Phase.RESTORED)
 """Phases without a connection."""
 
 
-class Stream(Generic[B]):
+class Stream(Generic[BatchT]):
     """Feed it (`connected`, `disconnected`, `receive_live`, `receive_replay`, `tick`), then take `deliveries()` and `ask()`.
 
     `now` is any monotone clock in seconds. After each feeding call take the deliveries; send what `ask()` returns; call `tick`
@@ -129,11 +128,11 @@ class Stream(Generic[B]):
         self.topic = source.topic.encode()
         """The topic of the newest message."""
         self._out: list[Any] = []
-        self._pending = Pending(limits)
-        self._suspects = Suspects(limits)
+        self._pending = ReorderBuffer(limits)
+        self._suspects = Quarantine(limits)
         self._ask: OpenAsk | None = None
-        self._doubts = Doubts()
-        self._sender = Sender(limits)
+        self._doubts = TrustLedger()
+        self._sender = HeartbeatMonitor(limits)
         self._now = 0.0
         self._heard_at = 0.0
         self._probed_at = 0.0
@@ -152,7 +151,7 @@ class Stream(Generic[B]):
         """When replay may be asked again for a live batch; see `_confirm_soon`."""
         self._begin_life()
         if not source.replay_endpoint:
-            self._doubt(Doubt.NO_REPLAY)
+            self._doubt(DegradedReason.NO_REPLAY)
 
     def _begin_life(self) -> None:
         self._expected = 0
@@ -160,9 +159,9 @@ class Stream(Generic[B]):
         self._last_live = -1
         self._last: Anchor | None = None
         """The newest batch delivered in this life."""
-        self._proof = Proof()
-        self._evidence = Evidence()
-        self._recent = Recent(self._limits)
+        self._proof = FingerprintChain()
+        self._evidence = CrossCheck()
+        self._recent = ReplayedDigests(self._limits)
         self._part = self._cut_part = self._unfinished_part = -1
         """Numbers of parts of a snapshot: the newest one delivered, if the answer may hold the next; the newest one behind
         which an answer stopped; and the newest one that says of itself that it is not the last."""
@@ -182,33 +181,33 @@ class Stream(Generic[B]):
         if self.phase is Phase.CONNECTING:
             return Trust.CONNECTING
         if self.phase in _APART:
-            return Trust.STALE.because(self.phase.value)
+            return Trust.STALE.with_reason(self.phase.value)
         if self.phase is not Phase.FOLLOWING:
-            return Trust.REPLAYING.because(_PACED if self._is_paced else self.phase.value)
+            return Trust.REPLAYING.with_reason(_PACED if self._is_paced else self.phase.value)
         return self._trust_of_what_is_followed()
 
     def _trust_of_what_is_followed(self) -> Trust:
         if self._doubts:
-            stale = self._silent or (Doubt.SENDER in self._doubts and self._sender.trust == Trust.STALE)
-            doubts = [doubt for doubt in Doubt if doubt in self.doubts]
-            return (Trust.STALE if stale else Trust.DEGRADED).because("; ".join(map(self._sentence, doubts)))
+            stale = self._silent or (DegradedReason.SENDER in self._doubts and self._sender.trust == Trust.STALE)
+            doubts = [doubt for doubt in DegradedReason if doubt in self.degraded_reasons]
+            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(map(self._sentence, doubts)))
         if not self._is_unproven:
             return Trust.EXACT
         if self._evidence.joint is not None and not self._failed_comparisons:
-            return Trust.REPLAYING.because(_JOINED)
-        return Trust.DEGRADED.because(Doubt.REPLAY_UNPROVEN.value)
+            return Trust.REPLAYING.with_reason(_JOINED)
+        return Trust.DEGRADED.with_reason(DegradedReason.REPLAY_UNPROVEN.value)
 
     @property
     def _is_unproven(self) -> bool:
         return self.phase not in _APART and self._can_replay and self._evidence.is_missing
 
-    def _sentence(self, doubt: Doubt) -> str:
-        if doubt is Doubt.SENDER:
+    def _sentence(self, doubt: DegradedReason) -> str:
+        if doubt is DegradedReason.SENDER:
             return self._sender.trust.reason or doubt.value
-        return self._sender.silence if doubt is Doubt.SILENT else doubt.value
+        return self._sender.silence if doubt is DegradedReason.SILENT else doubt.value
 
     @property
-    def doubts(self) -> frozenset[Doubt]:
+    def degraded_reasons(self) -> frozenset[DegradedReason]:
         """Why the stream is, or would be, DEGRADED. `REPLAY_UNPROVEN` is among them while a comparison is on its way."""
         found = frozenset(self._doubts)
         return found | _UNPROVEN if self._is_unproven else found
@@ -223,15 +222,15 @@ class Stream(Generic[B]):
         """Batches held back because an earlier one is missing."""
         return len(self._pending) + len(self._suspects)
 
-    def standing(self) -> Standing:
+    def position(self) -> StreamPosition:
         """What a checkpoint keeps, once the deliveries so far were taken."""
         proof = self._proof.until(self._expected - 1)
         proof.needs(self._evidence.before, *self._evidence.anchors, self._last)
-        return Standing(self.incarnation, self._expected - 1, proof, self._replay_seen, self._doubts.kept())
+        return StreamPosition(self.incarnation, self._expected - 1, proof, self._replay_seen, self._doubts.kept())
 
     # --- take ------------------------------------------------------------------------------------------------------------
 
-    def deliveries(self) -> list[B | Reset | Gap]:
+    def deliveries(self) -> list[BatchT | Reset | Gap]:
         """What became deliverable since the last call, in order."""
         if self._due is not None and self.phase not in _APART:
             self._start_over(self._due)
@@ -239,11 +238,11 @@ class Stream(Generic[B]):
         return out
 
     @property
-    def asking(self) -> bool:
+    def is_fetching(self) -> bool:
         """Whether a replay request is open, sent or not."""
         return self._ask is not None
 
-    def ask(self, now: float) -> Ask | None:
+    def request_to_send(self, now: float) -> FetchRequest | None:
         """The replay request to send now, once; its clock starts here. None while requests are paced: see `deadline`."""
         ask = self._ask
         if ask is None or ask.sent:
@@ -253,12 +252,12 @@ class Stream(Generic[B]):
             return None
         # Each request uses up one interval. Unused intervals are kept for later, as many as requests may come at once.
         interval = self._limits.request_interval
-        self._paid_until = max(self._paid_until, now - (self._limits.max_requests_at_once - 1) * interval) + interval
+        self._paid_until = max(self._paid_until, now - (self._limits.max_request_burst - 1) * interval) + interval
         ask.sent = True
         ask.heard_at = now
         ask.expected_before = self._expected
         self.counters.requests += 1
-        return Ask(ask.start, ask.fresh)
+        return FetchRequest(ask.start, ask.fresh)
 
     def deadline(self) -> float | None:
         """When `tick` is due, unless something arrives before."""
@@ -270,9 +269,9 @@ class Stream(Generic[B]):
             if self._ask.sent:
                 return self._patience_ends(self._ask)
             return self._paid_until if self._is_paced else None
-        if self.phase is not Phase.FOLLOWING or Doubt.NO_REPLAY in self._doubts:
+        if self.phase is not Phase.FOLLOWING or DegradedReason.NO_REPLAY in self._doubts:
             return None
-        return self._probe_due() if self._can_replay else self._distrusted_at + self._limits.believe_again
+        return self._probe_due() if self._can_replay else self._distrusted_at + self._limits.distrust_cooldown
 
     # --- feed ------------------------------------------------------------------------------------------------------------
 
@@ -289,17 +288,17 @@ class Stream(Generic[B]):
         # Somebody may hold more than the checkpoint tells of: another life is always a reset.
         self._emitted = True
         self._replay_seen = checkpoint.replay_seen
-        self._proof = checkpoint.proof()
+        self._proof = checkpoint.fingerprint_chain()
         self._last = self._proof.until(checkpoint.last_seq).last
         if self._last is not None and not self._last.live:
             self._evidence.unproven = self._last
-        for name, through in checkpoint.doubts.items():
-            self._doubts.add(Doubt[name], through)
+        for name, through in checkpoint.degraded_reasons.items():
+            self._doubts.add(DegradedReason[name], through)
 
     def connected(self, now: float) -> None:
         """The subscription is up. Every frame of an earlier connection must have been fed before."""
         self._now = self._heard_at = now
-        self._doubts.discard(Doubt.REPLAY_FOREIGN)
+        self._doubts.discard(DegradedReason.REPLAY_FOREIGN)
         if self.phase is Phase.CONNECTING:
             self._start_life()
             self._admit_suspects()
@@ -318,7 +317,7 @@ class Stream(Generic[B]):
             self._restart_with_suspects("restored with nothing by which to recognise the publisher")
         elif not self._can_replay:
             if self._emitted:
-                self._doubt(Doubt.IDENTITY)
+                self._doubt(DegradedReason.IDENTITY)
             self._go_on_unproven()
         elif anchor is None:
             # Nothing was delivered by which a life could be told: what waits from before the reconnect may be another's.
@@ -335,7 +334,7 @@ class Stream(Generic[B]):
         self._ask = None
         self._sender.disconnected()
         self._heard()
-        self._enter(Phase.DOWN)
+        self._enter(Phase.DISCONNECTED)
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message from the SUB socket, whatever they are."""
@@ -345,7 +344,7 @@ class Stream(Generic[B]):
         else:
             self._receive(live, now)
 
-    def coming(self, limit: int) -> range:
+    def expected_run(self, limit: int) -> range:
         """Numbers of the next live batches, at most `limit`, for whoever reads ahead for `receive_run`.
 
         Empty while anything is unsettled: then each message must go to `receive_live`.
@@ -394,7 +393,7 @@ class Stream(Generic[B]):
 
     def _note_connection_of(self, live: Live) -> None:
         """While the connection is gone, a frame may still be of the one before."""
-        if self._evidence.first_live is None and self.phase not in (Phase.DOWN, Phase.RESTORED):
+        if self._evidence.first_live is None and self.phase not in (Phase.DISCONNECTED, Phase.RESTORED):
             self._evidence.first_live = live.seq
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
@@ -416,10 +415,10 @@ class Stream(Generic[B]):
             if reply.topic is not None:
                 self.topic = reply.topic
             self._replayed(ask, reply)
-            if self._ask is ask and ask.useless > self._limits.max_useless_replies:
+            if self._ask is ask and ask.useless > self._limits.max_duplicate_replies:
                 self._unanswered(ask)
 
-    def replay_waits(self, now: float) -> None:
+    def defer_replay_timeout(self, now: float) -> None:
         """An answer has arrived, and is fed later: until then it is not late."""
         if self._ask is not None:
             self._ask.heard_at = now
@@ -430,7 +429,7 @@ class Stream(Generic[B]):
         silent = self._silent_at()
         if silent is not None and now >= silent:
             self._silent = True
-            self._doubt(Doubt.SILENT)
+            self._doubt(DegradedReason.SILENT)
         ask = self._ask
         if ask is not None:
             if ask.sent and now >= self._patience_ends(ask):
@@ -439,7 +438,7 @@ class Stream(Generic[B]):
             self._believe_again()
             self._probe()
 
-    def report(self, delivery: Batch | RawBatch, findings: Findings) -> None:
+    def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
         """What reading and applying a delivered batch has shown; of a decoded one only whether the state agrees is news.
 
         It may come late and in any order: a clear or an agreement heals the doubts that are older than its batch, and no newer
@@ -449,24 +448,24 @@ class Stream(Generic[B]):
         if (incarnation, seq) >= (self.incarnation, self._expected):
             return
         if isinstance(delivery, RawBatch):
-            self._found(delivery, findings)
-        if findings.agrees is not None and incarnation == self.incarnation:
-            self._compared(seq, agrees=findings.agrees, live=not delivery.replayed)
+            self._found(delivery, report)
+        if report.digest_matches is not None and incarnation == self.incarnation:
+            self._compared(seq, matches=report.digest_matches, live=not delivery.replayed)
             first_live = self._evidence.first_live
-            if findings.agrees and not delivery.replayed and first_live is not None and seq >= first_live:
+            if report.digest_matches and not delivery.replayed and first_live is not None and seq >= first_live:
                 # The state is that of the sender which is heard on this connection, wherever it came from.
                 self._evidence.vouched_for(seq)
 
-    def _found(self, delivery: Batch | RawBatch, findings: Findings) -> None:
-        seq, heartbeat = delivery.seq, findings.heartbeat
-        for each in findings.rejected:
+    def _found(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
+        seq, heartbeat = delivery.seq, report.heartbeat
+        for each in report.rejected:
             self._count(self.counters.rejected, each.reason, each.count)
         self.counters.heartbeats += heartbeat is not None
         if delivery.incarnation != self.incarnation:
             return
-        if findings.cleared:
+        if report.cleared:
             self._doubts.clear(seq)
-        if any(each.loses_events for each in findings.rejected):
+        if any(each.loses_events for each in report.rejected):
             self._doubts.reject(seq)
         if heartbeat is not None and delivery.replayed and heartbeat.trust != Trust.EXACT.name:
             self._unfinished_part = seq
@@ -479,37 +478,37 @@ class Stream(Generic[B]):
     def _take_heartbeat(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> None:
         sender = self._sender
         if sender.is_another(heartbeat, live=live):
-            self._doubts.add(Doubt.IDENTITY, seq - 1)
+            self._doubts.add(DegradedReason.IDENTITY, seq - 1)
             if sender.may_be_reborn():
                 self._due = f"publisher restarted: it is of another life at number {seq} than before"
         if sender.says(seq, heartbeat, live=live):
-            self._doubts.discard(Doubt.SENDER)
+            self._doubts.discard(DegradedReason.SENDER)
             if sender.trust != Trust.EXACT:
-                self._doubts.add(Doubt.SENDER, seq)
+                self._doubts.add(DegradedReason.SENDER, seq)
 
-    def _compared(self, seq: int, *, agrees: bool, live: bool) -> None:
+    def _compared(self, seq: int, *, matches: bool, live: bool) -> None:
         """A consumer's state after batch `seq` is what the sender held then, or something else."""
-        if agrees:
-            self.counters.agreements += 1
+        if matches:
+            self.counters.digests_matched += 1
             self._sender.agreed(seq, live=live)
             self._doubts.agree(seq)
             return
         explained = self._doubts.explains(seq)
         if self._doubts.diverge(seq):
-            self.counters.divergences += not explained
+            self.counters.digests_mismatched += not explained
             if self._sender.may_send_again(seq) and self._can_replay:
                 self._due = f"what was delivered up to number {seq} is not what its sender holds"
 
     def _start_over(self, reason: str) -> None:
         """Begin from nothing, as a heartbeat has shown that it is needed."""
-        doubted = Doubt.SENDER in self._doubts
+        doubted = DegradedReason.SENDER in self._doubts
         if self.phase is Phase.VERIFYING:
             self._restart_with_suspects(reason)
         else:
             self._restart(reason)
         if doubted:
             # What it said of itself it has not taken back.
-            self._doubts.add(Doubt.SENDER, -1)
+            self._doubts.add(DegradedReason.SENDER, -1)
 
     def _silent_at(self) -> float | None:
         """When a sender that promised to speak counts as silent; None where it did not, or does already."""
@@ -517,13 +516,13 @@ class Stream(Generic[B]):
 
     def _heard(self) -> None:
         self._silent = False
-        self._doubts.discard(Doubt.SILENT)
+        self._doubts.discard(DegradedReason.SILENT)
 
     # --- life and identity -----------------------------------------------------------------------------------------------
 
     @property
     def _can_replay(self) -> bool:
-        return not (Doubt.NO_REPLAY in self._doubts or Doubt.REPLAY_FOREIGN in self._doubts)
+        return not (DegradedReason.NO_REPLAY in self._doubts or DegradedReason.REPLAY_FOREIGN in self._doubts)
 
     def _start_life(self) -> None:
         if self._can_replay:
@@ -548,30 +547,30 @@ class Stream(Generic[B]):
         self._conflicts += 1
         if self._conflicts >= self._limits.max_conflicts:
             self._distrust()
-            self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
+            self._doubts.discard(DegradedReason.REPLAY_UNCONFIRMED)
         else:
-            self._doubt(Doubt.REPLAY_UNCONFIRMED)
+            self._doubt(DegradedReason.REPLAY_UNCONFIRMED)
         self._restart(reason)
 
     def _contradicted(self, reason: str) -> None:
         """The newest batch is not what replay has: of one that was not believed before, that is no news."""
         if self._asks_the_foreign:
             self._ask = None
-            self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
+            self._doubts.discard(DegradedReason.REPLAY_UNCONFIRMED)
             self._distrust()
         else:
             self._conflict(reason)
 
     def _distrust(self) -> None:
-        self._doubt(Doubt.REPLAY_FOREIGN)
+        self._doubt(DegradedReason.REPLAY_FOREIGN)
         self._distrusted_at = self._now
         self._asks_the_foreign = False
 
     def _believe_again(self) -> None:
         """What contradicted the live stream may have been many restarts in a row; whether it agrees now is worth a question."""
-        if Doubt.REPLAY_FOREIGN in self._doubts:
-            self._doubts.discard(Doubt.REPLAY_FOREIGN)
-            self._doubt(Doubt.REPLAY_UNCONFIRMED)
+        if DegradedReason.REPLAY_FOREIGN in self._doubts:
+            self._doubts.discard(DegradedReason.REPLAY_FOREIGN)
+            self._doubt(DegradedReason.REPLAY_UNCONFIRMED)
             self._asks_the_foreign = True
 
     def _distrust_replay(self) -> None:
@@ -590,7 +589,7 @@ class Stream(Generic[B]):
         self._early_ends = 0
         self._conflicts = self._voided = 0
         self._asks_the_foreign = False
-        self._doubts.discard(Doubt.REPLAY_UNCONFIRMED)
+        self._doubts.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
     # --- live frames -----------------------------------------------------------------------------------------------------
 
@@ -628,7 +627,7 @@ class Stream(Generic[B]):
     def _overlap(self, live: Live) -> None:
         """Replay was faster than the live stream: the same batch must come again."""
         known = self._recent.take(live.seq)
-        if known is not None and known != digest_of(live.payload):
+        if known is not None and known != payload_digest(live.payload):
             self._conflict(f"publisher restarted: number {live.seq} came live with another content than replayed")
             self._follow(live)
             return
@@ -733,7 +732,7 @@ class Stream(Generic[B]):
         """The answer goes on. That alone must not begin the count of vain answers anew: each of them repeats its anchors."""
         ask.heard_at = self._now
         ask.useless = 0
-        self._doubts.discard(Doubt.REPLAY_SILENT)
+        self._doubts.discard(DegradedReason.REPLAY_SILENT)
 
     def _replayed(self, ask: OpenAsk, reply: ReplayBatch) -> None:
         first, ask.first = ask.first, False
@@ -831,8 +830,8 @@ class Stream(Generic[B]):
         if ask.reunites:
             # Any other one says nothing of the life before a reconnect.
             if not self._proof.is_lost:
-                self._doubts.discard(Doubt.IDENTITY)
-            self._proof = Proof(is_lost=Doubt.IDENTITY in self._doubts)
+                self._doubts.discard(DegradedReason.IDENTITY)
+            self._proof = FingerprintChain(is_lost=DegradedReason.IDENTITY in self._doubts)
         following = None if ask.fills else self._evidence.behind(anchor.seq)
         if following is not None:
             ask.anchor = following
@@ -943,7 +942,7 @@ class Stream(Generic[B]):
 
     def _doubt_cut_snapshot(self) -> None:
         if self._cut_part >= 0 and self._cut_part == self._unfinished_part:
-            self._doubts.add(Doubt.LOST, self._cut_part)
+            self._doubts.add(DegradedReason.LOST, self._cut_part)
 
     def _end_of_reply(self, ask: OpenAsk) -> None:
         self._end_snapshot()
@@ -959,7 +958,7 @@ class Stream(Generic[B]):
         else:
             self.counters.truncated += 1
             ask.fruitless = 0 if self._expected > ask.expected_before else ask.fruitless + 1
-            if ask.fruitless < self._limits.max_fruitless:
+            if ask.fruitless < self._limits.max_incomplete_answers:
                 self._ask_again(ask)
                 return
             ask.fruitless = 0
@@ -971,7 +970,7 @@ class Stream(Generic[B]):
             if ask.confirms and self._evidence.is_missing:
                 # An answer that a socket has cut holds more than its first batch.
                 self._early_ends += ask.start == ask.newest < ask.joint_before
-                if self._early_ends >= self._limits.max_fruitless:
+                if self._early_ends >= self._limits.max_incomplete_answers:
                     # It repeats what replay has brought, and nothing that came live since: another stream, or another life.
                     ends = f"replay ends at number {ask.newest}, before live number {ask.joint_before}"
                     self._contradicted(f"publisher restarted: {ends}")
@@ -997,7 +996,7 @@ class Stream(Generic[B]):
         ask.fruitless += 1
         forgotten = "replay starts after it" if ask.beyond else "replay ends before it"
         reason = f"publisher restarted, or forgot number {anchor.seq}: {forgotten}"
-        if ask.fruitless < self._limits.max_fruitless:
+        if ask.fruitless < self._limits.max_incomplete_answers:
             self._ask_again(ask)
         elif not self._replay_seen and ask.start > 0:
             # Does it hold anything at all? Then it has forgotten, or never known, the anchor.
@@ -1025,7 +1024,7 @@ class Stream(Generic[B]):
             self._comparison_failed()
             self._ask = None
             if ask.reunites or anchor == self._proof.first:
-                self._proof = Proof(is_lost=Doubt.IDENTITY in self._doubts)
+                self._proof = FingerprintChain(is_lost=DegradedReason.IDENTITY in self._doubts)
 
     def _cannot_be_proven(self, reason: str) -> None:
         """Replay has brought something that it holds no more: no answer can show any longer whose that was.
@@ -1034,14 +1033,14 @@ class Stream(Generic[B]):
         """
         self._comparison_failed()
         self._ask = None
-        if self._voided < self._limits.max_diverged_restarts:
+        if self._voided < self._limits.max_consecutive_resyncs:
             self._voided += 1
             self._restart(reason)
 
     def _unproven(self) -> None:
         self._comparison_failed()
         self._ask = None
-        self._doubt(Doubt.IDENTITY)
+        self._doubt(DegradedReason.IDENTITY)
         if self.phase is Phase.VERIFYING:
             self._go_on_unproven()
         if self._expected <= self._newest and self._ask is None:
@@ -1054,17 +1053,17 @@ class Stream(Generic[B]):
         self._admit_suspects()
 
     def _patience_ends(self, ask: OpenAsk) -> float:
-        return ask.heard_at + (self._limits.replay_timeout if ask.first else self._limits.reply_silence)
+        return ask.heard_at + (self._limits.replay_timeout if ask.first else self._limits.reply_idle_timeout)
 
     def _unanswered(self, ask: OpenAsk) -> None:
         """Time is up: nothing came, or nothing new."""
         self._end_snapshot()
         self.counters.unanswered += 1
         ask.unanswered = 0 if self._expected > ask.expected_before else ask.unanswered + 1
-        if ask.unanswered < self._limits.max_unanswered:
+        if ask.unanswered < self._limits.max_unanswered_requests:
             self._ask_again(ask, fresh=True)
             return
-        self._doubt(Doubt.REPLAY_SILENT)
+        self._doubt(DegradedReason.REPLAY_SILENT)
         self._probed_at = self._now
         self._probes += 1
         if self.phase is Phase.VERIFYING:
@@ -1084,7 +1083,7 @@ class Stream(Generic[B]):
     # --- checks of a quiet stream ----------------------------------------------------------------------------------------
 
     def _probe_due(self) -> float:
-        quiet = self._limits.quiet_before_probe
+        quiet = self._limits.idle_before_probe
         if self._probes == 0:
             return self._heard_at + quiet
         return self._probed_at + min(quiet * (1 << min(self._probes, 16)), self._limits.max_probe_interval)
@@ -1106,7 +1105,7 @@ class Stream(Generic[B]):
 
     def _comparison_failed(self) -> None:
         """Replay did not say what it has under the number of a live batch."""
-        pause = self._limits.quiet_before_probe * (1 << min(self._failed_comparisons, 16))
+        pause = self._limits.idle_before_probe * (1 << min(self._failed_comparisons, 16))
         self._failed_comparisons += 1
         self._compare_at = self._now + min(pause, self._limits.max_probe_interval)
 
@@ -1116,7 +1115,7 @@ class Stream(Generic[B]):
         self._expected = seq + 1
         self._newest = max(self._newest, seq)
         if replayed:
-            self.counters.healed += self._last is not None and self._last.live
+            self.counters.gaps_repaired += self._last is not None and self._last.live
             self._remember(seq, payload)
         before, self._last = self._last, Anchor(seq, payload, not replayed)
         if self._proof.wants_next:
@@ -1186,9 +1185,9 @@ class Stream(Generic[B]):
             rejected,
         )
         self._out.append(delivery)
-        findings = findings_of(batch.events, rejected)
-        if findings is not None:
-            self._found(delivery, findings)
+        report = inspect_events(batch.events, rejected)
+        if report is not None:
+            self._found(delivery, report)
 
     def _remember(self, seq: int, payload: bytes) -> None:
         self.counters.replayed += 1
@@ -1232,7 +1231,7 @@ class Stream(Generic[B]):
         else:
             self.counters.gaps += 1
             self.counters.lost += count
-            self._doubt(Doubt.LOST)
+            self._doubt(DegradedReason.LOST)
         self._drain()
 
     def _settle_if_complete(self) -> None:
@@ -1257,7 +1256,7 @@ class Stream(Generic[B]):
             self._enter(Phase.FOLLOWING)
         self._confirm_soon()
 
-    def _doubt(self, doubt: Doubt) -> None:
+    def _doubt(self, doubt: DegradedReason) -> None:
         """A doubt arises about everything delivered or given up so far, not about what follows."""
         self._doubts.add(doubt, self._expected - 1)
 
@@ -1274,4 +1273,4 @@ class Stream(Generic[B]):
 _PACED: Final = "many replay requests in a row have not shown that nothing is missing; the next one has to wait"
 _JOINED: Final = "a live batch is compared with what replay says of its number"
 _AT_ONCE: Final = float("-inf")
-_UNPROVEN: Final = frozenset({Doubt.REPLAY_UNPROVEN})
+_UNPROVEN: Final = frozenset({DegradedReason.REPLAY_UNPROVEN})

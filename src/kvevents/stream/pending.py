@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 
 from kvevents.stream.limits import StreamLimits
-from kvevents.stream.state import digest_of
+from kvevents.stream.state import payload_digest
 
 
-class Pending:
+class ReorderBuffer:
     """A bounded reorder buffer."""
 
     def __init__(self, limits: StreamLimits) -> None:
@@ -67,8 +67,8 @@ class Pending:
         return count
 
 
-class Recent:
-    """Digests of the replayed batches that were delivered last, at most `StreamLimits.max_recent` of them."""
+class ReplayedDigests:
+    """Digests of the replayed batches that were delivered last, at most `StreamLimits.max_replayed_digests` of them."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
@@ -77,8 +77,8 @@ class Recent:
     def add(self, seq: int, payload: bytes) -> None:
         """Remember one, and forget the oldest for it."""
         self._digests.pop(seq, None)
-        self._digests[seq] = digest_of(payload)
-        if len(self._digests) > self._limits.max_recent:
+        self._digests[seq] = payload_digest(payload)
+        if len(self._digests) > self._limits.max_replayed_digests:
             del self._digests[next(iter(self._digests))]
 
     def take(self, seq: int) -> bytes | None:

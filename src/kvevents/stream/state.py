@@ -15,7 +15,7 @@ class Phase(enum.Enum):
     CATCHING_UP = "batches are missing; replay was asked for"
     VERIFYING = "reconnected; is the publisher still the same?"
     FOLLOWING = "live batches are delivered as they come"
-    DOWN = "disconnected"
+    DISCONNECTED = "disconnected"
     RESTORED = "restored; not yet connected"
 
 
@@ -27,19 +27,19 @@ TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
     Phase.CATCHING_UP: {
         Phase.CATCHING_UP: "the publisher restarted, or holds something else; from 0 again",
         Phase.FOLLOWING: "nothing is missing, or what is missing was given up",
-        Phase.DOWN: "disconnected",
+        Phase.DISCONNECTED: "disconnected",
     },
     Phase.VERIFYING: {
         Phase.CATCHING_UP: "same life: fetch what was missed; other life: from 0",
         Phase.FOLLOWING: "no answer: goes on, degraded",
-        Phase.DOWN: "disconnected",
+        Phase.DISCONNECTED: "disconnected",
     },
     Phase.FOLLOWING: {
         Phase.CATCHING_UP: "a number is missing; or the publisher restarted, or holds something else: from 0",
         Phase.FOLLOWING: "the publisher restarted, without a replay endpoint",
-        Phase.DOWN: "disconnected",
+        Phase.DISCONNECTED: "disconnected",
     },
-    Phase.DOWN: {
+    Phase.DISCONNECTED: {
         Phase.VERIFYING: "reconnected",
         Phase.CATCHING_UP: "reconnected before anything was delivered",
         Phase.FOLLOWING: "reconnected, without a replay endpoint",
@@ -52,11 +52,11 @@ TRANSITIONS: Final[dict[Phase, dict[Phase, str]]] = {
 }
 
 
-class Ask(NamedTuple):
-    """A replay request to send. `fresh` asks for a new connection, on which no older answer can arrive."""
+class FetchRequest(NamedTuple):
+    """A replay request to send. `new_connection` asks for one of its own, on which no older answer can arrive."""
 
     start: int
-    fresh: bool
+    new_connection: bool
 
 
 class Anchor:
@@ -79,13 +79,13 @@ class Anchor:
     def digest(self) -> bytes:
         """SHA-256 of the payload, which is dropped."""
         if self._digest is None:
-            self._digest = digest_of(self._payload or b"")
+            self._digest = payload_digest(self._payload or b"")
             self._payload = None
         return self._digest
 
     def is_of(self, payload: bytes) -> bool:
         """Whether this is the payload by which the life is recognised."""
-        return self._payload == payload if self._payload is not None else self.digest == digest_of(payload)
+        return self._payload == payload if self._payload is not None else self.digest == payload_digest(payload)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Anchor):
@@ -98,7 +98,7 @@ class Anchor:
         return f"<Anchor {self.seq} {'live' if self.live else 'replayed'}>"
 
 
-def digest_of(payload: bytes) -> bytes:
+def payload_digest(payload: bytes) -> bytes:
     """SHA-256 of a payload."""
     return hashlib.sha256(payload).digest()
 
@@ -164,7 +164,7 @@ class StreamCounters:
     """Batches inside those gaps."""
     compacted: int = 0
     """Batches that were not delivered because a snapshot represents them: nothing is lost."""
-    healed: int = 0
+    gaps_repaired: int = 0
     """Holes after something live that replay has begun to fill: losses, and what was missed between two connections. The
     history before the first live batch is none. One of which a part is lost counts among `gaps` as well."""
     resets: int = 0
@@ -184,9 +184,9 @@ class StreamCounters:
     """Waiting batches of a life that ended."""
     heartbeats: int = 0
     """Batches with a heartbeat of the sender; of raw ones those that were reported."""
-    agreements: int = 0
+    digests_matched: int = 0
     """Of those, how many found here what the sender holds."""
-    divergences: int = 0
+    digests_mismatched: int = 0
     """Of those, how many found something else where nothing was known against the stream: 0, unless something is broken. A
     difference that is explained, as by a gap, is not counted; nor is the same one again at the next heartbeat."""
 

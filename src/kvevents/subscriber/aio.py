@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from kvevents.errors import ClosedError, UsageError
-from kvevents.stream import Batch, Gap, RawBatch, Reset
-from kvevents.stream.deliveries import B
+from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
 from kvevents.subscriber.front_end import FrontEnd, Options, Sources
 
 
-class AsyncSubscriber(FrontEnd[B]):
+class AsyncSubscriber(FrontEnd[BatchT]):
     """Follows one or many sources and returns their deliveries in order.
 
     Receive in one task, and add and remove sources in the thread of that task. Any task or thread may call `close`, `trust`,
@@ -41,7 +40,7 @@ class AsyncSubscriber(FrontEnd[B]):
         ) -> None: ...
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
-    async def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
+    async def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
         """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
 
         Raise `ClosedError` after `close`, and if another task or thread calls `close` meanwhile. Cancellation loses no
@@ -56,7 +55,7 @@ class AsyncSubscriber(FrontEnd[B]):
         self,
         limit: int | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
-    ) -> list[B | Reset | Gap]:
+    ) -> list[BatchT | Reset | Gap]:
         """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
         self._check_limit(limit)
         self._check_open()
@@ -100,7 +99,7 @@ class AsyncSubscriber(FrontEnd[B]):
         else:
             await _wait_for_descriptor(descriptor, wait_time)
 
-    async def __aiter__(self) -> AsyncIterator[B | Reset | Gap]:
+    async def __aiter__(self) -> AsyncIterator[BatchT | Reset | Gap]:
         """Yield every delivery until `close`."""
         while not self._closed:
             if self._multiplexer.ready:

@@ -11,8 +11,9 @@ from kvevents.errors import ClosedError, ConfigError
 from kvevents.stream import (
     DEFAULT_STREAM_LIMITS,
     Batch,
+    BatchReport,
+    BatchT,
     Checkpoint,
-    Findings,
     Gap,
     RawBatch,
     Reset,
@@ -20,7 +21,6 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
 )
-from kvevents.stream.deliveries import B
 from kvevents.subscriber.multiplexer import DEFAULT_CONCURRENT_REPLAYS, Multiplexer, StreamStatus
 from kvevents.subscriber.transport import Transport
 from kvevents.subscriber.zmq_transport import ZmqTransport
@@ -32,7 +32,7 @@ class Outcome(Protocol):
     """Result of applying one delivery to a `Sink`."""
 
     @property
-    def findings(self) -> Findings | None:
+    def report(self) -> BatchReport | None:
         """What was found while applying the delivery; None for nothing."""
         ...
 
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     sink: Sink | None
 
 
-class FrontEnd(Generic[B]):
+class FrontEnd(Generic[BatchT]):
     """Base class of both subscribers.
 
     Threads: the connections belong to the calls that use them, which are `add`, `remove` and the wait inside `receive`.
@@ -77,7 +77,7 @@ class FrontEnd(Generic[B]):
         sink: Sink | None = None,
     ) -> None:
         self._clock = clock
-        self._multiplexer: Multiplexer[B] = Multiplexer(
+        self._multiplexer: Multiplexer[BatchT] = Multiplexer(
             transport or ZmqTransport(), limits, max_concurrent_replays, decode=decode
         )
         self._sink = sink
@@ -119,17 +119,17 @@ class FrontEnd(Generic[B]):
         finally:
             self._end_call(call)
 
-    def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings | None) -> None:
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport | None) -> None:
         """Report what reading and applying a batch has shown, so that trust can take it into account. None does nothing.
 
         Call it at most once for each batch, at any time after its delivery. With a `sink`, the subscriber calls it itself.
         Reasons for doubt that are newer than the batch stay. The subscriber has decoded a `Batch` itself, so only
-        `findings.agrees` counts for it. If that is False, the next delivery may be a `Reset`. A report about another kind of
-        delivery, or about a source that was removed, is ignored.
+        `report.digest_matches` counts for it. If that is False, the next delivery may be a `Reset`. A report about another
+        kind of delivery, or about a source that was removed, is ignored.
         """
-        if findings is not None:
+        if report is not None:
             with self._lock:
-                self._multiplexer.report(delivery, findings)
+                self._multiplexer.report(delivery, report)
 
     def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
         """Return what a later process needs to `resume` a stream after the deliveries that were returned so far.
@@ -181,22 +181,22 @@ class FrontEnd(Generic[B]):
         left = max(0.0, end - now)
         return left if due is None else min(due, left)
 
-    def _pop_one(self) -> B | Reset | Gap:
+    def _pop_one(self) -> BatchT | Reset | Gap:
         """Remove and return the oldest delivery that is ready; there must be one."""
         delivery = self._multiplexer.ready.popleft()
         self._apply_to_sink([delivery])
         return delivery
 
-    def _pop_many(self, limit: int | None) -> list[B | Reset | Gap]:
+    def _pop_many(self, limit: int | None) -> list[BatchT | Reset | Gap]:
         """Remove and return at most `limit` deliveries that are ready."""
         deliveries = self._multiplexer.pop(limit)
         self._apply_to_sink(deliveries)
         return deliveries
 
-    def _apply_to_sink(self, deliveries: Sequence[B | Reset | Gap]) -> None:
+    def _apply_to_sink(self, deliveries: Sequence[BatchT | Reset | Gap]) -> None:
         if self._sink is not None:
             for delivery, outcome in zip(deliveries, self._sink.apply_many(deliveries), strict=True):
-                self.report(delivery, outcome.findings)
+                self.report(delivery, outcome.report)
 
     @staticmethod
     def _check_limit(limit: int | None) -> None:

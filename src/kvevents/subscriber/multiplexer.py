@@ -13,9 +13,10 @@ from kvevents.backoff import MOST_SECONDS, Backoff
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
 from kvevents.stream import (
     Batch,
+    BatchReport,
+    BatchT,
     Checkpoint,
-    Doubt,
-    Findings,
+    DegradedReason,
     Gap,
     RawBatch,
     Reset,
@@ -25,7 +26,6 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
 )
-from kvevents.stream.deliveries import B
 from kvevents.subscriber.transport import Connection, Transport
 from kvevents.wire import decode_batch
 
@@ -47,7 +47,7 @@ class StreamStatus:
     rank: int
     endpoint: str
     trust: Trust
-    doubts: frozenset[Doubt]
+    degraded_reasons: frozenset[DegradedReason]
     incarnation: int
     last_seq: int
     """Sequence number of the newest batch that was delivered or given up; -1 before the first."""
@@ -96,7 +96,7 @@ class _StreamEntry:
 
     def mark_consumed(self) -> None:
         """Record that the application has taken every delivery."""
-        self.consumed_position = self.stream.standing()
+        self.consumed_position = self.stream.position()
         self.delivered: list[Any] = []
 
     @property
@@ -108,7 +108,7 @@ class _StreamEntry:
     def trust(self) -> Trust:
         """Trust of the stream. Its reason includes the fault of the connection, if there is one."""
         trust, fault = self.stream.trust, self.fault
-        return trust.because(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
+        return trust.with_reason(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
 
     @property
     def fault(self) -> str:
@@ -129,7 +129,7 @@ class _StreamEntry:
             rank=source.rank,
             endpoint=source.endpoint,
             trust=self.trust,
-            doubts=stream.doubts,
+            degraded_reasons=stream.degraded_reasons,
             incarnation=stream.incarnation,
             last_seq=stream.last_seq,
             waiting=stream.waiting,
@@ -139,14 +139,14 @@ class _StreamEntry:
 
     def checkpoint(self, ready: Container[int]) -> Checkpoint:
         """Return a checkpoint of what the application has taken; `ready` are the ids of deliveries that it has not taken."""
-        position = self.stream.standing()
+        position = self.stream.position()
         consumed = [delivery for delivery in self.delivered if id(delivery) not in ready]
         if len(consumed) < len(self.delivered):
-            position = self.consumed_position.after(consumed, position)
+            position = self.consumed_position.after_deliveries(consumed, position)
         return position.checkpoint(self.stream.source.label, self.stream.source.rank)
 
 
-class Multiplexer(Generic[B]):
+class Multiplexer(Generic[BatchT]):
     """All streams of one subscriber.
 
     The failure of one stream does not affect the others. If a connection raises `EndpointError`, it is closed, its stream is
@@ -158,7 +158,7 @@ class Multiplexer(Generic[B]):
         if max_concurrent_replays < 1:
             raise ConfigError(f"max_concurrent_replays is {max_concurrent_replays}; it must be at least 1")
         self.transport = transport
-        self.ready: deque[B | Reset | Gap] = deque()
+        self.ready: deque[BatchT | Reset | Gap] = deque()
         """Deliveries that the application has not taken. The front ends call `run_once` only when it is empty."""
         self._limits = limits
         self._decode = decode_batch if decode else None
@@ -247,16 +247,16 @@ class Multiplexer(Generic[B]):
                 found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
         return found
 
-    def report(self, delivery: Batch | RawBatch | Reset | Gap, findings: Findings) -> None:
+    def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport) -> None:
         """Pass what a consumer found in a batch to its stream, unless the batch is from an earlier subscription."""
         entry = self._entries.get((delivery.source, delivery.rank))
         if entry is None or not isinstance(delivery, Batch | RawBatch):
             return
         if delivery.incarnation < entry.first_incarnation and delivery.incarnation != entry.resumed_incarnation:
             return
-        entry.stream.report(delivery, findings)
+        entry.stream.report(delivery, report)
         self._changed[entry] = None
-        if findings.heartbeat is not None or findings.agrees is not None:
+        if report.heartbeat is not None or report.digest_matches is not None:
             # The report may have caused a delivery, a request or a deadline. The next run collects it.
             self._readable[entry] = None
 
@@ -301,7 +301,7 @@ class Multiplexer(Generic[B]):
                 self._collect(entry, now)
         self._start_queued_replays(now)
 
-    def pop(self, limit: int | None) -> list[B | Reset | Gap]:
+    def pop(self, limit: int | None) -> list[BatchT | Reset | Gap]:
         """Remove and return at most `limit` deliveries, in order."""
         ready = self.ready
         if limit is not None and limit < len(ready):
@@ -317,7 +317,7 @@ class Multiplexer(Generic[B]):
             self.ready.extend(deliveries)
             entry.delivered += deliveries
             self._unconsumed.add(entry)
-        if entry.stream.asking:
+        if entry.stream.is_fetching:
             self._request_replay(entry, now)
         elif entry in self._replaying:
             self._replaying.discard(entry)
@@ -334,7 +334,7 @@ class Multiplexer(Generic[B]):
                     self._replay_queue.append(entry)
                 return
             self._replaying.add(entry)
-        request = entry.stream.ask(now)
+        request = entry.stream.request_to_send(now)
         self._changed[entry] = None
         if request is not None and entry.connection is not None:
             try:
@@ -350,7 +350,7 @@ class Multiplexer(Generic[B]):
         while self._replay_queue and len(self._replaying) < self._max_replays:
             entry = self._replay_queue.popleft()
             was_queued, entry.is_queued = entry.is_queued, False
-            if was_queued and entry.stream.asking:
+            if was_queued and entry.stream.is_fetching:
                 self._request_replay(entry, now)
                 self._schedule(entry)
 

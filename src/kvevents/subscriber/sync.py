@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from kvevents.errors import ClosedError
-from kvevents.stream import Batch, Gap, RawBatch, Reset
-from kvevents.stream.deliveries import B
+from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset
 from kvevents.subscriber.front_end import FrontEnd, Options, Sources
 
 
-class Subscriber(FrontEnd[B]):
+class Subscriber(FrontEnd[BatchT]):
     """Follows one or many sources and returns their deliveries in order.
 
     Receive, add and remove sources in one thread. Any thread may call `close`, `trust`, `status` and `statuses`.
@@ -44,7 +43,7 @@ class Subscriber(FrontEnd[B]):
         ) -> None: ...
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
-    def receive(self, timeout: float | None = None) -> B | Reset | Gap | None:
+    def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:
         """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
 
         Raise `ClosedError` after `close`, and if another thread or a signal handler calls `close` meanwhile.
@@ -54,7 +53,7 @@ class Subscriber(FrontEnd[B]):
             return self._pop_one()
         return None
 
-    def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[B | Reset | Gap]:
+    def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
         """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
         self._check_limit(limit)
         self._check_open()
@@ -81,7 +80,7 @@ class Subscriber(FrontEnd[B]):
         finally:
             self._end_call(call)
 
-    def __iter__(self) -> Iterator[B | Reset | Gap]:
+    def __iter__(self) -> Iterator[BatchT | Reset | Gap]:
         """Yield every delivery until `close`."""
         while not self._closed:
             if self._multiplexer.ready:

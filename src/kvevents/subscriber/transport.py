@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from kvevents.stream import Ask, Source, Stream
+from kvevents.stream import FetchRequest, Source, Stream
 
 
 class Connection(Protocol):
@@ -31,7 +31,7 @@ class Connection(Protocol):
         """Return when `read_into` is due although nothing has arrived, by its clock; None for never."""
         ...
 
-    def request_replay(self, request: Ask) -> None:
+    def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request, on a new connection if the request says so. Raise `EndpointError` if that fails."""
         ...
 

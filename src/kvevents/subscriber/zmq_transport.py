@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.admission import admit
 from kvevents.bulk import Bulk, bulk
-from kvevents.stream import Ask, Source, Stream
+from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.zmq_sockets import (
     DEFAULT_SOCKET_OPTIONS,
     SocketFactory,
@@ -199,9 +199,9 @@ class ZmqConnection:
         # A live message may have been sent before the answer, by an incarnation that has ended: behind the answer, the stream
         # would drop it. That does not matter while messages are missing, since live messages then wait for the answer. There
         # is a limit, so that a busy stream does not postpone the answer for ever.
-        if has_more and stream.coming(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
+        if has_more and stream.expected_run(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
             self._read_ahead += limit
-            stream.replay_waits(now)
+            stream.defer_replay_timeout(now)
             return True
         self._read_ahead = 0
         answers, is_drained = receive_messages(replay, limit)
@@ -209,10 +209,10 @@ class ZmqConnection:
             stream.receive_replay(frames, now)
         return has_more or not is_drained
 
-    def request_replay(self, request: Ask) -> None:
+    def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request. If the socket refuses it, the stream gets no answer and requests again."""
         endpoint = self._source.replay_endpoint
-        if request.fresh:
+        if request.new_connection:
             self.end_replay()
         if self._replay is None and endpoint is not None:
             self._replay = self._sockets.open(zmq.DEALER, endpoint)
@@ -306,7 +306,9 @@ class LiveSocket:
         if _DISCONNECTED in changes:
             self._abandon_socket(stream)
             return True
-        payloads, messages, is_drained = receive_batches(self._native, self._sub, stream.topic, stream.coming(limit), limit)
+        payloads, messages, is_drained = receive_batches(
+            self._native, self._sub, stream.topic, stream.expected_run(limit), limit
+        )
         changes += self._read_monitor()
         if changes:
             self.reopen_at = self._reconnect_deadline(now) if changes[-1] == _DISCONNECTED else None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from kvevents.errors import EndpointError
 from kvevents.events import EventBatch, KVEvent
-from kvevents.stream import Ask, Source, Stream
+from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.testing.clock import VirtualClock
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 
@@ -143,8 +143,8 @@ class FakeConnection:
         """Feed what has arrived to `stream`. Return True if there is more."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
-        if self._arrivals and self.answers and stream.coming(1):
-            stream.replay_waits(now)
+        if self._arrivals and self.answers and stream.expected_run(1):
+            stream.defer_replay_timeout(now)
             return True
         for _ in range(min(limit, len(self.answers))):
             stream.receive_replay(self.answers.popleft(), now)
@@ -159,9 +159,9 @@ class FakeConnection:
         """Return None: a fake connection has no timers."""
         return None
 
-    def request_replay(self, request: Ask) -> None:
+    def request_replay(self, request: FetchRequest) -> None:
         """Let the engine answer a replay request."""
-        if request.fresh:
+        if request.new_connection:
             self.answers.clear()
         self._engine.answer(self, request.start)
 

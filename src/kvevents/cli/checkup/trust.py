@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Final
 
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
-from kvevents.stream import Doubt, Trust
+from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber import StreamStatus
 
-_ADVICE: Final[dict[Doubt, str]] = {
-    Doubt.NO_REPLAY: "name a replay endpoint with --replay",
-    Doubt.REPLAY_SILENT: "see replay above",
-    Doubt.REPLAY_FOREIGN: "name this engine's own replay endpoint with --replay: the one in use belongs to another stream",
-    Doubt.REPLAY_UNCONFIRMED: "look again with more --duration; if it stays, the replay endpoint belongs to another engine",
-    Doubt.REPLAY_UNPROVEN: "look again with more --duration; if it stays, the replay endpoint belongs to another engine",
-    Doubt.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
-    Doubt.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
-    Doubt.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
-    Doubt.DIVERGED: "exact again once a digest agrees; do relay and doctor run the same release? record it, and report it",
-    Doubt.SENDER: "ask the relay itself: it does not trust what it tells",
-    Doubt.SILENT: "is the relay still running? it sends no heartbeats any more",
+_ADVICE: Final[dict[DegradedReason, str]] = {
+    DegradedReason.NO_REPLAY: "name a replay endpoint with --replay",
+    DegradedReason.REPLAY_SILENT: "see replay above",
+    DegradedReason.REPLAY_FOREIGN: "give this engine's own replay endpoint with --replay: the one in use is another stream's",
+    DegradedReason.REPLAY_UNCONFIRMED: "retry with more --duration; if it stays, the replay endpoint belongs to another engine",
+    DegradedReason.REPLAY_UNPROVEN: "retry with more --duration; if it stays, the replay endpoint belongs to another engine",
+    DegradedReason.IDENTITY: "the connection broke meanwhile; a replay endpoint with a larger buffer_steps lets it be proven",
+    DegradedReason.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
+    DegradedReason.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",
+    DegradedReason.DIVERGED: "exact again once a digest matches; do relay and doctor run one release? record it, and report it",
+    DegradedReason.SENDER: "ask the relay itself: it does not trust what it tells",
+    DegradedReason.SILENT: "is the relay still running? it sends no heartbeats any more",
 }
 
-_STALE_THOUGH_CONNECTED: Final = frozenset({Doubt.SENDER, Doubt.SILENT})
+_STALE_THOUGH_CONNECTED: Final = frozenset({DegradedReason.SENDER, DegradedReason.SILENT})
 _IDLE: Final = "send the engine a request; the next batch confirms the replay endpoint"
 
 
@@ -35,11 +35,11 @@ def check_trust(status: StreamStatus, seconds: float) -> Finding:
     text = f"{status.trust}, {so_far}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
-    if status.trust == Trust.DEGRADED and status.doubts == {Doubt.REPLAY_UNPROVEN} and not counters.live:
+    if status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN} and not counters.live:
         return ok("trust", text, _IDLE)
-    advice = "; ".join(_ADVICE.get(doubt, doubt.value) for doubt in Doubt if doubt in status.doubts)
+    advice = "; ".join(_ADVICE.get(doubt, doubt.value) for doubt in DegradedReason if doubt in status.degraded_reasons)
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)
     if status.trust == Trust.REPLAYING:
         return warn("trust", text, "give it more time with --duration")
-    return fail("trust", text, advice if status.doubts & _STALE_THOUGH_CONNECTED else "see what failed above")
+    return fail("trust", text, advice if status.degraded_reasons & _STALE_THOUGH_CONNECTED else "see what failed above")

@@ -15,7 +15,7 @@ from kvevents.service.member import Member
 from kvevents.service.registration import Key
 from kvevents.service.schemas import TrustStatus
 from kvevents.service.service import Service
-from kvevents.stream.trust import rank_of
+from kvevents.stream import trust_order
 
 _SCOPE: Final = ("model", "tenant", "group")
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
@@ -192,7 +192,7 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
     Of workers that have one name in several tenants, the one that can be trusted least counts.
     """
     found: dict[str, dict[str, TrustStatus]] = {}
-    for member in sorted(members, key=lambda each: rank_of(each.trusted.state), reverse=True):
+    for member in sorted(members, key=lambda each: trust_order(each.trusted.state), reverse=True):
         found.setdefault(member.instance, {})[str(member.registration.rank)] = member.trusted
     return found
 

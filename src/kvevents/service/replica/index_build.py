@@ -23,7 +23,7 @@ from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.service.follower import Follower, IndexSink
 from kvevents.service.replica.coordination import Comparing
-from kvevents.stream import Doubt
+from kvevents.stream import DegradedReason
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -139,7 +139,7 @@ class Generation:
         self.made[partition], self._begun_at[partition] = state.made, time.monotonic()
         self._reading[partition] = asyncio.create_task(self._read(partition, ledger.tail))
 
-    async def _restored(self, partition: int, state: PartitionInfo) -> tuple[Ledger, Mapping[Key, frozenset[Doubt]]]:
+    async def _restored(self, partition: int, state: PartitionInfo) -> tuple[Ledger, Mapping[Key, frozenset[DegradedReason]]]:
         """How a partition stands by the newest snapshot that can be read, whose blocks are in the index then."""
         for kept in await self._snapshots.usable(partition, state):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:

@@ -10,7 +10,7 @@ from kvevents.wire import Rejected
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class BatchReport:
     """What a stream cannot know unless the batch is read, and in part unless it is applied; see `Subscriber.report`."""
 
     rejected: tuple[Rejected, ...] = ()
@@ -19,11 +19,11 @@ class Findings:
     """Whether it holds an AllBlocksCleared for all tiers and groups."""
     heartbeat: Heartbeat | None = None
     """The last one in the batch: its digest is of everything up to the batch's end, wherever in the batch it stands."""
-    agrees: bool | None = None
+    digest_matches: bool | None = None
     """Whether the state after the batch has the heartbeat's digest; None without a heartbeat, or where nobody can say."""
 
 
-def findings_of(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> Findings | None:
+def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
     """What the events of a batch show by themselves; None where that is nothing."""
     cleared, heartbeat = False, None
     for event in events:
@@ -31,4 +31,4 @@ def findings_of(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) 
             heartbeat = event.heartbeat or heartbeat
         elif type(event) is AllBlocksCleared:
             cleared = cleared or event.unrecognised is None
-    return Findings(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None
+    return BatchReport(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None

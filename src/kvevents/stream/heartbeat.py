@@ -7,7 +7,7 @@ from kvevents.stream.limits import StreamLimits
 from kvevents.stream.trust import Trust
 
 
-class Sender:
+class HeartbeatMonitor:
     """The sender of one stream, as far as its heartbeats tell. One without heartbeats is never doubted for it.
 
     It says only what it was told; what follows from that is the stream's to decide.
@@ -61,7 +61,7 @@ class Sender:
         name = self._heartbeat.trust if self._heartbeat.trust in _KNOWN else Trust.DEGRADED.name
         reason = "".join(letter if letter.isprintable() else "?" for letter in self._heartbeat.reason)
         sentence = f"its sender is {name}: {reason}" if reason else f"its sender is {name}"
-        return (Trust.STALE if stale else Trust.DEGRADED).because(sentence)
+        return (Trust.STALE if stale else Trust.DEGRADED).with_reason(sentence)
 
     # --- whether it still speaks
 
@@ -73,13 +73,13 @@ class Sender:
         """When it counts as silent if nothing more is heard; None while it has not said when it speaks again."""
         if self._every is None:
             return None
-        return max(heard_at, self._replayed_at) + self._every * self._limits.silent_intervals
+        return max(heard_at, self._replayed_at) + self._every * self._limits.max_missed_heartbeats
 
     @property
     def silence(self) -> str:
         """The sentence for one that is silent."""
         every = f"it said that it speaks every {self._every:g} s, and " if self._every is not None else ""
-        return f"silent: {every}nothing was heard for {self._limits.silent_intervals:g} times as long"
+        return f"silent: {every}nothing was heard for {self._limits.max_missed_heartbeats:g} times as long"
 
     # --- starting over
 
@@ -93,12 +93,12 @@ class Sender:
         """Whether to ask it once more for everything, because what was delivered up to `seq` is not what it held then."""
         self._diverged_through = max(seq, self._diverged_through)
         self._divergences_in_a_row += 1
-        return self._divergences_in_a_row <= self._limits.max_diverged_restarts
+        return self._divergences_in_a_row <= self._limits.max_consecutive_resyncs
 
     def may_be_reborn(self) -> bool:
         """Whether to believe once more that it is of another life, unless those come in turns."""
         self._lives_in_a_row += 1
-        return self._lives_in_a_row <= self._limits.max_diverged_restarts
+        return self._lives_in_a_row <= self._limits.max_consecutive_resyncs
 
 
 _KNOWN = frozenset({"CONNECTING", "REPLAYING", "DEGRADED", "STALE"})
