@@ -1,4 +1,4 @@
-"""Policies: each chooses one of the candidates, by what it says it goes by."""
+"""Policies: each chooses one of the candidates by its documented rule."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvevents.routing import (
     PrefixAwareSettings,
     Prompt,
     SessionAffinity,
+    SessionAffinitySettings,
     Worker,
     policy,
 )
-from kvevents.routing.affinity import AffinitySettings
 from kvevents.routing.scoring import Scorer
 from kvevents.service.schemas import SelectRequest
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
@@ -69,14 +69,14 @@ def fleets(draw: st.DrawFn, min_size: int = 1) -> list[Candidate]:
     ]
 
 
-# --- all policies -----------------------------------------------------------------------------------------------------------
+# --- all policies
 
 
 @given(st.sampled_from(sorted(POLICIES)), fleets(), st.integers(0, 2000), st.none() | st.text(), st.integers(0, 9))
 def test_every_policy_chooses_a_candidate(
     name: str, fleet: list[Candidate], length: int, session: str | None, seed: int
 ) -> None:
-    """And does the same again for the same seed."""
+    """And makes the same choice again with the same seed."""
     choices = [policy(name, seed).choose(Prompt(length, session), fleet) for _ in range(2)]
     assert choices[0].chosen in fleet
     assert choices[0] == choices[1]
@@ -84,7 +84,7 @@ def test_every_policy_chooses_a_candidate(
 
 @pytest.mark.parametrize("name", ["random", "round-robin", "least-loaded", "session-affinity", "prefix-aware"])
 def test_routers_do_not_herd(name: str) -> None:
-    """Of many routers that start at once with nothing known, each begins elsewhere, unless they share a seed."""
+    """Many routers that start at once without any state begin with different workers, unless they share a seed."""
     fleet = [candidate(place) for place in range(8)]
     begun = Counter(chosen(policy(name, seed), *fleet) for seed in range(400))
     assert len(begun) == 8
@@ -92,8 +92,8 @@ def test_routers_do_not_herd(name: str) -> None:
     assert len({chosen(policy(name), *fleet) for _ in range(100)}) > 1
 
 
-def test_the_table_has_each_policy_under_its_name() -> None:
-    assert {name: (made.name, made.asks_index) for name, make in POLICIES.items() for made in [make(1)]} == {
+def test_the_table_maps_each_name_to_its_policy() -> None:
+    assert {name: (made.name, made.uses_index) for name, make in POLICIES.items() for made in [make(1)]} == {
         name: (name, name == "prefix-aware")
         for name in ("random", "round-robin", "least-loaded", "session-affinity", "prefix-aware")
     }
@@ -105,32 +105,32 @@ def test_the_table_has_each_policy_under_its_name() -> None:
         (
             "fastest",
             {},
-            "there is no policy 'fastest'; there are random, round-robin, least-loaded, session-affinity, prefix-aware",
+            "invalid policy 'fastest': expected one of random, round-robin, least-loaded, session-affinity, prefix-aware",
         ),
-        ("random", {"speed": 1}, "random has no setting 'speed'; it has none"),
-        ("least-loaded", {"speed": 1}, "least-loaded has no setting 'speed'; it has by, sample"),
-        ("least-loaded", {"by": "age"}, "by is 'age'; it is one of requests, tokens"),
-        ("least-loaded", {"sample": -1}, "sample is -1; it is a whole number from 0 on"),
-        ("session-affinity", {"factor": 0.9}, "factor is 0.9; it is a number from 1 on"),
-        ("session-affinity", {"spare": 1.5}, "spare is 1.5; it is a whole number from 0 on"),
-        ("prefix-aware", {"wait_weight": -1.0}, "wait_weight is -1.0; it is a finite number from 0 on"),
-        ("prefix-aware", {"load_weight": math.inf}, "load_weight is inf; it is a finite number from 0 on"),
-        ("prefix-aware", {"decoding_weight": -1}, "decoding_weight is -1; it is a finite number from 0 on"),
-        ("prefix-aware", {"context_weight": math.nan}, "context_weight is nan; it is a finite number from 0 on"),
-        ("prefix-aware", {"tiers": {"gpu": 2}}, "tiers['gpu'] is 2; it is a number from 0 to 1"),
-        ("prefix-aware", {"trust": {"EXACT": -1}}, "trust['EXACT'] is -1; it is a number from 0 to 1"),
+        ("random", {"speed": 1}, "invalid setting 'speed' of random: expected one of (none)"),
+        ("least-loaded", {"speed": 1}, "invalid setting 'speed' of least-loaded: expected one of by, sample"),
+        ("least-loaded", {"by": "age"}, "invalid by 'age': expected one of requests, tokens"),
+        ("least-loaded", {"sample": -1}, "invalid sample -1: expected an integer of at least 0"),
+        ("session-affinity", {"factor": 0.9}, "invalid factor 0.9: expected a number of at least 1"),
+        ("session-affinity", {"spare": 1.5}, "invalid spare 1.5: expected an integer of at least 0"),
+        ("prefix-aware", {"wait_weight": -1.0}, "invalid wait_weight -1.0: expected a finite number of at least 0"),
+        ("prefix-aware", {"load_weight": math.inf}, "invalid load_weight inf: expected a finite number of at least 0"),
+        ("prefix-aware", {"decoding_weight": -1}, "invalid decoding_weight -1: expected a finite number of at least 0"),
+        ("prefix-aware", {"context_weight": math.nan}, "invalid context_weight nan: expected a finite number of at least 0"),
+        ("prefix-aware", {"tiers": {"gpu": 2}}, "invalid tiers['gpu'] 2: expected a number from 0 to 1"),
+        ("prefix-aware", {"trust": {"EXACT": -1}}, "invalid trust['EXACT'] -1: expected a number from 0 to 1"),
         (
             "prefix-aware",
             {"trust": {"exact": 1}},
-            "a key of trust is 'exact'; it is one of CONNECTING, REPLAYING, EXACT, DEGRADED",
+            "invalid key of trust 'exact': expected one of CONNECTING, REPLAYING, EXACT, DEGRADED",
         ),
-        ("prefix-aware", {"guard": 0.5}, "guard is 0.5; it is a number from 1 on"),
-        ("prefix-aware", {"guard_requests": -1}, "guard_requests is -1; it is a whole number from 0 on"),
-        ("prefix-aware", {"tie": "last"}, "tie is 'last'; it is one of rotate, random, first"),
-        ("prefix-aware", {"sample": True}, "sample is True; it is a whole number from 0 on"),
+        ("prefix-aware", {"guard": 0.5}, "invalid guard 0.5: expected a number of at least 1"),
+        ("prefix-aware", {"guard_requests": -1}, "invalid guard_requests -1: expected an integer of at least 0"),
+        ("prefix-aware", {"tie": "last"}, "invalid tie 'last': expected one of rotate, random, first"),
+        ("prefix-aware", {"sample": True}, "invalid sample True: expected an integer of at least 0"),
     ],
 )
-def test_a_wrong_setting_is_told_by_its_name(name: str, settings: dict[str, Any], sentence: str) -> None:
+def test_an_error_names_the_invalid_setting(name: str, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         policy(name, **settings)
     assert str(caught.value).startswith(sentence)
@@ -142,12 +142,12 @@ def test_settings_cannot_change() -> None:
 
 
 def test_weights_are_those_of_the_service() -> None:
-    """One table for both."""
+    """Both use one table."""
     request = SelectRequest(model="m", tokens=[])
     assert (request.tiers, request.trust) == (TIER_WEIGHTS, TRUST_WEIGHTS)
 
 
-# --- blind ones -------------------------------------------------------------------------------------------------------------
+# --- basic policies
 
 
 def test_random_is_even() -> None:
@@ -158,15 +158,15 @@ def test_random_is_even() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 99))
 def test_round_robin_is_fair(workers: int, requests: int, seed: int) -> None:
-    """At any time nobody is more than one ahead, whatever loads are."""
+    """At any time no worker is more than one request ahead, whatever the loads."""
     one, counts = policy("round-robin", seed), Counter[str]()
     for number in range(requests):
         counts[chosen(one, *[candidate(place, waiting(number * place)) for place in range(workers)])] += 1
         assert max(counts.values()) - min(counts[f"w{place}"] for place in range(workers)) <= 1
 
 
-def test_round_robin_goes_on_when_workers_come_and_go() -> None:
-    """Who is away misses its turns, and nobody else's turn comes twice."""
+def test_round_robin_continues_when_workers_come_and_go() -> None:
+    """An absent worker misses its turns, and no other worker is chosen twice in a row."""
     one, fleet = policy("round-robin", 2), [candidate(place) for place in range(4)]
     taken = [chosen(one, *(fleet[1:] if step % 2 else fleet)) for step in range(40)]
     assert all(first != second for first, second in pairwise(taken))
@@ -180,14 +180,14 @@ def test_least_loaded_has_the_fewest_requests(fleet: list[Candidate]) -> None:
 
 
 def test_least_loaded_by_tokens() -> None:
-    """One long prompt is more work than two short ones; a request that is being answered counts 256."""
+    """One long prompt is more work than two short ones; a request after its first token counts 256."""
     fleet = [candidate(0, waiting(5000)), candidate(1, waiting(600, 2)), candidate(2, decoding(3))]
     assert chosen(policy("least-loaded", 1, by="requests"), *fleet) == "w0"
     assert chosen(policy("least-loaded", 1), *fleet) == "w1"
 
 
 def test_two_choices_take_the_less_loaded_of_two() -> None:
-    """Never the most loaded one, and not always the least loaded one, to which all routers would send."""
+    """It never takes the most loaded one, and not always the least loaded one, to which all routers would send."""
     one, fleet = policy("least-loaded", 1, sample=2), [candidate(place, waiting(place, place)) for place in range(5)]
     counts = Counter(chosen(one, *fleet) for _ in range(1000))
     assert counts["w4"] == 0
@@ -195,18 +195,18 @@ def test_two_choices_take_the_less_loaded_of_two() -> None:
     assert chosen(one, fleet[0]) == "w0"
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------------
+# --- sessions
 
 
 def test_a_session_has_the_same_worker_everywhere() -> None:
-    """Whatever the order of the candidates and the seed: routers agree without talking."""
+    """Whatever the order of the candidates and the seed: routers agree without communication."""
     fleet = [candidate(place) for place in range(8)]
     assert sessions_of(policy("session-affinity", 1), fleet) == sessions_of(policy("session-affinity", 2), fleet[::-1])
 
 
 @pytest.mark.parametrize("workers", [2, 8, 32])
-def test_sessions_are_spread_and_few_move(workers: int) -> None:
-    """A worker that joins takes about its share and only for itself; one that leaves gives up only its own."""
+def test_sessions_are_spread_and_only_a_fair_share_moves(workers: int) -> None:
+    """A worker that joins takes about its share of the sessions, and one that leaves gives up only its own."""
     one, fleet = policy("session-affinity"), [candidate(place) for place in range(workers + 1)]
     before, after = sessions_of(one, fleet[:-1]), sessions_of(one, fleet)
     moved = {session for session in before if before[session] != after[session]}
@@ -219,8 +219,8 @@ def test_sessions_are_spread_and_few_move(workers: int) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(1, 8), st.floats(1, 3), st.integers(0, 4))
 def test_the_bound_holds(sessions: list[int], workers: int, factor: float, spare: int) -> None:
-    """However few sessions ask: no worker has more than `factor` times the mean, or `spare`."""
-    one = SessionAffinity(1, AffinitySettings(factor, spare))
+    """Even with few sessions, no worker has more than `factor` times the mean, or `spare`."""
+    one = SessionAffinity(1, SessionAffinitySettings(factor, spare))
     requests = [0] * workers
     for session in sessions:
         fleet = [candidate(place, Load(requests=count)) for place, count in enumerate(requests)]
@@ -230,8 +230,8 @@ def test_the_bound_holds(sessions: list[int], workers: int, factor: float, spare
         assert requests[place] <= most
 
 
-def test_a_full_worker_passes_its_session_on_and_gets_it_back() -> None:
-    """To one and the same other worker, until it has room again. An unbounded one keeps it."""
+def test_the_session_of_a_full_worker_moves_and_returns() -> None:
+    """It moves always to the same other worker, until its own has room again. Without a bound it does not move."""
     one, fleet = policy("session-affinity"), [candidate(place) for place in range(4)]
     own = one.choose(Prompt(1, "s"), fleet)
     full = [candidate(place, Load(requests=50 * (each is own.chosen))) for place, each in enumerate(fleet)]
@@ -244,12 +244,12 @@ def test_a_full_worker_passes_its_session_on_and_gets_it_back() -> None:
 
 
 def test_without_a_session_the_fewest_requests_count() -> None:
-    """And equal workers take turns."""
+    """And equal workers are chosen in rotation."""
     one, fleet = policy("session-affinity", 1), [candidate(0, waiting(1)), candidate(1), candidate(2)]
     assert sorted(chosen(one, *fleet) for _ in range(4)) == ["w1", "w1", "w2", "w2"]
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------------
+# --- caches
 
 
 weights = st.sampled_from([0.0, 0.15, 1.0])
@@ -265,24 +265,24 @@ def test_at_equal_load_the_longest_holder_is_chosen(
 
 
 def test_a_cache_is_worth_waiting_for_longer_than_computing_takes() -> None:
-    """Of 1,000 tokens 600 are held by a worker where others wait; the other worker is idle.
+    """A worker with waiting requests holds 600 of 1,000 tokens; the other worker is idle.
 
-    What waits is twice the mean. So 0.1, and 0.15 for each 1,000 tokens, outweigh 0.6 of a prompt from 3,334 tokens on.
+    The waiting work is twice the mean. So 0.1, and 0.15 for each 1,000 tokens, outweigh 0.6 of a prompt from 3,334 tokens on.
     """
     one = policy("prefix-aware", 1)
     assert chosen(one, candidate(0, waiting(3333), gpu=600), candidate(1)) == "w0"
     assert chosen(one, candidate(0, waiting(3334), gpu=600), candidate(1)) == "w1"
 
 
-def test_an_idle_worker_takes_what_another_holds_little_of() -> None:
-    """With work in the fleet, be it little: otherwise all prompts with one short prefix in common go to its first holder."""
+def test_an_idle_worker_is_preferred_to_one_that_holds_little() -> None:
+    """Even if the fleet has little work: otherwise all prompts that share a short prefix go to its first holder."""
     fleet = [candidate(0, decoding(1), gpu=100), candidate(1)]
     assert chosen(policy("prefix-aware", 1), *fleet) == "w1"
     assert chosen(policy("prefix-aware", 1, load_weight=0.0), *fleet) == "w0"
 
 
 def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_takes() -> None:
-    """The same, for this request alone; one that is being answered counts 256 tokens."""
+    """As long as this request alone would take; a request after its first token counts 256 tokens."""
     one = policy("prefix-aware", 1, wait_weight=1.0, load_weight=0.0)
     assert chosen(one, candidate(0, waiting(599), gpu=600), candidate(1)) == "w0"
     assert chosen(one, candidate(0, waiting(601), gpu=600), candidate(1)) == "w1"
@@ -291,39 +291,39 @@ def test_with_a_weight_of_1_a_cache_is_worth_waiting_for_as_long_as_computing_ta
 
 
 def test_one_small_request_in_an_idle_fleet_does_not_cost_the_cache() -> None:
-    """It does where loads are over the mean alone, since one request of one worker is many times the mean."""
+    """It does if loads are divided by the mean alone, since one request of one worker is many times the mean."""
     fleet = [candidate(0, waiting(20), gpu=900), *[candidate(place) for place in range(1, 8)]]
     assert chosen(policy("prefix-aware", 1), *fleet) == "w0"
     assert chosen(policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.25), *fleet) != "w0"
 
 
 def test_a_score_by_hand() -> None:
-    """Work over the length: 100 waiting, 2 answered at 50, 2,000 of context at 0.1 are 400 of 1,000 tokens, weighed half."""
+    """Work divided by the length: 100 waiting + 2 decoding at 50 + 2,000 of context at 0.1 = 400 of 1,000, with weight 0.5."""
     weighed: dict[str, Any] = {"wait_weight": 0.5, "load_weight": 0.0, "decoding_weight": 50, "context_weight": 0.1}
     one = policy("prefix-aware", 1, **weighed, tiers={"cpu": 0.6})
     fleet = [candidate(0, Load(3, 100, 2, 2000), "DEGRADED", gpu=400, cpu=600, disk=600), candidate(1)]
-    considered = one.choose(PROMPT, fleet).considered
-    assert considered[0].uncached == pytest.approx(1 - 0.5 * (400 + 0.6 * 200) / 1000)
-    assert considered[0].load == pytest.approx(0.5 * 400 / 1000)
-    assert [entry.score for entry in considered] == pytest.approx([0.74 + 0.2, 1.0])
-    assert considered[0].worker == ("w0", 0)
+    scored = one.choose(PROMPT, fleet).scored
+    assert scored[0].uncached == pytest.approx(1 - 0.5 * (400 + 0.6 * 200) / 1000)
+    assert scored[0].load == pytest.approx(0.5 * 400 / 1000)
+    assert [entry.score for entry in scored] == pytest.approx([0.74 + 0.2, 1.0])
+    assert scored[0].worker == ("w0", 0)
 
 
 def test_relative_loads_by_hand() -> None:
-    """Work over the mean, as `/v1/select` has it."""
+    """Work divided by the mean, as in `/v1/select`."""
     one = policy("prefix-aware", 1, wait_weight=0.0, load_weight=0.5)
-    considered = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).considered
-    assert [entry.load for entry in considered] == pytest.approx([0.25, 0.75])
+    scored = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).scored
+    assert [entry.load for entry in scored] == pytest.approx([0.25, 0.75])
 
 
 def test_both_parts_of_the_load_are_added() -> None:
     one = policy("prefix-aware", 1, wait_weight=0.1, load_weight=0.5)
-    considered = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).considered
-    assert [entry.load for entry in considered] == pytest.approx([0.25 + 0.01, 0.75 + 0.03])
+    scored = one.choose(PROMPT, [candidate(0, waiting(100)), candidate(1, waiting(300))]).scored
+    assert [entry.load for entry in scored] == pytest.approx([0.25 + 0.01, 0.75 + 0.03])
 
 
 def test_tiers_have_their_weights() -> None:
-    """300 tokens on the GPU are worth more than 350 in host memory and less than 400; weights can turn that round."""
+    """300 tokens on the GPU count more than 350 in host memory and less than 400; weights can reverse that."""
     one = policy("prefix-aware", 1)
     assert chosen(one, candidate(0, gpu=300), candidate(1, gpu=0, cpu=350)) == "w0"
     assert chosen(one, candidate(0, gpu=300), candidate(1, gpu=0, cpu=400)) == "w1"
@@ -334,8 +334,8 @@ def test_tiers_have_their_weights() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["gpu", "cpu", "disk", "other"]), st.integers(0, 30)), st.integers(0, 20), st.randoms())
-def test_each_token_counts_for_the_best_tier_that_reaches_it(tiers: dict[str, int], whole: int, random: Any) -> None:
-    """Against counting token by token, for any weights."""
+def test_each_token_counts_with_the_best_tier_that_holds_it(tiers: dict[str, int], whole: int, random: Any) -> None:
+    """The same as a count token by token, for any weights."""
     weights = {tier: random.random() for tier in ("gpu", "cpu", "disk")}
     tokens = max(tiers.values(), default=0) + random.randrange(5)
     worth = 0.0
@@ -350,22 +350,22 @@ def test_each_token_counts_for_the_best_tier_that_reaches_it(tiers: dict[str, in
 @pytest.mark.parametrize(
     ("trust", "worker"), [("EXACT", "w0"), ("REPLAYING", "w0"), ("DEGRADED", "w1"), ("STALE", "w1"), ("?", "w1")]
 )
-def test_trust_scales_what_is_believed(trust: str, worker: str) -> None:
-    """800 tokens of a doubtful worker against 500 of an exact one; what is not known is not believed."""
+def test_trust_scales_what_a_worker_holds(trust: str, worker: str) -> None:
+    """800 tokens of a doubtful worker against 500 of an exact one; an unknown state counts nothing."""
     assert chosen(policy("prefix-aware", 1), candidate(0, trust=trust, gpu=800), candidate(1, gpu=500)) == worker
 
 
-def test_trust_can_be_weighed() -> None:
+def test_weights_of_trust_are_settings() -> None:
     fleet = [candidate(0, trust="STALE", gpu=800), candidate(1, gpu=500)]
     assert chosen(policy("prefix-aware", 1, trust={"STALE": 0.9}), *fleet) == "w0"
 
 
 @given(fleets(min_size=2), st.floats(1, 5), st.integers(0, 20))
 def test_the_guard_takes_credit_from_hot_workers_only(fleet: list[Candidate], guard: float, guard_requests: int) -> None:
-    """Hot is who has more than `guard` times what the others have on average, and more than `guard_requests`."""
+    """A worker is hot if it has more than `guard` times the mean of the others, and more than `guard_requests`."""
     choice = policy("prefix-aware", 1, guard=guard, guard_requests=guard_requests).choose(PROMPT, fleet)
     total = sum(one.load.requests for one in fleet)
-    for entry in choice.considered:
+    for entry in choice.scored:
         requests = entry.candidate.load.requests
         others = (total - requests) / (len(fleet) - 1)
         if requests != pytest.approx(guard * others):
@@ -375,7 +375,7 @@ def test_the_guard_takes_credit_from_hot_workers_only(fleet: list[Candidate], gu
 
 @pytest.mark.parametrize(("guard", "workers", "most"), [(2.0, 3, 20), (1.0, 4, 12), (math.inf, 1, 40)])
 def test_a_popular_prefix_spreads(guard: float, workers: int, most: int) -> None:
-    """Of 40 requests for it that never end, many go to other workers once its holder has more than its share, if guarded."""
+    """With a guard, many of 40 requests that never end go to other workers once the holder has more than its share."""
     one = policy("prefix-aware", 1, decoding_weight=0, guard=guard, guard_requests=4)
     holding, spread = {"w0"}, Counter[str]()
     for _ in range(40):
@@ -388,11 +388,11 @@ def test_a_popular_prefix_spreads(guard: float, workers: int, most: int) -> None
 
 
 def test_one_worker_alone_is_never_hot() -> None:
-    assert not policy("prefix-aware", 1, guard_requests=0).choose(PROMPT, [candidate(0, decoding(99), gpu=9)]).considered[0].hot
+    assert not policy("prefix-aware", 1, guard_requests=0).choose(PROMPT, [candidate(0, decoding(99), gpu=9)]).scored[0].hot
 
 
 def test_ties_rotate() -> None:
-    """Equal holders take turns, and so do those that hold nothing; other ways are settings."""
+    """Equal holders are chosen in rotation, and so are workers that hold nothing; other ways are settings."""
     one, holders = policy("prefix-aware", 3), [candidate(place, gpu=500 * (place < 3)) for place in range(5)]
     taken = [chosen(one, *holders) for _ in range(9)]
     assert set(taken[:3]) == {"w0", "w1", "w2"}
@@ -406,25 +406,25 @@ def test_of_equal_scores_the_one_that_computes_less_is_chosen() -> None:
     assert {chosen(policy("prefix-aware", seed), *fleet) for seed in range(9)} == {"w1"}
 
 
-def test_a_sample_has_the_longest_holder_and_some_others() -> None:
-    """So that many routers do not send what nobody holds to the one least loaded worker."""
+def test_a_sample_contains_the_longest_holder_and_random_others() -> None:
+    """So many routers do not send prompts that no worker holds to the single least loaded worker."""
     one = policy("prefix-aware", 1, sample=2)
     fleet = [candidate(place, waiting(100 * place), gpu=900 * (place == 9)) for place in range(10)]
     for _ in range(50):
-        drawn = one.choose(PROMPT, fleet).considered
+        drawn = one.choose(PROMPT, fleet).scored
         assert len({entry.worker for entry in drawn}) == 3
         assert ("w9", 0) in {entry.worker for entry in drawn}
     unheld = [candidate(place, waiting(100 * place)) for place in range(10)]
     assert len({chosen(one, *unheld) for _ in range(200)}) > 4
-    assert len(one.choose(PROMPT, fleet[:3]).considered) == 3
+    assert len(one.choose(PROMPT, fleet[:3]).scored) == 3
 
 
-def test_an_empty_prompt_goes_by_load() -> None:
+def test_an_empty_prompt_is_routed_by_load() -> None:
     assert (
         chosen(policy("prefix-aware", 1), candidate(0, waiting(2), gpu=9), candidate(1, waiting(1)), prompt=Prompt(0)) == "w1"
     )
 
 
-def test_a_choice_says_how_many_were_equal() -> None:
+def test_a_choice_has_the_number_of_equal_candidates() -> None:
     choice: Choice = policy("prefix-aware", 1).choose(PROMPT, [candidate(0), candidate(1), candidate(2, waiting(5))])
-    assert (choice.equal, choice.reason) == (2, "in turn from {equal} equally good ones of {candidates}")
+    assert (choice.equal, choice.reason) == (2, "the next in rotation of {equal} equally good ones of {candidates}")

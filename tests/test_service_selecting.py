@@ -267,7 +267,7 @@ def test_a_router_has_the_same_scores(fleet: list[Row], tiers: dict[str, float],
         candidates.append(routing.Candidate((f"w{place}", 0), work, gpu + cpu + disk + other, reach, state))
     choice = router.choose(routing.Prompt(length), candidates)
     assert choice.chosen.worker == (found.instance, found.rank)
-    assert [(one.score, one.uncached, one.load) for one in choice.considered] == [
+    assert [(one.score, one.uncached, one.load) for one in choice.scored] == [
         (one.score, one.uncached, one.load) for one in (score(found, place) for place in range(len(fleet)))
     ]
 

@@ -17,7 +17,7 @@ from kvevents import Subscriber
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.index import Applied
 from kvevents.routing import Choice, Policy, Prompt, Worker, policy
-from kvevents.routing.choice import Candidate
+from kvevents.routing.policy_types import Candidate
 from kvevents.sim import faults, live
 from kvevents.sim.faults import parse_faults
 from kvevents.sim.live import LiveFleet, WorkerView
@@ -385,7 +385,7 @@ class Watching:
     """A policy that notes the trust of the candidates that it is given."""
 
     def __init__(self, chosen: Policy, seen: set[tuple[Worker, str]]) -> None:
-        self.name, self.asks_index = chosen.name, chosen.asks_index
+        self.name, self.uses_index = chosen.name, chosen.uses_index
         self._chosen, self._seen = chosen, seen
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:

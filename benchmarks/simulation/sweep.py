@@ -13,7 +13,7 @@ from math import exp, inf, log
 from typing import Any, Final
 
 from benchmarks.simulation.cases import Case, Generated, Traced, run_all, to_stderr
-from kvevents.routing.aware import PrefixAwareSettings
+from kvevents.routing.prefix_aware import PrefixAwareSettings
 from kvevents.sim.results import Distribution, PolicyResult
 from kvevents.sim.settings import DEFAULT_PRESET, FleetSettings
 from kvevents.sim.workloads import SAMPLE

@@ -1,23 +1,24 @@
-"""Choosing a worker for a prompt: by chance, in turn, by load, by session, or by what caches hold.
+"""Choose a worker for a prompt: at random, in rotation, by load, by session, or by what caches hold.
 
 ::
 
     router = Router(policy("prefix-aware"), index)
     router.add(("engine-7", 0))
     decision = router.route("request-1", token_ids)
-    print(decision.worker, decision.why())
+    print(decision.worker, decision.explain())
 
-`docs/routing.md` is the guide. Needs the compiled module, as `kvevents.index` does; `MissingDependencyError` without it.
+`docs/routing.md` is the guide. Like `kvevents.index` it needs the compiled module, and raises `MissingDependencyError` without
+it.
 """
 
-from kvevents.routing.affinity import AffinitySettings, SessionAffinity
-from kvevents.routing.aware import PrefixAware, PrefixAwareSettings
-from kvevents.routing.blind import LeastLoaded, LeastLoadedSettings, NoSettings, RandomChoice, RoundRobin
-from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker
-from kvevents.routing.ledger import MAX_IN_FLIGHT
+from kvevents.routing.basic import LeastLoaded, LeastLoadedSettings, NoSettings, RandomChoice, RoundRobin
+from kvevents.routing.in_flight import MAX_IN_FLIGHT
 from kvevents.routing.policies import POLICIES, policy
+from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker
+from kvevents.routing.prefix_aware import PrefixAware, PrefixAwareSettings
 from kvevents.routing.router import Decision, NoWorkerError, Router
 from kvevents.routing.scoring import Ties
+from kvevents.routing.session_affinity import SessionAffinity, SessionAffinitySettings
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 __all__ = [
@@ -25,10 +26,8 @@ __all__ = [
     "POLICIES",
     "TIER_WEIGHTS",
     "TRUST_WEIGHTS",
-    "AffinitySettings",
     "Candidate",
     "Choice",
-    "Considered",
     "Decision",
     "LeastLoaded",
     "LeastLoadedSettings",
@@ -42,7 +41,9 @@ __all__ = [
     "RandomChoice",
     "RoundRobin",
     "Router",
+    "ScoredCandidate",
     "SessionAffinity",
+    "SessionAffinitySettings",
     "Ties",
     "Worker",
     "policy",

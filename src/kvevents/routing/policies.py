@@ -8,19 +8,19 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kvevents.errors import ConfigError
-from kvevents.routing.affinity import AffinitySettings, SessionAffinity
-from kvevents.routing.aware import PrefixAware, PrefixAwareSettings
-from kvevents.routing.blind import LeastLoaded, LeastLoadedSettings, NoSettings, RandomChoice, RoundRobin
-from kvevents.routing.choice import Policy
+from kvevents.routing.basic import LeastLoaded, LeastLoadedSettings, NoSettings, RandomChoice, RoundRobin
+from kvevents.routing.policy_types import Policy
+from kvevents.routing.prefix_aware import PrefixAware, PrefixAwareSettings
+from kvevents.routing.session_affinity import SessionAffinity, SessionAffinitySettings
 
 
-def _maker(kind: Callable[[int | None, Any], Policy], name: str, settings: type[Any]) -> Callable[..., Policy]:
+def _factory(kind: Callable[[int | None, Any], Policy], name: str, settings: type[Any]) -> Callable[..., Policy]:
     known = [field.name for field in fields(settings)]
 
     def make(seed: int | None = None, **given: Any) -> Policy:
         for setting in given:
             if setting not in known:
-                raise ConfigError(f"{name} has no setting {setting!r}; it has {', '.join(known) or 'none'}")
+                raise ConfigError(f"invalid setting {setting!r} of {name}: expected one of {', '.join(known) or '(none)'}")
         return kind(seed, settings(**given))
 
     return make
@@ -28,22 +28,22 @@ def _maker(kind: Callable[[int | None, Any], Policy], name: str, settings: type[
 
 POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
     {
-        RandomChoice.name: _maker(RandomChoice, RandomChoice.name, NoSettings),
-        RoundRobin.name: _maker(RoundRobin, RoundRobin.name, NoSettings),
-        LeastLoaded.name: _maker(LeastLoaded, LeastLoaded.name, LeastLoadedSettings),
-        SessionAffinity.name: _maker(SessionAffinity, SessionAffinity.name, AffinitySettings),
-        PrefixAware.name: _maker(PrefixAware, PrefixAware.name, PrefixAwareSettings),
+        RandomChoice.name: _factory(RandomChoice, RandomChoice.name, NoSettings),
+        RoundRobin.name: _factory(RoundRobin, RoundRobin.name, NoSettings),
+        LeastLoaded.name: _factory(LeastLoaded, LeastLoaded.name, LeastLoadedSettings),
+        SessionAffinity.name: _factory(SessionAffinity, SessionAffinity.name, SessionAffinitySettings),
+        PrefixAware.name: _factory(PrefixAware, PrefixAware.name, PrefixAwareSettings),
     }
 )
-"""What makes a policy, by its name: a function of a seed and the policy's settings by name."""
+"""Factories of policies by name: functions of a seed and of the policy's settings as keywords."""
 
 
 def policy(name: str, seed: int | None = None, **settings: Any) -> Policy:
-    """A policy by its name. Raises `ConfigError` for an unknown name and for a wrong setting.
+    """Return a policy by its name. Raises `ConfigError` for an unknown name and for an invalid setting.
 
-    With a seed the same requests give the same decisions. Without one each begins at random, as several routers of one fleet
+    With a seed, equal requests give equal decisions. Without one each policy starts at random, as several routers of one fleet
     should.
     """
     if name not in POLICIES:
-        raise ConfigError(f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
+        raise ConfigError(f"invalid policy {name!r}: expected one of {', '.join(POLICIES)}")
     return POLICIES[name](seed, **settings)

@@ -1,4 +1,4 @@
-"""A policy at work: who may be chosen, what each has to do, what each holds."""
+"""The router: applies a policy to the workers, and keeps their load and what they hold."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from msgspec import Struct
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.routing.choice import Candidate, Choice, Considered, Load, Policy, Prompt, Worker
-from kvevents.routing.ledger import MAX_IN_FLIGHT, Ledger
+from kvevents.routing.in_flight import MAX_IN_FLIGHT, InFlightRequests
+from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker, check_range
 from kvevents.routing.scoring import nearest
-from kvevents.routing.settings import check_range
 from kvevents.weights import describe_tiers, distance_of
 
 
 class NoWorkerError(UsageError):
-    """There is no worker that a prompt could go to."""
+    """The router has no worker to choose."""
 
 
 class Decision(Struct, frozen=True):
-    """Where a prompt goes. Nothing of the explanation is made before it is asked for."""
+    """Where a prompt goes, and why. The explanation is made only when it is read."""
 
     policy: str
     """Name of the policy."""
     prompt: Prompt
     candidates: int
-    """How many there were to choose from: those with a connection, or all where no worker has one."""
+    """Number of workers to choose from: those with a connection, or all if no worker has one."""
     choice: Choice
-    asked: bool
-    """Whether the index was asked."""
+    used_index: bool
+    """Whether the index was queried."""
     unreachable: int = 0
-    """Workers that were left out because they have no connection and others do."""
+    """Workers that were excluded because they have no connection and others have one."""
 
     @property
     def worker(self) -> Worker:
@@ -42,7 +41,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens that the index says the worker has cached; 0 where it was not asked."""
+        """Tokens of the prompt that the worker has cached, according to the index; 0 if it was not queried."""
         return self.choice.chosen.tokens
 
     @property
@@ -57,58 +56,62 @@ class Decision(Struct, frozen=True):
 
     @property
     def load(self) -> Load:
-        """What the worker had to do before this."""
+        """The worker's load before this request."""
         return self.choice.chosen.load
 
     @property
-    def considered(self) -> list[Considered]:
-        """What the policy weighed, the chosen one first, then the best; empty where it weighs nothing."""
+    def scored(self) -> list[ScoredCandidate]:
+        """The candidates that the policy scored: the chosen one, then by score; empty if it does not score."""
         chosen = self.choice.chosen
-        return sorted(
-            self.choice.considered, key=lambda one: (one.candidate is not chosen, one.score, one.uncached, one.worker)
-        )
+        return sorted(self.choice.scored, key=lambda one: (one.candidate is not chosen, one.score, one.uncached, one.worker))
 
-    def why(self) -> str:
-        """One sentence for people."""
+    def explain(self) -> str:
+        """Explain the decision in one sentence."""
         chosen = self.choice.chosen
         source, rank = chosen.worker
         reason = self.choice.reason.format(candidates=self.candidates, equal=self.choice.equal)
         load = chosen.load
+        cache, score = (self._explain_cache(chosen), self._explain_score()) if self.used_index else ("", "")
         return (
-            f"{self.policy} chose {source} rank {rank}, {reason}: it {self._held(chosen) if self.asked else ''}has "
+            f"{self.policy} chose {source} rank {rank}, {reason}: it {cache}has "
             f"{load.requests:,} in flight ({load.waiting_tokens:,} prompt tokens waiting, {load.decoding:,} being answered)"
-            f"{self._scored() if self.asked else ''}{self._reached()}."
+            f"{score}{self._explain_connection()}."
         )
 
-    def _reached(self) -> str:
-        if self.unreachable:
-            return f"; {self.unreachable} without a connection were left out"
-        return f"; no worker is connected, and it is {self.trust}" if distance_of(self.trust) else ""
-
-    def _held(self, chosen: Candidate) -> str:
+    def _explain_cache(self, chosen: Candidate) -> str:
         tiers = describe_tiers(chosen.tiers)
         held = f"{chosen.tokens:,} of {self.prompt.length:,} tokens{f' ({tiers})' if tiers else ''}"
         return f"is {chosen.trust}, holds {held}, "
 
-    def _scored(self) -> str:
-        if not self.choice.considered:
+    def _explain_score(self) -> str:
+        if not self.choice.scored:
             return ""
-        one = self.considered[0]
-        hot = sum(each.hot for each in self.choice.considered)
-        guarded = f"; {hot} with too many requests got no credit for what they hold" if hot else ""
-        return f", must compute {one.uncached:.0%}, and its load counts {one.load:.3f}: score {one.score:.3f}{guarded}"
+        one = self.scored[0]
+        hot = sum(each.hot for each in self.choice.scored)
+        guarded = f"; {hot} with too many requests got no credit for their caches" if hot else ""
+        return f", must compute {one.uncached:.0%}, and its load adds {one.load:.3f}: score {one.score:.3f}{guarded}"
+
+    def _explain_connection(self) -> str:
+        if self.unreachable:
+            return f"; {self.unreachable} without a connection were excluded"
+        return f"; no worker is connected, and it is {self.trust}" if distance_of(self.trust) else ""
 
 
 class Router:
-    """Sends each prompt to a worker, and keeps in mind what is in flight. For any number of threads.
+    """Chooses a worker for each prompt, and keeps track of requests in flight. Thread-safe.
 
-    What it knows of a worker's load is what it has sent there itself and has not been told the end of, never what goes on
-    inside an engine. `index` is needed by policies that ask it, and is kept up to date by others; so is `trust`, which names
-    the state of a worker's stream (`lambda worker: subscriber.trust(*worker).name`), without which all are EXACT; it must not
-    call the router. Whatever the policy, a worker that is STALE is chosen only if no other one is left, and one that is
-    CONNECTING only if none has a connection. With `overlay_seconds` above 0 a prompt is believed to be cached where it was sent
-    for so long before any event says so, if the policy asks the index. `max_in_flight` bounds what is remembered. The
-    last token of a prompt is not looked up, since engines recompute it and with it its block, except with `whole_prompt`.
+    The router knows the load of a worker from the requests that it sent there itself and whose end it was given, not from the
+    engine.
+
+    - `index` is needed by policies that use it. The caller keeps it up to date.
+    - `trust` returns the state of a worker's stream (`lambda worker: subscriber.trust(*worker).name`); without it, EXACT.
+      It must not call the router. With any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one
+      only if none has a connection.
+    - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
+      the policy uses the index.
+    - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished.
+    - The last token of a prompt is not looked up, since engines compute it and its block again, except with `whole_prompt`.
+
     Raises `ConfigError`.
     """
 
@@ -122,42 +125,42 @@ class Router:
         max_in_flight: int = MAX_IN_FLIGHT,
         whole_prompt: bool = False,
     ) -> None:
-        if policy.asks_index and index is None:
-            raise ConfigError(f"the policy {policy.name} needs an index; give the router a PrefixIndex")
+        if policy.uses_index and index is None:
+            raise ConfigError(f"the policy {policy.name} needs an index: pass a PrefixIndex to the router")
         check_range("overlay_seconds", overlay_seconds, 0, finite=True)
         check_range("max_in_flight", max_in_flight, 1)
         self.policy = policy
-        self._index = index if policy.asks_index else None
+        self._index = index if policy.uses_index else None
         self._trust = trust
         self._overlay_seconds = overlay_seconds
         self._whole_prompt = whole_prompt
-        self._ledger = Ledger(max_in_flight)
+        self._requests = InFlightRequests(max_in_flight)
         self._lock = threading.Lock()
 
     # --- workers
 
     def add(self, worker: Worker) -> None:
-        """Prompts may go there from now on. A worker that is there already stays as it is."""
+        """Add a worker to choose from; nothing if it was added before."""
         with self._lock:
-            self._ledger.open(worker)
+            self._requests.add_worker(worker)
 
     def remove(self, worker: Worker) -> None:
-        """Nothing goes there any more, and its requests are forgotten; the index is not told. Unknown workers are fine."""
+        """Remove a worker with its load, but not from the index; nothing if it is unknown."""
         with self._lock:
-            self._ledger.close(worker)
+            self._requests.remove_worker(worker)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All that prompts may go to, in the order in which they were added."""
+        """All workers to choose from, in the order in which they were added."""
         with self._lock:
-            return self._ledger.workers
+            return self._requests.workers
 
     def load(self, worker: Worker) -> Load:
-        """What a worker has to do as far as is known here. Raises `UnknownSourceError` for one that was not added."""
+        """Return the known load of a worker. Raises `UnknownSourceError` if it was not added."""
         with self._lock:
-            load = self._ledger.load(worker)
+            load = self._requests.load(worker)
         if load is None:
-            raise UnknownSourceError(f"the router has no worker {worker[0]!r} with rank {worker[1]}; add it first")
+            raise UnknownSourceError(f"the router has no worker {worker[0]!r} with rank {worker[1]}: add it first")
         return load
 
     # --- requests
@@ -173,53 +176,56 @@ class Router:
     ) -> Decision:
         """Choose a worker for a prompt, which is in flight under `key` from then on.
 
-        `tokens` are a sequence or a buffer, as for `PrefixIndex.match`. Workers in `without` are not chosen, such as one that
-        has just failed; a key that is in flight already is a retry, and what it was before is forgotten. Raises
-        `NoWorkerError` if no worker is left to choose.
+        `tokens` are a sequence or a buffer, as for `PrefixIndex.match`. Workers in `without` are not chosen, for example one
+        that has just failed. A key that is in flight already is a retry, and replaces the earlier request. Raises
+        `NoWorkerError` if no worker is left.
         """
         prompt = Prompt(len(tokens), session)
-        held = self._held(tokens, prompt.length, namespace)
+        held = self._look_up(tokens, prompt.length, namespace)
         with self._lock:
-            self._ledger.finished(key)
+            self._requests.finish(key)
             known = self._candidates(held, without)
             if not known:
-                raise NoWorkerError(_nobody(len(self._ledger.workers)))
+                workers = len(self._requests.workers)
+                raise NoWorkerError(
+                    f"all {workers} workers are excluded: exclude fewer in `without`, or add others"
+                    if workers
+                    else "the router has no workers: add one first"
+                )
             candidates = nearest(known, [distance_of(one.trust) for one in known])
             choice = self.policy.choose(prompt, candidates)
             chosen = choice.chosen
-            self._ledger.sent(key, chosen.worker, prompt.length, prompt.length - chosen.tokens)
+            self._requests.add(key, chosen.worker, prompt.length, prompt.length - chosen.tokens)
         if self._index is not None and self._overlay_seconds:
             self._index.speculate(chosen.worker, tokens, namespace, self._overlay_seconds)
-        left_out = len(known) - len(candidates)
-        return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None, left_out)
+        unreachable = len(known) - len(candidates)
+        return Decision(self.policy.name, prompt, len(candidates), choice, self._index is not None, unreachable)
 
-    def first_token(self, key: Hashable) -> None:
-        """The answer begins: nothing of the prompt waits any more. Once is enough; unknown keys are fine."""
+    def record_first_token(self, key: Hashable) -> None:
+        """Record that the answer begins, so that the prompt waits no more; nothing for an unknown key or a second call."""
         with self._lock:
-            self._ledger.first_token(key)
+            self._requests.record_first_token(key)
 
-    def finished(self, key: Hashable) -> None:
-        """The answer has ended, or never will. Once is enough; unknown keys are fine."""
+    def finish(self, key: Hashable) -> None:
+        """Record that the answer ended, failed or was cancelled; nothing for an unknown key or a second call."""
         with self._lock:
-            self._ledger.finished(key)
+            self._requests.finish(key)
 
     @property
     def in_flight(self) -> int:
-        """Requests that are remembered, those of removed workers included."""
-        return len(self._ledger)
+        """Number of requests in flight, including those of removed workers."""
+        return len(self._requests)
 
     @property
-    def forgotten(self) -> int:
-        """Requests that count as finished because more than `max_in_flight` were there: somebody does not tell their end."""
-        return self._ledger.forgotten
+    def evicted(self) -> int:
+        """Requests that counted as finished because more than `max_in_flight` existed: a caller of `route` omits `finish`."""
+        return self._requests.evicted
 
     def __repr__(self) -> str:
         return f"<Router {self.policy.name}, {len(self.workers)} workers, {self.in_flight} requests in flight>"
 
-    # --- candidates
-
-    def _held(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int]]]:
-        """By worker what it holds of the prompt, on whatever tiers and by tier."""
+    def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int]]]:
+        """Return what each worker holds of the prompt: tokens on any tiers, and tokens by tier."""
         if self._index is None:
             return {}
         usable = tokens if self._whole_prompt or not length else tokens[: length - 1]
@@ -233,19 +239,13 @@ class Router:
         self, held: Mapping[Worker, tuple[int, Mapping[str, int]]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
         trust = self._trust
-        found: list[Candidate] = []
-        for worker, load in self._ledger.loads():
+        candidates: list[Candidate] = []
+        for worker, load in self._requests.loads():
             if worker in without:
                 continue
             tokens, tiers = held.get(worker, _NOTHING)
-            found.append(Candidate(worker, load, tokens, tiers, "EXACT" if trust is None else trust(worker)))
-        return found
+            candidates.append(Candidate(worker, load, tokens, tiers, "EXACT" if trust is None else trust(worker)))
+        return candidates
 
 
 _NOTHING: Final[tuple[int, Mapping[str, int]]] = (0, {})
-
-
-def _nobody(workers: int) -> str:
-    if not workers:
-        return "there is no worker to route to; add one first"
-    return f"all {workers} workers are excluded; name fewer in `without`, or add others"

@@ -1,28 +1,36 @@
-"""The native parts of a choice, which `/v1/select` goes by too: the score, ties, and which workers are chosen from."""
+"""The native score and tie-break, which `/v1/select` of the service uses too, and the selection of reachable workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-import kvevents.index  # noqa: F401 - says readably if the compiled module is missing
+import kvevents.index  # noqa: F401 - raises a readable error if the compiled module is missing
 from kvevents import _native
 from kvevents._native import Scorer, Ties
+from kvevents.routing.policy_types import Candidate
 
-__all__ = ["EQUAL", "TIES", "Scorer", "Ties", "nearest"]
+__all__ = ["EQUAL", "TIES", "Scorer", "Ties", "break_tie", "nearest"]
 
 EQUAL: Final = 1e-9
-"""Scores and shares that are no further apart are equal, as in `native/server/src/score.rs`."""
+"""Scores and shares that differ by no more are equal, as in `native/server/src/score.rs`."""
 TIES: Final = ("rotate", "random", "first")
-"""Ways to end a tie: who was chosen longest ago, chance, or the order of the candidates."""
+"""Ways to break a tie: the worker chosen longest ago, a random one, or the first of the candidates."""
 
 A = TypeVar("A")
 
 
 def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
-    """The candidates with the least distance, in their order; at least one of at least one.
+    """Return the candidates with the lowest distance, in their order.
 
-    So a worker that is STALE takes a prompt only if no other one is connected or may still be.
+    With `weights.distance_of` a STALE worker is returned only if no other worker is connected or connecting.
     """
     places = _native.nearest(distances)
     return candidates if len(places) == len(candidates) else [candidates[place] for place in places]
+
+
+def break_tie(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Candidate:
+    """Choose one of several equal candidates. It is the last to be chosen by the next rotation."""
+    chosen = equal[ties.pick(how, [one.worker for one in equal]) if len(equal) > 1 else 0]
+    ties.took(chosen.worker)
+    return chosen

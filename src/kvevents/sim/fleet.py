@@ -180,7 +180,7 @@ class Fleet:
         for job in step.finished:
             self._finish(self._tickets.pop(job))
         for job in step.refused:
-            self.router.finished(self._tickets.pop(job).number)
+            self.router.finish(self._tickets.pop(job).number)
             self.tally.refused += 1
         self._begin(station)
 
@@ -214,13 +214,13 @@ class Fleet:
     # --- answers
 
     def _first_token(self, ticket: Ticket) -> None:
-        self.router.first_token(ticket.number)
+        self.router.record_first_token(ticket.number)
         if ticket.first_at is None:
             ticket.first_at = self.timeline.now
             self.tally.ttft.append(ticket.first_at - ticket.arrived)
 
     def _finish(self, ticket: Ticket) -> None:
-        self.router.finished(ticket.number)
+        self.router.finish(ticket.number)
         assert ticket.first_at is not None  # noqa: S101 - an answer has a first token
         self.tally.finished(self.timeline.now, ticket.arrived, ticket.first_at, len(ticket.request.output))
 

@@ -94,8 +94,8 @@ def _waited(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[Po
 
 def _worth(subject: PolicyResult, rest: Sequence[PolicyResult]) -> str:
     """What the index is worth: the TTFT of a policy that asks it beside the shortest of those that need no events."""
-    rivals = [result for result in rest if not _asks_index(result)]
-    if not rivals or not _asks_index(subject):
+    rivals = [result for result in rest if not _uses_index(result)]
+    if not rivals or not _uses_index(subject):
         return ""
     shares = []
     for name, figure in _TIMES:
@@ -113,8 +113,8 @@ def _worth(subject: PolicyResult, rest: Sequence[PolicyResult]) -> str:
     return f"routing by cache is worth nothing here: with {best}, which needs no events, TTFT is shorter"
 
 
-def _asks_index(result: PolicyResult) -> bool:
-    return result.policy in POLICIES and POLICIES[result.policy]().asks_index
+def _uses_index(result: PolicyResult) -> bool:
+    return result.policy in POLICIES and POLICIES[result.policy]().uses_index
 
 
 def _ttft(result: PolicyResult, figure: Callable[[Distribution], float]) -> float:
