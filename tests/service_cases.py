@@ -163,7 +163,7 @@ class Service(Client):
         return self.post("/register", registration(instance, engine, rank, **more))
 
     def sources(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """Those of all walls, by instance and rank."""
+        """Those of all scopes, by instance and rank."""
         return {(each["instance"], each["rank"]): each for each in self.get("/v1/sources").json["sources"]}
 
     def source(self, instance: int | str, rank: int = 0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider, HttpClient
 from kvevents.service.discovery.provider import Finding
 from kvevents.service.discovery.source_config import SourceTable, Template
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 from test_discovery_backoff import Steps, soon, within
 from test_discovery_fetch import Engine
 
@@ -93,7 +93,7 @@ async def test_vllm_tells_all_its_ranks(engine: Engine) -> None:
     assert {(each.model, each.topic, each.block_size) for each in found.registrations} == {
         ("Qwen/Qwen3-0.6B", "kv-events", None)
     }
-    assert found.adapters == (Wall("Qwen/Qwen3-0.6B", lora="an-adapter"),)
+    assert found.adapters == (Scope("Qwen/Qwen3-0.6B", lora="an-adapter"),)
     assert found.faults == ()
 
 
@@ -102,7 +102,7 @@ async def test_adapters_are_asked_for_where_the_model_is_known(engine: Engine) -
     models = {"data": [*VLLM_MODELS["data"], {"id": "another", "parent": "another-model"}]}
     engine.pages |= {"/kv_event_sources": {"0": vllm_rank("tcp://10.0.0.1:41233")}, "/v1/models": models}
     named = Template(model="qwen", tenant="t", group="g")
-    assert (await ask(engine, named)).adapters == (Wall("qwen", "t", "g", "an-adapter"),)
+    assert (await ask(engine, named)).adapters == (Scope("qwen", "t", "g", "an-adapter"),)
     pages: list[dict[str, Any]] = [{"data": 7}, {"data": []}]
     for page in pages:
         engine.pages["/v1/models"] = page
@@ -212,7 +212,7 @@ async def test_an_engine_without_events_says_how_to_get_them(engine: Engine, pat
 
 
 async def test_the_template_goes_before_what_the_engine_says(engine: Engine) -> None:
-    """Walls, model, topic, block size and replay as the operator wants them; replay ports count up by rank."""
+    """Scopes, model, topic, block size and replay as the operator wants them; replay ports count up by rank."""
     engine.pages["/server_info"] = sglang(kv_events={"topic": "kv"})
     template = Template(model="m", tenant="t", group="g", topic="mine", block_size=16, salt="s", replay_endpoint="tcp://*:7000")
     first, second = (await ask(engine, template)).registrations

@@ -36,9 +36,9 @@ def hot(clock: VirtualClock | None = None, **limits: int) -> HotPrefixes:
     return HotPrefixes(clock=clock or VirtualClock(1000), **{"per_second": 1_000_000, **limits})
 
 
-def shown(counted: HotPrefixes, wall: str = "m", limit: int = 1000) -> dict[int, tuple[int | None, int, int]]:
+def shown(counted: HotPrefixes, scope: str = "m", limit: int = 1000) -> dict[int, tuple[int | None, int, int]]:
     """Parent, tokens and lookups by key."""
-    return {node.key: (node.parent, node.tokens, node.lookups) for node in counted.top(wall, limit)}
+    return {node.key: (node.parent, node.tokens, node.lookups) for node in counted.top(scope, limit)}
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_prompts_shorter_than_a_block_are_looked_at() -> None:
     assert (counted.sampled("m"), counted.top("m", 10), counted.nodes) == (2, [], 0)
 
 
-def test_walls_namespaces_and_block_sizes_are_apart() -> None:
+def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
     """The same tokens under another model or LoRA, or cut otherwise, are another prefix."""
     counted = hot()
     counted.look("m", prompt([1, 2]), BLOCK)
@@ -132,7 +132,7 @@ def test_only_so_many_blocks_are_looked_at() -> None:
 
 
 def test_only_so_many_prompts_a_second_are_looked_at() -> None:
-    """For each wall, by whole seconds of the clock."""
+    """For each scope, by whole seconds of the clock."""
     clock = VirtualClock(1000)
     counted = hot(clock, per_second=3)
     assert [counted.look("m", prompt([1]), BLOCK) for _ in range(5)] == [True] * 3 + [False] * 2
@@ -156,7 +156,7 @@ def test_counts_are_halved_every_minute_until_they_are_gone() -> None:
         seen.append(tuple(lookups for _, _, lookups in shown(counted).values()))
         clock.advance(HALF_LIFE)
     assert seen == [(8, 1), (4, 1), (2, 1), (1, 1), (1,), (1,), (1,), ()]
-    assert (counted.nodes, counted.sampled("m"), repr(counted)) == (0, 0, "<HotPrefixes 0 walls, 0 nodes>")
+    assert (counted.nodes, counted.sampled("m"), repr(counted)) == (0, 0, "<HotPrefixes 0 scopes, 0 nodes>")
 
 
 def test_a_long_pause_costs_nothing() -> None:
@@ -189,24 +189,24 @@ def changing_threads_often() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def count_at_once(counted: HotPrefixes, walls: str, prompts: int) -> None:
-    """A thread for each letter counts prompts of that wall, and asks; all walls share the nodes."""
+def count_at_once(counted: HotPrefixes, scopes: str, prompts: int) -> None:
+    """A thread for each letter counts prompts of that scope, and asks; all scopes share the nodes."""
 
-    def work(wall: str) -> None:
+    def work(scope: str) -> None:
         taken = 0
         while taken < prompts:
-            taken += counted.look(wall, prompt([1, taken % 50]), BLOCK)
-            counted.top(wall, 3)
+            taken += counted.look(scope, prompt([1, taken % 50]), BLOCK)
+            counted.top(scope, 3)
 
-    with changing_threads_often(), ThreadPoolExecutor(len(walls)) as pool:
-        list(pool.map(work, walls))
+    with changing_threads_often(), ThreadPoolExecutor(len(scopes)) as pool:
+        list(pool.map(work, scopes))
 
 
 def test_threads_may_count_and_ask_at_once() -> None:
-    """Nothing is torn, and what was counted adds up, wherever threads take turns: several of one wall, and of several."""
+    """Nothing is torn, and what was counted adds up, wherever threads take turns: several of one scope, and of several."""
     counted = hot(max_nodes=32)
     count_at_once(counted, "aabb", 2_000)
-    assert [counted.sampled(wall) for wall in "ab"] == [4_000] * 2
+    assert [counted.sampled(scope) for scope in "ab"] == [4_000] * 2
     assert 0 < counted.nodes <= 32
     for tree in counted._trees.values():
         below = list(tree.below())
@@ -230,7 +230,7 @@ def test_a_hot_prefix_survives_a_flood_of_others() -> None:
     assert counted.sampled("m") == 1_000
 
 
-def test_a_flood_of_one_wall_leaves_the_others_theirs() -> None:
+def test_a_flood_of_one_scope_leaves_the_others_theirs() -> None:
     """Nodes are shared out: the largest trees give."""
     counted = hot(max_nodes=64)
     for number in range(10):
@@ -240,27 +240,27 @@ def test_a_flood_of_one_wall_leaves_the_others_theirs() -> None:
         counted.look("louder", prompt([number, 1]), BLOCK)
         counted.look("louder", prompt([number, 2]), BLOCK)
     assert len(counted.top("quiet", 100)) == 10
-    assert min(len(counted.top(wall, 100)) for wall in ("loud", "louder")) >= 15
+    assert min(len(counted.top(scope, 100)) for scope in ("loud", "louder")) >= 15
     assert counted.nodes <= 64
 
 
-def test_walls_are_bounded() -> None:
+def test_scopes_are_bounded() -> None:
     """The one with the fewest prompts makes room."""
-    counted = hot(max_walls=3)
-    for wall, times in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
+    counted = hot(max_scopes=3)
+    for scope, times in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
         for _ in range(times):
-            counted.look(wall, prompt([1]), BLOCK)
-    assert [counted.sampled(wall) for wall in "abcd"] == [3, 0, 2, 1]
+            counted.look(scope, prompt([1]), BLOCK)
+    assert [counted.sampled(scope) for scope in "abcd"] == [3, 0, 2, 1]
 
 
 def test_memory_is_bounded() -> None:
-    """About 1 kB a node with every limit reached, edges of 64 blocks in 64 walls: 4 MB for the nodes there are by default."""
+    """About 1 kB a node with every limit reached, edges of 64 blocks in 64 scopes: 4 MB for the nodes there are by default."""
     counted = hot(max_nodes=512)
     numbers = count()
     tracemalloc.start()
     try:
         for step in range(800):
-            counted.look(f"wall {step % 64}", [next(numbers) for _ in range(64)], 1)
+            counted.look(f"scope {step % 64}", [next(numbers) for _ in range(64)], 1)
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -268,7 +268,7 @@ def test_memory_is_bounded() -> None:
     assert used / counted.nodes < 1_200
 
 
-@pytest.mark.parametrize("name", ["max_nodes", "max_depth", "max_walls", "per_second"])
+@pytest.mark.parametrize("name", ["max_nodes", "max_depth", "max_scopes", "per_second"])
 def test_limits_are_at_least_one(name: str) -> None:
     """The sentence names the limit."""
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
@@ -278,55 +278,57 @@ def test_limits_are_at_least_one(name: str) -> None:
 # --- against a model --------------------------------------------------------------------------------------------------------
 
 prompts = st.lists(st.integers(0, 2), max_size=6)
-walls = st.sampled_from("mno")
+scopes = st.sampled_from("mno")
 
 
 class Model(RuleBasedStateMachine):
     """All prompts are kept, each with its weight; a prefix counts what the prompts that begin with it weigh."""
 
-    @initialize(nodes=st.sampled_from([1, 2, 3, 7, 40, 4096]), walls=st.sampled_from([1, 2, 64]), depth=st.integers(1, 6))
-    def begin(self, nodes: int, walls: int, depth: int) -> None:
+    @initialize(nodes=st.sampled_from([1, 2, 3, 7, 40, 4096]), scopes=st.sampled_from([1, 2, 64]), depth=st.integers(1, 6))
+    def begin(self, nodes: int, scopes: int, depth: int) -> None:
         self.clock = VirtualClock(1000)
         self.depth = depth
-        self.roomy = nodes == 4096 and walls == 64
-        self.bounds = nodes, walls
-        self.hot = hot(self.clock, max_nodes=nodes, max_walls=walls, max_depth=depth)
+        self.roomy = nodes == 4096 and scopes == 64
+        self.bounds = nodes, scopes
+        self.hot = hot(self.clock, max_nodes=nodes, max_scopes=scopes, max_depth=depth)
         self.looked: dict[str, list[tuple[tuple[int, ...], float]]] = {}
         self.patient = True
 
-    @rule(wall=walls, blocks=prompts, rest=st.integers(0, BLOCK - 1))
-    def look(self, wall: str, blocks: list[int], rest: int) -> None:
-        assert self.hot.look(wall, prompt(blocks, rest), BLOCK)
-        self.looked.setdefault(wall, []).append((tuple(blocks[: self.depth]), 1.0))
+    @rule(scope=scopes, blocks=prompts, rest=st.integers(0, BLOCK - 1))
+    def look(self, scope: str, blocks: list[int], rest: int) -> None:
+        assert self.hot.look(scope, prompt(blocks, rest), BLOCK)
+        self.looked.setdefault(scope, []).append((tuple(blocks[: self.depth]), 1.0))
 
     @rule(minutes=st.integers(1, 6))
     def wait(self, minutes: int) -> None:
         self.clock.advance(minutes * HALF_LIFE)
         self.patient = False
         self.looked = {
-            wall: [(blocks, weight * 0.5**minutes) for blocks, weight in looked] for wall, looked in self.looked.items()
+            scope: [(blocks, weight * 0.5**minutes) for blocks, weight in looked] for scope, looked in self.looked.items()
         }
 
-    def weight(self, wall: str, blocks: tuple[int, ...]) -> float:
-        return sum(weight for looked, weight in self.looked.get(wall, []) if looked[: len(blocks)] == blocks)
+    def weight(self, scope: str, blocks: tuple[int, ...]) -> float:
+        return sum(weight for looked, weight in self.looked.get(scope, []) if looked[: len(blocks)] == blocks)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "hot"))
     def counts_are_those_of_the_prompts(self) -> None:
         """Never more; exactly those where there was always room, but for what was faint; and never more for a child."""
-        for wall in "mno":
+        for scope in "mno":
             names = {
-                key(*blocks[:end]): blocks[:end] for blocks, _ in self.looked.get(wall, []) for end in range(1, len(blocks) + 1)
+                key(*blocks[:end]): blocks[:end]
+                for blocks, _ in self.looked.get(scope, [])
+                for end in range(1, len(blocks) + 1)
             }
             seen: dict[int, HotNode] = {}
-            for node in self.hot.top(wall, 10_000):
+            for node in self.hot.top(scope, 10_000):
                 blocks = names[node.key]
                 assert (node.tokens, node.block_size, node.path) == (
                     len(blocks) * BLOCK,
                     BLOCK,
                     tuple(block_keys(prompt(blocks), BLOCK)),
                 )
-                weight = self.weight(wall, blocks)
+                weight = self.weight(scope, blocks)
                 assert node.lookups <= max(1, round(weight))
                 assert not self.roomy or node.lookups >= max(1, round(weight - 2 * FAINT))
                 if node.parent is not None:
@@ -336,12 +338,12 @@ class Model(RuleBasedStateMachine):
                 assert node.key not in seen
                 seen[node.key] = node
             if self.roomy and self.patient:
-                assert {names[known] for known in seen} == self.ends(wall)
+                assert {names[known] for known in seen} == self.ends(scope)
 
-    def ends(self, wall: str) -> set[tuple[int, ...]]:
+    def ends(self, scope: str) -> set[tuple[int, ...]]:
         """Prefixes of which some prompt ended or went on otherwise: those that have no child with all of their prompts."""
-        prefixes = {blocks[:end] for blocks, _ in self.looked.get(wall, []) for end in range(1, len(blocks) + 1)}
-        chained = {one[:-1] for one in prefixes if self.weight(wall, one) == self.weight(wall, one[:-1])}
+        prefixes = {blocks[:end] for blocks, _ in self.looked.get(scope, []) for end in range(1, len(blocks) + 1)}
+        chained = {one[:-1] for one in prefixes if self.weight(scope, one) == self.weight(scope, one[:-1])}
         return prefixes - chained
 
     @invariant()
@@ -354,10 +356,10 @@ class Model(RuleBasedStateMachine):
         assert len(trees) <= self.bounds[1]
         assert all(1 <= len(node.keys) <= self.depth for tree in trees for node in tree.below())
 
-    @rule(wall=walls, limit=st.integers(0, 5))
-    def the_top_is_the_beginning_of_the_whole(self, wall: str, limit: int) -> None:
-        whole = [node.lookups for node in self.hot.top(wall, 10_000)]
-        assert [node.lookups for node in self.hot.top(wall, limit)] == whole[:limit] == sorted(whole, reverse=True)[:limit]
+    @rule(scope=scopes, limit=st.integers(0, 5))
+    def the_top_is_the_beginning_of_the_whole(self, scope: str, limit: int) -> None:
+        whole = [node.lookups for node in self.hot.top(scope, 10_000)]
+        assert [node.lookups for node in self.hot.top(scope, limit)] == whole[:limit] == sorted(whole, reverse=True)[:limit]
 
 
 TestModel = Model.TestCase

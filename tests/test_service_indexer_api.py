@@ -100,7 +100,7 @@ def test_what_contradicts_a_registration_is_409(service: Service, fresh: tuple[i
 
 
 def test_one_id_in_two_routing_groups_is_two_instances(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """Dynamo refuses this: an id is one instance fleet-wide there. Groups are walls here, and each has names of its own."""
+    """Dynamo refuses this: an id is one instance fleet-wide there. Groups are scopes here, and each has names of its own."""
     number, model, made = fresh
     body = registration(number, made.publisher, model_name=model, routing_group="second")
     assert service.post("/register", body).status == 201
@@ -405,7 +405,7 @@ def test_what_nobody_serves_is_404(service: Service, fresh: tuple[int, str, Engi
         assert (answer.status, answer.reason) == (404, "unknown-model")
 
 
-def test_lora_and_salt_are_walls_and_empty_is_none(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_lora_and_salt_are_part_of_the_scope_and_empty_is_none(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     base, adapted, salted = prompt(8), prompt(9), prompt(10)
     made.store(base)
@@ -450,7 +450,7 @@ SCOPES: dict[str, tuple[str, ...]] = {
 
 
 def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
-    """At registration, in each question, and at the end: what is given under another name is no less a wall."""
+    """At registration, in each question, and at the end: what is given under another name is no less a scope."""
     values = {"model": "spelled", "tenant": "acme", "group": "g", "lora": "sql", "salt": "s3cret"}
     plain = {"model_name": "spelled", "tenant_id": "acme", "routing_group": "g", "lora_name": "sql", "cache_salt": "s3cret"}
     tokens = prompt(40, 1)
@@ -946,7 +946,7 @@ def test_a_client_of_mooncake(service: Service) -> None:
             "CPU": 64,
             "DISK": 64,
         }
-        # Tenants are walls, though they share instance, model and tokens. With Dynamo, which ignores the field, B sees A's.
+        # Tenants are scopes, though they share instance, model and tokens. With Dynamo, which ignores the field, B sees A's.
         until("nothing held by the other tenant's", lambda: client.query("b", **asked) == {})
         assert client.post("/query", tenant_id="c", **asked)[0] == 404
         assert client.query("a", **asked, instance_id="another") == {}
@@ -963,7 +963,7 @@ def test_a_client_of_mooncake(service: Service) -> None:
         assert client.post("/unregister", instance_id="vllm-0", tenant_id="b")[0] == 200
 
 
-def test_groups_are_walls_too(service: Service) -> None:
+def test_groups_are_scopes_too(service: Service) -> None:
     tokens = prompt(22)
     with engine(seed=40) as made, refusing() as nowhere:
         assert service.register("one", made.publisher, model_name="grouped", routing_group="one").status == 201

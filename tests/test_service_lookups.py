@@ -10,9 +10,9 @@ import pytest
 
 from kvevents.service.http.thread_pools import run_inline
 from kvevents.service.lookups import MAX_UNCOUNTED, Lookups
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 
-WALL = Wall("m", "default", "default", None, None)
+WALL = Scope("m", "default", "default", None, None)
 PROMPT = list(range(32))
 
 

@@ -83,9 +83,9 @@ def test_an_answer_about_many_workers_is_made_by_a_thread(path: str) -> None:
             app, seen = App(service), list[bool]()
             looked_up = service.fleet.namespaces
 
-            def watched(wall: Any) -> Any:
+            def watched(scope: Any) -> Any:
                 seen.append(threading.current_thread() is threading.main_thread())
-                return looked_up(wall)
+                return looked_up(scope)
 
             service.fleet.namespaces = watched  # type: ignore[method-assign]
             for count in range(1, 4):

@@ -23,7 +23,7 @@ import msgspec
 from kvevents import _native
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer
 
 CLOSE_SECONDS: Final = 1.0
@@ -73,7 +73,7 @@ _encode = msgspec.json.Encoder().encode
 class PromptSample:
     """The beginning of a prompt that was looked up."""
 
-    wall: Wall
+    scope: Scope
     tokens: memoryview = field(repr=False)
 
 
@@ -86,7 +86,7 @@ class ControlPlane(Protocol):
         ...
 
     @property
-    def adapters(self) -> frozenset[Wall]:
+    def adapters(self) -> frozenset[Scope]:
         """LoRA adapters that requests name as their model."""
         ...
 
@@ -167,7 +167,7 @@ class DataPlane:
         if self._native is None:
             return []
         return [
-            PromptSample(Wall(model, tenant, group, number if name is None else name, salt), memoryview(tokens).cast("I"))
+            PromptSample(Scope(model, tenant, group, number if name is None else name, salt), memoryview(tokens).cast("I"))
             for (model, tenant, group, name, number, salt), tokens in self._native.samples()
         ]
 
@@ -206,17 +206,17 @@ def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]
 # --- the routing table
 
 
-def _table(fleet: Fleet, adapters: frozenset[Wall]) -> Mapping[str, Any]:
+def _table(fleet: Fleet, adapters: frozenset[Scope]) -> Mapping[str, Any]:
     members = list(fleet.members.values())
-    models = {member.registration.wall[:3] for member in members}
+    models = {member.registration.scope[:3] for member in members}
     bases: dict[tuple[str, str, str], set[str]] = {}
-    for wall in {*(member.registration.wall for member in members), *adapters}:
-        if isinstance(wall.lora, str) and wall[:3] in models:
-            bases.setdefault((wall.lora, wall.tenant, wall.group), set()).add(wall.model)
+    for scope in {*(member.registration.scope for member in members), *adapters}:
+        if isinstance(scope.lora, str) and scope[:3] in models:
+            bases.setdefault((scope.lora, scope.tenant, scope.group), set()).add(scope.model)
     return {
         "has_failed": fleet.failure is not None,
         "workers": [_worker(member) for member in members],
-        "block_sizes": [(*wall, sizes) for wall, sizes in fleet.all_block_sizes.items()],
+        "block_sizes": [(*scope, sizes) for scope, sizes in fleet.all_block_sizes.items()],
         "bases": [(*scope, sorted(found)) for scope, found in bases.items()],
     }
 
@@ -224,13 +224,13 @@ def _table(fleet: Fleet, adapters: frozenset[Wall]) -> Mapping[str, Any]:
 def _worker(member: Member) -> Mapping[str, Any]:
     registration = member.registration
     source, rank = registration.key
-    wall = registration.wall
+    scope = registration.scope
     return {
         "source": source,
         "rank": rank,
         "instance": registration.instance,
-        "scope": wall._asdict(),
-        "label": wall.name,
+        "scope": scope._asdict(),
+        "label": scope.name,
         "trust": member.trusted,
         "is_hidden": member.hidden,
         "distance": member.distance,

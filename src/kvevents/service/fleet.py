@@ -20,7 +20,7 @@ from kvevents.service.event_bus import Announcer
 from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
 from kvevents.service.member import Member, Revision, Row
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import Key, Registration, Wall, check_alike
+from kvevents.service.registration import Key, Registration, Scope, check_alike
 from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.scopes import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
@@ -86,7 +86,7 @@ class Fleet(Listener):
         """Called when that may be so."""
         self._told: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
-        self._walls = Scopes()
+        self._scopes = Scopes()
         self._stirred: set[Key] = set()
         """Of whom something came since the last look."""
         self._unseen: list[Key] = []
@@ -105,7 +105,7 @@ class Fleet(Listener):
         """
         before = self.follower
         for member in list(self.members.values()):
-            index.label(member.registration.key[0], member.registration.wall.name)
+            index.label(member.registration.key[0], member.registration.scope.name)
         before.sink.listener = Listener()
         self.index, self.follower = index, follower
         follower.sink.listener = self
@@ -124,7 +124,7 @@ class Fleet(Listener):
             checkpoint = resume(registration.key)
             member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
-            self._walls.add(registration.wall)
+            self._scopes.add(registration.scope)
             self.version += 1
             self.revision.advance()
             self._measure()
@@ -159,7 +159,7 @@ class Fleet(Listener):
             self.index.remove_worker((name, rank))
             self.index.admit((name, rank))
         self.follower.subscriber.add(source, resume)
-        self.index.label(name, registration.wall.name)
+        self.index.label(name, registration.scope.name)
         log.info("%s: following %s", registration.label, registration.endpoint)
 
     def unregister(self, key: Key) -> Future[int]:
@@ -188,7 +188,7 @@ class Fleet(Listener):
         self.version += 1
         self.revision.advance()
         self._told.pop(member.registration.key, None)
-        self._walls.drop(member.registration.wall)
+        self._scopes.drop(member.registration.scope)
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -227,41 +227,41 @@ class Fleet(Listener):
 
     # --- answers
 
-    def match(self, wall: Wall, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[Row]:
-        """Members behind a wall that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
+    def match(self, scope: Scope, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[Row]:
+        """Members in a scope that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
         found: list[Row] = []
         media = tuple(MultiModal(id=each.id, start=each.start, length=each.length) for each in mm) if mm else ()
-        for namespace in self.namespaces(wall):
+        for namespace in self.namespaces(scope):
             within = replace(namespace, mm=media) if media else namespace
             found += self._rows(self.index.match(tokens, within, overlay=expected))
         return found
 
-    def match_keys(self, wall: Wall, keys: list[int], *, local: bool = False) -> list[Row]:
+    def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[Row]:
         """The same for keys that the client has computed: rolling ones, or the hash of each block alone."""
         rolling = chain_hashes(keys) if local else keys
         found: list[Row] = []
-        sizes = self.block_sizes(wall)
-        for namespace in self.namespaces(wall):
+        sizes = self.block_sizes(scope)
+        for namespace in self.namespaces(scope):
             for size in sizes:
                 found += self._rows(self.index.match_keys(rolling, size, namespace))
         return found
 
-    def expect(self, wall: Wall, worker: tuple[str, int], tokens: Any, seconds: float) -> bool:
+    def expect(self, scope: Scope, worker: tuple[str, int], tokens: Any, seconds: float) -> bool:
         """Believe for a while that an instance's rank will hold a prompt, if it is a member."""
         for member in list(self.members.values()):
             registration = member.registration
-            if (registration.instance, registration.rank) == worker and member.admits(wall):
-                own = registration.wall
+            if (registration.instance, registration.rank) == worker and member.admits(scope):
+                own = registration.scope
                 namespace = Namespace(
-                    model=own.name, lora=None if own.lora else wall.lora, salt=None if own.salt else wall.salt
+                    model=own.name, lora=None if own.lora else scope.lora, salt=None if own.salt else scope.salt
                 )
                 self.index.speculate(registration.key, tokens, namespace, ttl=seconds)
                 return True
         return False
 
-    def block_sizes(self, wall: Wall) -> list[int]:
-        """Tokens per block of those behind a wall, the smallest first."""
-        return self._sizes.get(wall[:3], [])
+    def block_sizes(self, scope: Scope) -> list[int]:
+        """Tokens per block of those in a scope, the smallest first."""
+        return self._sizes.get(scope[:3], [])
 
     @property
     def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:
@@ -273,8 +273,8 @@ class Fleet(Listener):
         for member in list(self.members.values()):
             declared = member.registration.block_size
             sizes = member.block_sizes or ([] if declared is None else [declared])
-            found.setdefault(member.registration.wall[:3], set()).update(sizes)
-        ordered = {wall: sorted(sizes) for wall, sizes in found.items()}
+            found.setdefault(member.registration.scope[:3], set()).update(sizes)
+        ordered = {scope: sorted(sizes) for scope, sizes in found.items()}
         if ordered != self._sizes:
             self._sizes = ordered
             self.revision.advance()
@@ -287,14 +287,14 @@ class Fleet(Listener):
             if (member := members.get((source, rank))) is not None
         ]
 
-    def namespaces(self, wall: Wall) -> list[Namespace]:
-        """Where in the index a prompt may be: walls, each with the LoRA and salt that events behind it tell themselves.
+    def namespaces(self, scope: Scope) -> list[Namespace]:
+        """Where in the index a prompt may be: scopes, each with the LoRA and salt that events behind it tell themselves.
 
         Raises `NotFoundError` for a model that nobody serves, and `UnavailableError` where nothing is known any more.
         """
         if self.failure is not None:
             raise UnavailableError(f"nothing is followed any more: {self.failure}", "failed", "restart the service")
-        return self._walls.namespaces(wall)
+        return self._scopes.namespaces(scope)
 
     # --- what the follower tells
 

@@ -1,6 +1,6 @@
 """Prefixes that are asked for most, from a sample of the prompts.
 
-Theory of operation. Each wall has a tree, in which a node stands for the blocks of an edge: where a sampled prompt ended, or
+Theory of operation. Each scope has a tree, in which a node stands for the blocks of an edge: where a sampled prompt ended, or
 two parted, an edge is cut in two. A node counts the prompts that went through it, so no child counts more than its parent.
 Every `HALF_LIFE` seconds all counts are halved, and what has become faint is dropped. Above `max_nodes` the largest trees lose
 their least counted leaves. Only keys of blocks are kept, never token ids.
@@ -20,13 +20,13 @@ from kvevents.errors import ConfigError
 from kvevents.index import Namespace, block_keys
 
 MAX_NODES: Final = 4096
-"""Of all walls together: 4 MB if every one is an edge of `MAX_DEPTH` blocks, of 8 bytes each."""
+"""Of all scopes together: 4 MB if every one is an edge of `MAX_DEPTH` blocks, of 8 bytes each."""
 MAX_DEPTH: Final = 64
 """Blocks of a prompt that are looked at: 1,024 tokens in blocks of 16, where what prompts share mostly ends."""
 MAX_WALLS: Final = 64
 """Trees; beyond, the one with the fewest prompts goes."""
 PER_SECOND: Final = 50
-"""Prompts of a wall that are sampled in a second. One costs 25 us, and where leaves must go, once in a hundred, 2 ms."""
+"""Prompts of a scope that are sampled in a second. One costs 25 us, and where leaves must go, once in a hundred, 2 ms."""
 HALF_LIFE: Final = 60.0
 """Seconds after which a prompt counts half."""
 FAINT: Final = 0.1
@@ -67,7 +67,7 @@ class _Node:
 
 
 class _Tree:
-    """The prompts of one wall."""
+    """The prompts of one scope."""
 
     def __init__(self) -> None:
         self.root = _Node(None, array("Q"), 0)
@@ -164,7 +164,7 @@ class _Tree:
 
 
 class HotPrefixes:
-    """Counts prefixes of prompts, wall by wall, in bounded memory. Any thread may ask, and none waits to be counted.
+    """Counts prefixes of prompts, scope by scope, in bounded memory. Any thread may ask, and none waits to be counted.
 
     `clock` is in seconds and never goes back. Raises `ConfigError` for a limit below 1.
     """
@@ -175,25 +175,25 @@ class HotPrefixes:
         clock: Callable[[], float],
         max_nodes: int = MAX_NODES,
         max_depth: int = MAX_DEPTH,
-        max_walls: int = MAX_WALLS,
+        max_scopes: int = MAX_WALLS,
         per_second: int = PER_SECOND,
     ) -> None:
         for name, value in (
             ("max_nodes", max_nodes),
             ("max_depth", max_depth),
-            ("max_walls", max_walls),
+            ("max_scopes", max_scopes),
             ("per_second", per_second),
         ):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        self.max_nodes, self.max_depth, self.max_walls, self.per_second = max_nodes, max_depth, max_walls, per_second
+        self.max_nodes, self.max_depth, self.max_scopes, self.per_second = max_nodes, max_depth, max_scopes, per_second
         self._clock = clock
         self._faded = clock()
         self._number = 0
         self._trees: dict[Hashable, _Tree] = {}
         self._lock = threading.Lock()
 
-    def look(self, wall: Hashable, tokens: Any, block_size: int, namespace: Namespace | None = None) -> bool:
+    def look(self, scope: Hashable, tokens: Any, block_size: int, namespace: Namespace | None = None) -> bool:
         """Count a prompt, unless enough were sampled this second or another thread is at it; says whether it was.
 
         `tokens` as for `block_keys`, of which the first `max_depth` blocks are looked at.
@@ -201,16 +201,16 @@ class HotPrefixes:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            return self._look(wall, tokens, block_size, namespace)
+            return self._look(scope, tokens, block_size, namespace)
         finally:
             self._lock.release()
 
-    def _look(self, wall: Hashable, tokens: Any, block_size: int, namespace: Namespace | None) -> bool:
+    def _look(self, scope: Hashable, tokens: Any, block_size: int, namespace: Namespace | None) -> bool:
         now = self._fade()
-        tree = self._trees.get(wall)
+        tree = self._trees.get(scope)
         if tree is None:
             self._make_room()
-            tree = self._trees[wall] = _Tree()
+            tree = self._trees[scope] = _Tree()
         if not tree.take(now, self.per_second):
             return False
         self._number += 1
@@ -218,28 +218,28 @@ class HotPrefixes:
         self._shrink()
         return True
 
-    def top(self, wall: Hashable, limit: int) -> list[HotNode]:
+    def top(self, scope: Hashable, limit: int) -> list[HotNode]:
         """The prefixes that count most, parents before children; a chain of which all prompts went on is one node, its end."""
         with self._lock:
             self._fade()
-            tree = self._trees.get(wall)
+            tree = self._trees.get(scope)
             return tree.top(limit) if tree else []
 
-    def sampled(self, wall: Hashable) -> int:
+    def sampled(self, scope: Hashable) -> int:
         """Prompts that were looked at, older ones counting less: what `lookups` is a share of."""
         with self._lock:
             self._fade()
-            tree = self._trees.get(wall)
+            tree = self._trees.get(scope)
             return _shown(tree.root.count) if tree else 0
 
-    def forget(self, wall: Hashable) -> None:
-        """Drop what is known of a wall."""
+    def forget(self, scope: Hashable) -> None:
+        """Drop what is known of a scope."""
         with self._lock:
-            self._trees.pop(wall, None)
+            self._trees.pop(scope, None)
 
     @property
     def nodes(self) -> int:
-        """Of all walls, at most `max_nodes`."""
+        """Of all scopes, at most `max_nodes`."""
         return sum(tree.nodes for tree in self._trees.values())
 
     def _fade(self) -> float:
@@ -249,12 +249,12 @@ class HotPrefixes:
             self._faded += times * HALF_LIFE
             for tree in self._trees.values():
                 tree.fade(0.5**times)
-            self._trees = {wall: tree for wall, tree in self._trees.items() if tree.root.count >= FAINT}
+            self._trees = {scope: tree for scope, tree in self._trees.items() if tree.root.count >= FAINT}
         return now
 
     def _make_room(self) -> None:
-        if len(self._trees) >= self.max_walls:
-            del self._trees[min(self._trees, key=lambda wall: self._trees[wall].root.count)]
+        if len(self._trees) >= self.max_scopes:
+            del self._trees[min(self._trees, key=lambda scope: self._trees[scope].root.count)]
 
     def _shrink(self) -> None:
         """Some more than needed at once, so that the leaves are not sorted for each prompt."""
@@ -264,7 +264,7 @@ class HotPrefixes:
                 tree.shrink(level)
 
     def __repr__(self) -> str:
-        return f"<HotPrefixes {len(self._trees)} walls, {self.nodes} nodes>"
+        return f"<HotPrefixes {len(self._trees)} scopes, {self.nodes} nodes>"
 
 
 def _count(node: _Node, number: int) -> None:

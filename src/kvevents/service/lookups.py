@@ -15,7 +15,7 @@ from kvevents.service.hot_prefixes import HotNode, HotPrefixes
 from kvevents.service.http.thread_pools import Run
 from kvevents.service.member import Row
 from kvevents.service.metrics import Metrics
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 from kvevents.service.schemas import HotPrefix, Media, SelectRequest
 from kvevents.service.shards.scatter_gather import Shards, packed
 from kvevents.service.shards.shard_server import Expectation, Question, fields_of
@@ -66,12 +66,12 @@ class Lookups:
         self._metrics: Final = metrics
         self._shards: Final = shards
         self._data_plane: Final = data_plane
-        self._uncounted: Final[deque[tuple[Wall, Any, list[Row]]]] = deque()
+        self._uncounted: Final[deque[tuple[Scope, Any, list[Row]]]] = deque()
 
     async def find(
         self,
         run: Run,
-        wall: Wall,
+        scope: Scope,
         tokens: Any,
         *,
         mm: Sequence[Media] = (),
@@ -79,13 +79,13 @@ class Lookups:
         whole_prompt: bool = False,
     ) -> Found:
         """Who holds how much of a prompt; with `whole_prompt` its last token, which engines recompute, is looked up too."""
-        (rows,), missing = await self.find_many(run, wall, [tokens], mm=mm, expected=expected, whole_prompt=whole_prompt)
+        (rows,), missing = await self.find_many(run, scope, [tokens], mm=mm, expected=expected, whole_prompt=whole_prompt)
         return Found(rows, missing)
 
     async def find_many(
         self,
         run: Run,
-        wall: Wall,
+        scope: Scope,
         prompts: Sequence[Any],
         *,
         mm: Sequence[Media] = (),
@@ -94,29 +94,29 @@ class Lookups:
     ) -> FoundMany:
         """The same for several prompts."""
         if self._shards is None:
-            return FoundMany(await run(self._match, wall, prompts, mm, expected, whole_prompt), "")
+            return FoundMany(await run(self._match, scope, prompts, mm, expected, whole_prompt), "")
         self._check_works()
         looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
-        found, missing = await self._shards.find(Question(**fields_of(wall), mm=list(mm), expected=expected), looked_up)
+        found, missing = await self._shards.find(Question(**fields_of(scope), mm=list(mm), expected=expected), looked_up)
         for tokens, rows in zip(prompts, found, strict=True):
-            self._note(wall, tokens, rows)
+            self._note(scope, tokens, rows)
         return FoundMany(found, missing)
 
     def _match(
-        self, wall: Wall, prompts: Sequence[Any], mm: Sequence[Media], expected: bool, whole_prompt: bool
+        self, scope: Scope, prompts: Sequence[Any], mm: Sequence[Media], expected: bool, whole_prompt: bool
     ) -> list[list[Row]]:
         found = []
         for tokens in prompts:
-            found.append(self._fleet.match(wall, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
-            self._note(wall, tokens, found[-1])
+            found.append(self._fleet.match(scope, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
+            self._note(scope, tokens, found[-1])
         return found
 
     def _check_works(self) -> None:
         if self._fleet.failure is not None:
             raise UnavailableError(f"nothing is followed any more: {self._fleet.failure}", "failed", "restart the service")
 
-    def _note(self, wall: Wall, tokens: Any, found: list[Row]) -> None:
-        self._uncounted.append((wall, tokens, found))
+    def _note(self, scope: Scope, tokens: Any, found: list[Row]) -> None:
+        self._uncounted.append((scope, tokens, found))
         if len(self._uncounted) > MAX_UNCOUNTED:
             self.count()
 
@@ -124,53 +124,55 @@ class Lookups:
         """Count what has been looked up. Any thread may call it: behind an answer, and before what is counted is told."""
         if self._data_plane is not None:
             for sample in self._data_plane.samples():
-                self._look_hot(sample.wall, sample.tokens)
+                self._look_hot(sample.scope, sample.tokens)
         while True:
             try:
-                wall, tokens, found = self._uncounted.popleft()
+                scope, tokens, found = self._uncounted.popleft()
             except IndexError:
                 return
             self._metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
-            self._look_hot(wall, tokens)
+            self._look_hot(scope, tokens)
 
-    async def find_keys(self, run: Run, wall: Wall, keys: list[int], *, local: bool) -> Found:
+    async def find_keys(self, run: Run, scope: Scope, keys: list[int], *, local: bool) -> Found:
         """The same by hashes: of each block alone, or rolling."""
         if self._shards is None:
-            rows, missing = await run(lambda: self._fleet.match_keys(wall, keys, local=local)), ""
+            rows, missing = await run(lambda: self._fleet.match_keys(scope, keys, local=local)), ""
         else:
             self._check_works()
-            (rows,), missing = await self._shards.find(Question(**fields_of(wall), keys=[keys], local=local), [])
-        self._note(wall, (), rows)
+            (rows,), missing = await self._shards.find(Question(**fields_of(scope), keys=[keys], local=local), [])
+        self._note(scope, (), rows)
         return Found(rows, missing)
 
-    def expect(self, wall: Wall, worker: tuple[str, int], asked: SelectRequest) -> None:
+    def expect(self, scope: Scope, worker: tuple[str, int], asked: SelectRequest) -> None:
         """Believe for a while that a worker will hold a prompt."""
         seconds = asked.expect_seconds
-        if self._fleet.expect(wall, worker, asked.tokens, seconds) or self._shards is None:
+        if self._fleet.expect(scope, worker, asked.tokens, seconds) or self._shards is None:
             return
         prompt = packed(asked.tokens)
-        self._shards.expect(Expectation(**fields_of(wall), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
+        self._shards.expect(Expectation(**fields_of(scope), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
 
-    def _look_hot(self, wall: Wall, tokens: Any) -> None:
-        size = self._fleet.block_sizes(wall)[:1]
+    def _look_hot(self, scope: Scope, tokens: Any) -> None:
+        size = self._fleet.block_sizes(scope)[:1]
         if not size and self._shards is not None:
-            size = self._shards.block_sizes(wall)[:1]
+            size = self._shards.block_sizes(scope)[:1]
         if size and len(tokens) >= size[0]:
-            self.hot.look(wall, tokens, size[0], _ALONE if wall[3:] == _NEITHER else Namespace(lora=wall.lora, salt=wall.salt))
+            self.hot.look(
+                scope, tokens, size[0], _ALONE if scope[3:] == _NEITHER else Namespace(lora=scope.lora, salt=scope.salt)
+            )
 
-    async def hottest(self, run: Run, wall: Wall, limit: int) -> Hottest:
+    async def hottest(self, run: Run, scope: Scope, limit: int) -> Hottest:
         """The prefixes that prompts begin with most."""
-        nodes, sampled = await run(self._sampled, wall, limit)
+        nodes, sampled = await run(self._sampled, scope, limit)
         paths = [list(node.path) for node in nodes]
         if self._shards is None or not nodes:
-            found, missing = await run(lambda: [self._fleet.match_keys(wall, path) for path in paths]), ""
+            found, missing = await run(lambda: [self._fleet.match_keys(scope, path) for path in paths]), ""
         else:
-            found, missing = await self._shards.find(Question(**fields_of(wall), keys=paths), [])
+            found, missing = await self._shards.find(Question(**fields_of(scope), keys=paths), [])
         return Hottest(sampled, _prefixes(nodes, found), missing)
 
-    def _sampled(self, wall: Wall, limit: int) -> tuple[list[HotNode], int]:
+    def _sampled(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
         self.count()
-        return self.hot.top(wall, limit), self.hot.sampled(wall)
+        return self.hot.top(scope, limit), self.hot.sampled(scope)
 
 
 def usable(tokens: Any) -> Any:

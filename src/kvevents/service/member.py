@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, cast
 
 from kvevents.index import WorkerInfo
 from kvevents.service.reasons import ENDPOINT_FAULTS, Fault, Reason, reasons_of
-from kvevents.service.registration import Registration, Wall
+from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import GapView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
@@ -162,9 +162,9 @@ class Member:
         ]
         return tuple(found)
 
-    def admits(self, wall: Wall) -> bool:
-        """Whether it may hold blocks of a prompt behind a wall."""
-        return self.registration.wall.admits(wall)
+    def admits(self, scope: Scope) -> bool:
+        """Whether it may hold blocks of a prompt in a scope."""
+        return self.registration.scope.admits(scope)
 
     @property
     def is_caught_up(self) -> bool:

@@ -27,10 +27,10 @@ Key: TypeAlias = tuple[str, int]
 """A stream as subscriber and index know it."""
 
 
-class Wall(NamedTuple):
+class Scope(NamedTuple):
     """What prompts cannot look past: one model of one tenant and routing group.
 
-    Engines whose events do not tell their LoRA or salt, and that were registered with one, are behind walls of their own.
+    Engines whose events do not tell their LoRA or salt, and that were registered with one, are in scopes of their own.
     """
 
     model: str
@@ -40,10 +40,10 @@ class Wall(NamedTuple):
     """Its name, or its number for engines whose events have no name (vLLM before 0.14)."""
     salt: str | None = None
 
-    def admits(self, prompt: Wall) -> bool:
-        """Whether streams behind this wall may hold blocks of a prompt.
+    def admits(self, prompt: Scope) -> bool:
+        """Whether streams in this scope may hold blocks of a prompt.
 
-        Model, tenant and group are equal then, and the prompt has the LoRA and the salt of this wall, if it has any.
+        Model, tenant and group are equal then, and the prompt has the LoRA and the salt of this scope, if it has any.
         """
         return self[:3] == prompt[:3] and self.lora in {None, prompt.lora} and self.salt in {None, prompt.salt}
 
@@ -76,9 +76,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int | None = None
     """Tokens per block that it promises; None leaves it to the events. Other blocks are a fault that shows."""
     tenant: str = DEFAULT_GROUP
-    """Mooncake's `tenant_id`: a wall."""
+    """Mooncake's `tenant_id`: a scope."""
     group: str = DEFAULT_GROUP
-    """Dynamo's `routing_group`: a wall."""
+    """Dynamo's `routing_group`: a scope."""
     lora_name: str | None = None
     """LoRA of events that name none."""
     salt: str | None = None
@@ -110,9 +110,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return SEPARATOR.join((self.tenant, self.group, self.instance)), self.rank
 
     @property
-    def wall(self) -> Wall:
+    def scope(self) -> Scope:
         """What separates its prompts from others in the index."""
-        return Wall(self.model, self.tenant, self.group, self.lora_name, self.salt)
+        return Scope(self.model, self.tenant, self.group, self.lora_name, self.salt)
 
     @property
     def label(self) -> str:
@@ -135,7 +135,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def check_alike(registration: Registration, other: Registration) -> None:
     """Raise `ConflictError` where two ranks of one instance cannot be of one engine."""
     label = registration.label
-    if other.wall != registration.wall:
+    if other.scope != registration.scope:
         raise ConflictError(
             f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
             "other-model",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from msgspec import UNSET
 
 from kvevents.service.errors import RefusedError, ServiceError
-from kvevents.service.registration import DEFAULT_GROUP, Wall
+from kvevents.service.registration import DEFAULT_GROUP, Scope
 
 MODEL: Final = ("model_name", "model", "modelname")
 TENANT: Final = ("tenant_id", "tenant")
@@ -53,11 +53,11 @@ def model_of(asked: Any) -> str:
     return model
 
 
-def wall_of(asked: Any) -> Wall:
+def scope_of(asked: Any) -> Scope:
     """Whose the prompts of a request are; an empty LoRA or salt is none. Raises `ServiceError`."""
     tenant, group = pick(asked, TENANT), pick(asked, GROUP)
     lora = pick(asked, LORA)
-    return Wall(
+    return Scope(
         model_of(asked),
         DEFAULT_GROUP if tenant is None else tenant,
         DEFAULT_GROUP if group is None else group,

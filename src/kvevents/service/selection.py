@@ -17,7 +17,7 @@ from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 from kvevents.service.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.shards.scatter_gather import Shards
 from kvevents.weights import TIERS, distance_of
@@ -40,42 +40,42 @@ class CandidateCache:
     `adapters` returns the LoRA adapters that engines list as models of their own. Any thread may call every method.
     """
 
-    def __init__(self, fleet: Fleet, shards: Shards | None, adapters: Callable[[], frozenset[Wall]]) -> None:
+    def __init__(self, fleet: Fleet, shards: Shards | None, adapters: Callable[[], frozenset[Scope]]) -> None:
         self._fleet: Final = fleet
         self._shards: Final = shards
         self._adapters: Final = adapters
         self._view = _View((), (), frozenset())
 
-    def of(self, wall: Wall) -> Candidates:
+    def of(self, scope: Scope) -> Candidates:
         """The members that may hold blocks of a prompt."""
         view = self._current()
-        found = view.known.get(wall)
+        found = view.known.get(scope)
         if found is None:
             if len(view.known) >= MAX_REMEMBERED:
                 view.known.clear()
-            members = tuple(member for member in view.members if member.admits(wall))
+            members = tuple(member for member in view.members if member.admits(scope))
             found = Candidates(members, tuple(member for member in members if member.trusted.state != "EXACT"))
-            view.known[wall] = found
+            view.known[scope] = found
         return found
 
-    def resolve(self, wall: Wall) -> Wall:
+    def resolve(self, scope: Scope) -> Scope:
         """Whose a prompt is whose model may be the name of an adapter: then it is its base model's, with that LoRA.
 
         A model that is served goes before an adapter of the same name. Raises `ConflictError` for an adapter of several models.
         """
         view = self._current()
-        if wall[:3] in view.models or wall.lora not in {None, wall.model}:
-            return wall
-        bases = view.bases.get(wall[:3])
+        if scope[:3] in view.models or scope.lora not in {None, scope.model}:
+            return scope
+        bases = view.bases.get(scope[:3])
         if not bases:
-            return wall
+            return scope
         if len(bases) > 1:
             raise ConflictError(
-                f"{wall.model!r} is an adapter of {len(bases)} models: {', '.join(sorted(bases)[:8])}",
+                f"{scope.model!r} is an adapter of {len(bases)} models: {', '.join(sorted(bases)[:8])}",
                 "ambiguous-adapter",
                 "name one of them as the model, and the adapter as lora_name",
             )
-        return wall._replace(model=next(iter(bases)), lora=wall.model)
+        return scope._replace(model=next(iter(bases)), lora=scope.model)
 
     def _current(self) -> _View:
         """What is known of the members, made again after any change."""
@@ -96,18 +96,18 @@ class CandidateCache:
 class _View:
     """The members at one time, and what was found among them."""
 
-    def __init__(self, version: tuple[Any, ...], members: Iterable[Member], adapters: frozenset[Wall]) -> None:
+    def __init__(self, version: tuple[Any, ...], members: Iterable[Member], adapters: frozenset[Scope]) -> None:
         self.version: Final = version
         self.members: Final = tuple(members)
-        self.known: Final[dict[Wall, Candidates]] = {}
-        walls = {member.registration.wall for member in self.members}
-        self.models: Final = {wall[:3] for wall in walls}
+        self.known: Final[dict[Scope, Candidates]] = {}
+        scopes = {member.registration.scope for member in self.members}
+        self.models: Final = {scope[:3] for scope in scopes}
         """Models that are served, with tenant and group."""
         self.bases: Final[dict[tuple[str, str, str], set[str]]] = {}
         """The base models of adapters, by the adapter's name, tenant and group."""
-        for wall in {*walls, *adapters}:
-            if isinstance(wall.lora, str) and wall[:3] in self.models:
-                self.bases.setdefault((wall.lora, wall.tenant, wall.group), set()).add(wall.model)
+        for scope in {*scopes, *adapters}:
+            if isinstance(scope.lora, str) and scope[:3] in self.models:
+                self.bases.setdefault((scope.lora, scope.tenant, scope.group), set()).add(scope.model)
 
 
 class Standing(NamedTuple):

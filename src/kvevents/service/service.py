@@ -32,7 +32,7 @@ from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed
-from kvevents.service.registration import SEPARATOR, Key, Registration, Wall
+from kvevents.service.registration import SEPARATOR, Key, Registration, Scope
 from kvevents.service.replica.replica import Replica
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
@@ -105,7 +105,7 @@ class Service:
         self._expects_engines = _names_engines(config, watched)
 
     @property
-    def adapters(self) -> frozenset[Wall]:
+    def adapters(self) -> frozenset[Scope]:
         """LoRA adapters that engines list as models of their own."""
         return self._finder.adapters
 

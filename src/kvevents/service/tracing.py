@@ -18,7 +18,7 @@ from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import Run
 from kvevents.service.lookups import Found, FoundMany, Lookups
 from kvevents.service.member import Row
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 from kvevents.service.service import Service
 
 if TYPE_CHECKING:
@@ -159,28 +159,28 @@ class _NotingLookups:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lookups, name)
 
-    async def find(self, run: Run, wall: Wall, tokens: Sequence[int], **more: Any) -> Found:
+    async def find(self, run: Run, scope: Scope, tokens: Sequence[int], **more: Any) -> Found:
         """As `Lookups`."""
-        found = await self._lookups.find(run, wall, tokens, **more)
-        _note(wall, len(tokens), found.rows)
+        found = await self._lookups.find(run, scope, tokens, **more)
+        _note(scope, len(tokens), found.rows)
         return found
 
-    async def find_many(self, run: Run, wall: Wall, prompts: Sequence[Any], **more: Any) -> FoundMany:
+    async def find_many(self, run: Run, scope: Scope, prompts: Sequence[Any], **more: Any) -> FoundMany:
         """As `Lookups`."""
-        found = await self._lookups.find_many(run, wall, prompts, **more)
+        found = await self._lookups.find_many(run, scope, prompts, **more)
         for tokens, rows in zip(prompts, found.rows, strict=True):
-            _note(wall, len(tokens), rows)
+            _note(scope, len(tokens), rows)
         return found
 
-    async def find_keys(self, run: Run, wall: Wall, keys: list[int], **more: Any) -> Found:
+    async def find_keys(self, run: Run, scope: Scope, keys: list[int], **more: Any) -> Found:
         """As `Lookups`."""
-        found = await self._lookups.find_keys(run, wall, keys, **more)
-        _note(wall, 0, found.rows)
+        found = await self._lookups.find_keys(run, scope, keys, **more)
+        _note(scope, 0, found.rows)
         return found
 
 
-def _note(wall: Wall, tokens: int, found: list[Row]) -> None:
+def _note(scope: Scope, tokens: int, found: list[Row]) -> None:
     if (noted := _noted.get()) is not None:
-        noted.model = wall.model
+        noted.model = scope.model
         noted.tokens += tokens
         noted.longest = max([noted.longest, *[row.tokens for row in found]])

@@ -18,7 +18,7 @@ from kvevents.service.discovery.engine_info import QUESTIONS, Description, Model
 from kvevents.service.discovery.provider import Fault, Finding
 from kvevents.service.discovery.source_config import ANY, AskError, BaseUrl, Place, Template, bracketed
 from kvevents.service.http_client import Answer, Bounds, HttpConnections, HttpError
-from kvevents.service.registration import Wall
+from kvevents.service.registration import Scope
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 """Of a body. SGLang's `/server_info`, the largest that is asked for, has some tens of kB."""
@@ -181,7 +181,7 @@ class EngineProvider:
                 registrations.append(self.template.registration(self.label, model, self._placed(place)))
             except ConfigError as error:
                 found.missing[place.rank] = f"cannot be followed: {error}"
-        adapters = [Wall(model, self.template.tenant, self.template.group, name) for name in models.adapters]
+        adapters = [Scope(model, self.template.tenant, self.template.group, name) for name in models.adapters]
         return Finding(tuple(registrations), self._faults(found), adapters=tuple(adapters))
 
     async def _models(self, url: BaseUrl, *, needed: bool) -> Models:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvevents.service.registration import Registration, Wall
+from kvevents.service.registration import Registration, Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Finding:
     faults: tuple[Fault, ...] = ()
     providers: tuple[Provider, ...] = ()
     """Further ways that it named, such as engines to be asked themselves: each runs for as long as one equal to it is named."""
-    adapters: tuple[Wall, ...] = ()
+    adapters: tuple[Scope, ...] = ()
     """LoRA adapters that requests name as their model: the base model of each, and its name as `lora`."""
 
 

@@ -18,7 +18,7 @@ from kvevents.service.discovery.files import FileProvider, StaticProvider, read_
 from kvevents.service.discovery.provider import Fault, Finding, Provider
 from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Key, Registration, Wall, check_alike
+from kvevents.service.registration import Key, Registration, Scope, check_alike
 from kvevents.stream import Checkpoint
 
 MAX_SOURCES: Final = 4_096
@@ -36,7 +36,7 @@ class Discovered:
     """By the name of the provider; one without faults is not among them."""
     waiting: tuple[str, ...] = ()
     """Names of providers that have not said anything yet: what they will name is missing from the registrations."""
-    adapters: frozenset[Wall] = frozenset()
+    adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests name as their model."""
 
 
@@ -49,7 +49,7 @@ def merge(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX
     origins: dict[Key, str] = {}
     faults: dict[str, tuple[Fault, ...]] = {}
     waiting: list[str] = []
-    adapters: set[Wall] = set()
+    adapters: set[Scope] = set()
     for name, finding in findings:
         if finding is None:
             waiting.append(name)
@@ -260,7 +260,7 @@ class Finder:
         return not self._found.waiting
 
     @property
-    def adapters(self) -> frozenset[Wall]:
+    def adapters(self) -> frozenset[Scope]:
         """LoRA adapters that requests name as their model, as engines list them."""
         return self._found.adapters
 

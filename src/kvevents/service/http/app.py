@@ -24,7 +24,7 @@ from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
 from kvevents.service.tracing import traced
 
-Scope: TypeAlias = dict[str, Any]
+AsgiScope: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -54,7 +54,7 @@ class App:
         self.traces = self.service is not service
         """Whether requests have spans."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """ASGI 3."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
@@ -64,7 +64,7 @@ class App:
         else:  # no websockets here
             await send({"type": "websocket.close"})
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         began = perf_counter()
         method, path = scope["method"], scope["path"]
         methods = ROUTES.get(path)
@@ -88,7 +88,7 @@ class App:
         self.service.lookups.count()
 
     async def _respond(
-        self, endpoint: Endpoint | None, methods: dict[str, Endpoint] | None, scope: Scope, receive: Receive
+        self, endpoint: Endpoint | None, methods: dict[str, Endpoint] | None, scope: AsgiScope, receive: Receive
     ) -> Response | StreamingResponse:
         path = scope["path"]
         if methods is None:

@@ -21,9 +21,9 @@ from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, T
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
 from kvevents.service.member import Row
-from kvevents.service.registration import DEFAULT_GROUP, Registration, Wall
+from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope
 from kvevents.service.schemas import LoraId
-from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, wall_of
+from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, scope_of
 from kvevents.service.service import Service
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
@@ -172,9 +172,9 @@ async def register(service: Service, request: Request) -> Response:
 
 
 def _registration(asked: RegisterRequest) -> Registration:
-    wall = wall_of(asked)
-    if isinstance(wall.lora, int):
-        raise RefusedError(f"lora_id {wall.lora} does not name a LoRA", "lora-id", "name it as lora_name, or leave it out")
+    scope = scope_of(asked)
+    if isinstance(scope.lora, int):
+        raise RefusedError(f"lora_id {scope.lora} does not name a LoRA", "lora-id", "name it as lora_name, or leave it out")
     _check_endpoint("endpoint", asked.endpoint)
     if asked.replay_endpoint:  # clients in Go send an empty one for none
         _check_endpoint("replay_endpoint", asked.replay_endpoint)
@@ -182,15 +182,15 @@ def _registration(asked: RegisterRequest) -> Registration:
         return Registration(
             instance=str(asked.instance_id),
             endpoint=asked.endpoint,
-            model=wall.model,
+            model=scope.model,
             rank=asked.dp_rank or 0,
             replay_endpoint=asked.replay_endpoint or None,
             topic=asked.topic,
             block_size=asked.block_size,
-            tenant=wall.tenant,
-            group=wall.group,
-            lora_name=wall.lora,
-            salt=wall.salt,
+            tenant=scope.tenant,
+            group=scope.group,
+            lora_name=scope.lora,
+            salt=scope.salt,
         )
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _MISSING) from error
@@ -249,21 +249,21 @@ async def query(service: Service, request: Request) -> Response:
     asked, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
     service.metrics.ignored(request)
-    wall = service.candidates.resolve(wall_of(asked))
-    run = service.runner(request.run, len(service.candidates.of(wall).members))
-    found = await service.lookups.find(run, wall, tokens, whole_prompt=asked.whole_prompt)
-    return await run(_answered, service, asked, wall, found)
+    scope = service.candidates.resolve(scope_of(asked))
+    run = service.runner(request.run, len(service.candidates.of(scope).members))
+    found = await service.lookups.find(run, scope, tokens, whole_prompt=asked.whole_prompt)
+    return await run(_answered, service, asked, scope, found)
 
 
 async def query_by_hash(service: Service, request: Request) -> Response:
     """The same by hashes of its blocks."""
     asked, keys = await request.run(_hashes, service, request)
     service.metrics.ignored(request)
-    wall = service.candidates.resolve(wall_of(asked))
-    run = service.runner(request.run, len(service.candidates.of(wall).members))
+    scope = service.candidates.resolve(scope_of(asked))
+    run = service.runner(request.run, len(service.candidates.of(scope).members))
     # A salt, and the LoRA of events that name theirs, are in the hashes.
-    found = await service.lookups.find_keys(run, wall, keys, local=asked.block_hashes is not None)
-    return await run(_answered, service, asked, wall, found)
+    found = await service.lookups.find_keys(run, scope, keys, local=asked.block_hashes is not None)
+    return await run(_answered, service, asked, scope, found)
 
 
 def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[int]]:
@@ -276,9 +276,9 @@ def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[
     return asked, [_unsigned(each) for each in given[0]]
 
 
-def _answered(service: Service, asked: IndexerRequest, wall: Wall, found: Found) -> Response:
+def _answered(service: Service, asked: IndexerRequest, scope: Scope, found: Found) -> Response:
     rows, missing = found
-    if doubtful := service.candidates.of(wall).doubtful:  # they may hold more than is known, and their trust says so
+    if doubtful := service.candidates.of(scope).doubtful:  # they may hold more than is known, and their trust says so
         holders = {row.member.worker for row in rows}
         rows = rows + [Row(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
     rows = [each for each in rows if not each.member.hidden]
@@ -289,7 +289,7 @@ def _answered(service: Service, asked: IndexerRequest, wall: Wall, found: Found)
     headers = ((MISSING, missing.encode("ascii", "replace")),) if missing else ()
     if asked.model_name is not None:
         return Response(dynamo(rows), headers=headers)
-    return Response(mooncake(wall.tenant, rows), headers=headers)
+    return Response(mooncake(scope.tenant, rows), headers=headers)
 
 
 def _unsigned(given: int | str) -> int:

@@ -34,7 +34,7 @@ def workers(service: Service, request: Request) -> Response:
 def _members(service: Service, request: Request) -> Iterator[Member]:
     """Those of the model, tenant and group that a request names, in order."""
     for _, member in sorted(service.members().items()):
-        own = member.registration.wall[:3]
+        own = member.registration.scope[:3]
         if all(request.wanted.get(part, value) == value for part, value in zip(_SCOPE, own, strict=True)):
             yield member
 
@@ -101,7 +101,7 @@ def global_view(service: Service, request: Request) -> Response:
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in _members(service, request):
         registration = member.registration
-        groups.setdefault((*registration.wall[:4], registration.block_size), []).append(member)
+        groups.setdefault((*registration.scope[:4], registration.block_size), []).append(member)
     found = [
         {
             "modelname": model,

@@ -13,7 +13,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, 
 from kvevents.service.http.messages import RAW, Body, Request, Response, StreamingResponse, answer, encoded
 from kvevents.service.lookups import Found, FoundMany, Hottest
 from kvevents.service.member import Member, Row
-from kvevents.service.registration import DEFAULT_GROUP, Wall
+from kvevents.service.registration import DEFAULT_GROUP, Scope
 from kvevents.service.schemas import (
     Candidate,
     HotAnswer,
@@ -31,7 +31,7 @@ from kvevents.service.schemas import (
     WorkerMatch,
     WorkerTrust,
 )
-from kvevents.service.scope_fields import wall_of
+from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker
 from kvevents.service.service import Service
@@ -67,11 +67,11 @@ def _held(found: list[Row]) -> list[WorkerMatch]:
     ]
 
 
-def _trusts(service: Service, wall: Wall) -> list[WorkerTrust]:
+def _trusts(service: Service, scope: Scope) -> list[WorkerTrust]:
     """How far each worker that may hold blocks of a prompt is trusted."""
     return [
         WorkerTrust(instance=member.instance, rank=member.registration.rank, trust=member.trusted)
-        for member in service.candidates.of(wall).members
+        for member in service.candidates.of(scope).members
     ]
 
 
@@ -85,10 +85,12 @@ async def match(service: Service, request: Request) -> Response:
     `application/octet-stream`, and everything else in the query string.
     """
     asked, tokens = await request.run(_prompt, service, request)
-    wall = service.candidates.resolve(wall_of(asked))
-    run = service.runner(request.run, len(service.candidates.of(wall).members))
-    found = await service.lookups.find(run, wall, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
-    return await run(_matched, service, request, wall, len(tokens), found)
+    scope = service.candidates.resolve(scope_of(asked))
+    run = service.runner(request.run, len(service.candidates.of(scope).members))
+    found = await service.lookups.find(
+        run, scope, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+    )
+    return await run(_matched, service, request, scope, len(tokens), found)
 
 
 def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
@@ -100,9 +102,9 @@ def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
     return asked, tokens
 
 
-def _matched(service: Service, request: Request, wall: Wall, length: int, found: Found) -> Response:
+def _matched(service: Service, request: Request, scope: Scope, length: int, found: Found) -> Response:
     holders = {row.member.worker for row in found.rows}
-    others = [member.holds_nothing for member in service.candidates.of(wall).members if member.worker not in holders]
+    others = [member.holds_nothing for member in service.candidates.of(scope).members if member.worker not in holders]
     return answer(MatchAnswer(prompt_tokens=length, workers=_held(found.rows) + others, missing=found.missing), request)
 
 
@@ -129,57 +131,59 @@ async def match_many(service: Service, request: Request) -> Response:
     """The same for several prompts of one namespace."""
     asked: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
     service.check_tokens(sum(map(len, asked.prompts)))
-    wall = service.candidates.resolve(wall_of(asked))
+    scope = service.candidates.resolve(scope_of(asked))
     found = await service.lookups.find_many(
-        request.run, wall, asked.prompts, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+        request.run, scope, asked.prompts, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
     )
-    return await request.run(_matched_many, service, request, wall, asked, found)
+    return await request.run(_matched_many, service, request, scope, asked, found)
 
 
-def _matched_many(service: Service, request: Request, wall: Wall, asked: MatchManyRequest, found: FoundMany) -> Response:
+def _matched_many(service: Service, request: Request, scope: Scope, asked: MatchManyRequest, found: FoundMany) -> Response:
     # Each is encoded alone, since nothing else runs while Python encodes.
     matches: list[Any] = [
         encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
         for tokens, rows in zip(asked.prompts, found.rows, strict=True)
     ]
-    return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, wall), missing=found.missing), request)
+    return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, scope), missing=found.missing), request)
 
 
 async def select(service: Service, request: Request) -> Response:
     """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
     asked, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
-    wall = service.candidates.resolve(wall_of(asked))
-    asked = msgspec.structs.replace(asked, tokens=tokens, model=wall.model, tenant=wall.tenant, group=wall.group)
+    scope = service.candidates.resolve(scope_of(asked))
+    asked = msgspec.structs.replace(asked, tokens=tokens, model=scope.model, tenant=scope.tenant, group=scope.group)
     limits = service.config.limits
     if asked.candidates is None:
-        count = len(service.candidates.of(wall).members)
+        count = len(service.candidates.of(scope).members)
     elif (count := len(asked.candidates)) > limits.max_candidates:
         raise TooMuchError(
             f"{count} candidates were sent", "too-many-candidates", f"limits.max_candidates allows {limits.max_candidates}"
         )
     run = service.runner(request.run, count)
-    found = await service.lookups.find(run, wall, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt)
-    chosen = await run(_selected, service, wall, asked, found.rows, found.missing)
+    found = await service.lookups.find(
+        run, scope, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+    )
+    chosen = await run(_selected, service, scope, asked, found.rows, found.missing)
     if asked.expect_seconds > 0:
-        service.lookups.expect(wall, (chosen.instance, chosen.rank), asked)
+        service.lookups.expect(scope, (chosen.instance, chosen.rank), asked)
     return answer(chosen, request)
 
 
-def _selected(service: Service, wall: Wall, asked: SelectRequest, found: list[Row], missing: str) -> Selection:
-    standings = {member.worker: Standing(member.trusted, member.distance) for member in service.candidates.of(wall).members}
+def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[Row], missing: str) -> Selection:
+    standings = {member.worker: Standing(member.trusted, member.distance) for member in service.candidates.of(scope).members}
     candidates = asked.candidates
     if candidates is None:
         candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
     else:
         # Of the same tenant and group but of another model, LoRA or salt: the prompt must not go there.
         others = {
-            member.worker for member in service.members().values() if member.registration.wall[1:3] == wall[1:3]
+            member.worker for member in service.members().values() if member.registration.scope[1:3] == scope[1:3]
         } - standings.keys()
         candidates = [one for one in candidates if (one.instance, one.rank) not in others]
         if asked.candidates and not candidates:
             raise SelectError(
-                f"none of the {len(asked.candidates)} candidates serves model {wall.model!r} with this LoRA and salt",
+                f"none of the {len(asked.candidates)} candidates serves model {scope.model!r} with this LoRA and salt",
                 "no-candidates",
                 "leave `candidates` out, or see /v1/sources",
             )
@@ -214,15 +218,15 @@ async def hot(service: Service, request: Request) -> Response:
     if model is None:
         raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
     tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
-    scope = Wall(model, tenant, group, wanted.get("lora") or None, wanted.get("salt") or None)
-    wall = service.candidates.resolve(scope)
+    scope = Scope(model, tenant, group, wanted.get("lora") or None, wanted.get("salt") or None)
+    scope = service.candidates.resolve(scope)
 
-    found = await service.lookups.hottest(request.run, wall, _number(wanted, "limit", 100, MAX_HOT))
-    return await request.run(_hottest, service, request, wall, model, found)
+    found = await service.lookups.hottest(request.run, scope, _number(wanted, "limit", 100, MAX_HOT))
+    return await request.run(_hottest, service, request, scope, model, found)
 
 
-def _hottest(service: Service, request: Request, wall: Wall, model: str, found: Hottest) -> Response:
-    workers = _trusts(service, wall)
+def _hottest(service: Service, request: Request, scope: Scope, model: str, found: Hottest) -> Response:
+    workers = _trusts(service, scope)
     return answer(
         HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers, missing=found.missing), request
     )

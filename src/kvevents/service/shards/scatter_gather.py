@@ -25,8 +25,8 @@ from kvevents.plane.sharding import Announcement, plan
 from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import Key, Wall
-from kvevents.service.scope_fields import wall_of
+from kvevents.service.registration import Key, Scope
+from kvevents.service.scope_fields import scope_of
 from kvevents.service.shards.peers import AwayError, Peers
 from kvevents.service.shards.shard_server import (
     Answering,
@@ -107,9 +107,9 @@ class Remote(Member):
         self.hidden = told.hidden
         self.trusts(told.view.trust.state, told.view.trust.reason, told.view.trust.reason_codes, now)
 
-    def admits(self, wall: Wall) -> bool:
+    def admits(self, scope: Scope) -> bool:
         """Of `Member`; the salt is not here, but its digest is."""
-        return super().admits(wall) and self.told.salt_digest in {None, wall.salt_digest}
+        return super().admits(scope) and self.told.salt_digest in {None, scope.salt_digest}
 
     def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
         """How far it is to be trusted. Returns the former state if it has changed."""
@@ -191,10 +191,10 @@ class Shards:
         partition = self.answering.partition_of(member)
         return next((each.url for each in self._present().values() if partition in each.held), "")
 
-    def block_sizes(self, wall: Wall) -> list[int]:
-        """Tokens per block of the engines behind a wall, the smallest first."""
+    def block_sizes(self, scope: Scope) -> list[int]:
+        """Tokens per block of the engines in a scope, the smallest first."""
         return sorted(
-            {size for each in self._members.values() if each.registration.wall[:3] == wall[:3] for size in each.block_sizes}
+            {size for each in self._members.values() if each.registration.scope[:3] == scope[:3] for size in each.block_sizes}
         )
 
     @property
@@ -384,7 +384,7 @@ class Shards:
                 member.partition
                 for member in self._members.values()
                 if (member.registration.instance, member.registration.rank) == (asked.instance, asked.rank)
-                and member.admits(wall_of(asked))
+                and member.admits(scope_of(asked))
             ),
             None,
         )

@@ -16,9 +16,9 @@ from kvevents.service.errors import NotFoundError, RefusedError
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member, Row
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import Registration, Wall
+from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import Name, Rank, ScopedRequest, SourceView
-from kvevents.service.scope_fields import wall_of
+from kvevents.service.scope_fields import scope_of
 from kvevents.structs import prepared
 from kvevents.weights import State
 
@@ -116,10 +116,10 @@ def within(partitions: Collection[int], shown: Collection[int]) -> list[int]:
     return sorted(set(partitions).intersection(shown))
 
 
-def fields_of(wall: Wall) -> dict[str, Any]:
-    """What `ScopedRequest` has of a wall."""
-    lora = "lora_id" if isinstance(wall.lora, int) else "lora"
-    return {"model": wall.model, "tenant": wall.tenant, "group": wall.group, lora: wall.lora, "salt": wall.salt}
+def fields_of(scope: Scope) -> dict[str, Any]:
+    """What `ScopedRequest` has of a scope."""
+    lora = "lora_id" if isinstance(scope.lora, int) else "lora"
+    return {"model": scope.model, "tenant": scope.tenant, "group": scope.group, lora: scope.lora, "salt": scope.salt}
 
 
 Rows: TypeAlias = list[list[Row]]
@@ -142,9 +142,9 @@ class Answering:
 
     def rows(self, question: Question, partitions: Collection[int], prompts: list[Any]) -> Rows:
         """Who in some partitions holds how much. Raises `NotFoundError` for a model that nobody serves here."""
-        wall = wall_of(question)
-        found = [self.fleet.match(wall, tokens, mm=question.mm, expected=question.expected) for tokens in prompts]
-        found += [self.fleet.match_keys(wall, keys, local=question.local) for keys in question.keys]
+        scope = scope_of(question)
+        found = [self.fleet.match(scope, tokens, mm=question.mm, expected=question.expected) for tokens in prompts]
+        found += [self.fleet.match_keys(scope, keys, local=question.local) for keys in question.keys]
         return [[row for row in rows if self.partition_of(row.member) in partitions] for rows in found]
 
     def partition_of(self, member: Member) -> int:
@@ -173,7 +173,7 @@ class Answering:
 
     def expect(self, asked: Expectation) -> Noted:
         """Believe for a while that an engine will hold a prompt, if it is one of this replica's."""
-        known = self.fleet.expect(wall_of(asked), (asked.instance, asked.rank), _tokens(asked.prompt), asked.seconds)
+        known = self.fleet.expect(scope_of(asked), (asked.instance, asked.rank), _tokens(asked.prompt), asked.seconds)
         return Noted(known=known)
 
 
@@ -197,5 +197,5 @@ def _found(row: Row) -> Found:
 def _described(member: Member) -> Described:
     # Nobody but the engine's own replica needs its secrets.
     registration = msgspec.structs.replace(member.registration, salt=None, curve=None)
-    digest = member.registration.wall.salt_digest
+    digest = member.registration.scope.salt_digest
     return Described(registration=registration, view=member.view(), hidden=member.hidden, salt_digest=digest)
